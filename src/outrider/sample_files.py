@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from outrider.atif import Trajectory
 from outrider.errors import InvalidField
 from outrider.messages import Image, image_file
 from outrider.trajectory import ChatRow, Sample
@@ -23,15 +24,16 @@ Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
-    """`jsonl` and `parquet` are for samples, `chat` is JSON lines of chat rows."""
+    """`jsonl` and `parquet` are for samples, `chat` is JSON lines of chat rows, `atif` of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
     CHAT = "chat"
+    ATIF = "atif"
 
 
 class SampleWriter(Protocol):
-    def write(self, samples: Sequence[Row]) -> None: ...
+    def write(self, samples: Sequence[Row | Trajectory]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -42,7 +44,7 @@ class JsonLines:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, samples: Sequence[Row]) -> None:
+    def write(self, samples: Sequence[Row | Trajectory]) -> None:
         for sample in samples:
             self._file.write(self._encoder.encode(sample) + b"\n")
 
@@ -70,7 +72,7 @@ class Parquet:
         self._schema = _schema(self._arrow)
         self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
 
-    def write(self, samples: Sequence[Row]) -> None:
+    def write(self, samples: Sequence[Row | Trajectory]) -> None:
         if not samples:
             return
         rows = [msgspec.to_builtins(sample) for sample in samples]
@@ -87,6 +89,7 @@ WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
     SampleFormat.JSONL: JsonLines,
     SampleFormat.PARQUET: Parquet,
     SampleFormat.CHAT: JsonLines,
+    SampleFormat.ATIF: JsonLines,
 }
 
 

@@ -116,6 +116,34 @@ async def test_chat_rows_render_to_the_ids_of_the_samples(cli: Cli, tmp_path: Pa
         assert renderer.render(more, row.tools)[:end] == sample.ids[:end]
 
 
+async def test_trajectories_have_the_sampled_ids(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        good = await client.submit(load_group(write_task(tmp_path), n=1, priority=0))
+        bad = await client.submit({"task": coin_task(0, reward=0.0)})
+        [done, _] = await client.wait([good.id, bad.id])
+        ran = await cli("export", "--format", "atif", "--min-reward", "1", "--url", url)
+        [sample] = await client.samples(done.sessions[0].id)
+        [row] = await client.chat_rows(done.sessions[0].id)
+    [line] = map(json.loads, ran.out.splitlines())
+    steps = line["steps"]
+    assert (line["schema_version"], line["session_id"]) == ("ATIF-v1.8", sample.session_id)
+    assert line["agent"]["tool_definitions"] == row.tools
+    assert line["extra"]["reward"] == 1.0
+    assert [step["step_id"] for step in steps] == list(range(1, len(steps) + 1))
+    said = [step for step in steps if step["source"] == "agent"]
+    for step, (start, end) in zip(said, sample.turn_spans, strict=True):
+        metrics = step["metrics"]
+        assert metrics["prompt_token_ids"] == sample.ids[:start]
+        assert metrics["completion_token_ids"] == sample.ids[start:end]
+        assert metrics["logprobs"] == sample.logprobs[start:end]
+    [call] = said[0]["tool_calls"]
+    [result] = said[0]["observation"]["results"]
+    assert result["source_call_id"] == call["tool_call_id"]
+    tool = next(message for message in row.messages if message["role"] == "tool")
+    assert result["content"] == tool["content"]
+    assert isinstance(call["arguments"], dict)
+
+
 def read_messages(rows: list[dict[str, Any]]) -> list[Message]:
     messages = []
     for row in rows:

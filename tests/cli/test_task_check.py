@@ -93,6 +93,13 @@ async def test_a_folder_without_tasks(cli: Cli, tmp_path: Path) -> None:
     assert "neither Harbor tasks nor TOML files" in ran.err
 
 
+async def test_a_folder_of_both_kinds_is_one_of_its_own_files(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "good.toml").write_text(TASKS["good"][0])
+    harbor_task(tmp_path / "harbor" / "a")
+    ran = await cli("task", "check", tmp_path, "--json")
+    assert ran.document == {"tasks": 1, "ok": 1, "bad": []}
+
+
 @needs_namespaces
 async def test_a_harbor_folder(cli: Cli, tmp_path: Path) -> None:
     test = "if [ -e made ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"

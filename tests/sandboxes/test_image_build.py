@@ -152,6 +152,22 @@ def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context:
     assert not (root / "proc/version").exists()
 
 
+def test_the_tasks_of_a_folder(store: ImageStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("a", "RUN echo a > /x"), ("b/c", "RUN echo b > /x"), ("d", "RUN echo a > /x")):
+        folder = tmp_path / "tasks" / name / "environment"
+        folder.mkdir(parents=True)
+        written(folder, f"FROM small\n{text}\n")
+    assert main(["image", "build", str(tmp_path / "tasks"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["images"]
+    assert [Path(row["path"], "x").read_text() for row in rows] == ["a\n", "b\n", "a\n"]
+    assert rows[0] == rows[2]
+    assert main(["image", "build", str(tmp_path / "tasks"), "mine"]) == 2
+    assert "there are 3 Dockerfiles" in capsys.readouterr().err
+    (tmp_path / "nothing").mkdir()
+    assert main(["image", "build", str(tmp_path / "nothing")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
 def test_the_image_of_a_recipe_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["image", "build", str(tmp_path / "x.toml")]) == 2
     assert "needs a name" in capsys.readouterr().err

@@ -139,3 +139,19 @@ async def test_none_are_kept_of_a_cancelled_session(world: MakeWorld) -> None:
         (session,) = (await w.done(view.id)).sessions
         assert kept(w, session.id).attempt is None
         w.assert_quiet()
+
+
+async def test_what_collects_the_outcome_runs_before_it_is_kept_and_graded(world: MakeWorld) -> None:
+    """In its order, after the agent's last call; what fails or takes too long costs the session nothing."""
+    hooks = [
+        {"run": "cat nowhere"},
+        {"run": "sleep 60", "seconds": 0.05},
+        {"run": "cat said > collected"},
+        {"run": "echo last >> collected"},
+    ]
+    async with world(http=True) as w:
+        evaluator = {"run": "cat collected"}
+        session = await w.run("ask", "run echo hi > said", artifacts=["coll*"], collect=hooks, evaluator=evaluator)
+        result = result_of(session)
+        assert (result.stop_reason, result.verdict and result.verdict.reward) == (StopReason.COMPLETED, 1.0)
+        assert kept(w, session.id).artifacts == (artifact("/work/collected", b"hi\nlast\n"),)

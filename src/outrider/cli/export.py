@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from outrider.atif import trajectory
 from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.terminal import terminal_of
 from outrider.client import Client
@@ -21,6 +22,7 @@ from outrider.lifecycle import GroupState
 from outrider.sample_files import ImageFolder, JsonLines, Row, SampleFormat, SampleWriter, sample_file, stored_images
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
+from outrider.trajectory import ChatRow, Sample
 
 PAGE = 20
 """Groups asked for at once."""
@@ -47,7 +49,9 @@ def export(
     ctx: typer.Context,
     format: Annotated[
         SampleFormat,
-        typer.Option("--format", help="Format of the file; chat has messages and tools instead of token ids."),
+        typer.Option(
+            "--format", help="Format of the file; chat has messages and tools instead of token ids, atif both."
+        ),
     ] = SampleFormat.JSONL,
     after: Annotated[
         int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
@@ -82,6 +86,8 @@ def export(
 
         outrider export --format chat --min-reward 1 -o accepted-chats.jsonl
 
+        outrider export --format atif -o trajectories.jsonl
+
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
     terminal = terminal_of(ctx)
@@ -97,12 +103,20 @@ def export(
                 evaluations += 1
                 continue
             all_rows: Sequence[Row] = done.samples or ()
+            chats: list[ChatRow] = []
+            if format in (SampleFormat.CHAT, SampleFormat.ATIF):
+                chats = [row for session in done.sessions for row in service.chat_rows(session.id)]
             if format is SampleFormat.CHAT:
-                all_rows = [row for session in done.sessions for row in service.chat_rows(session.id)]
+                all_rows = chats
             rows = [
                 row for row in all_rows if min_reward is None or (row.reward is not None and row.reward >= min_reward)
             ]
-            writer.write(rows)
+            if format is SampleFormat.ATIF:
+                by_row = {(chat.session_id, chat.row): chat for chat in chats}
+                samples_kept = [row for row in rows if isinstance(row, Sample)]
+                writer.write([trajectory(row, by_row[row.session_id, row.row]) for row in samples_kept])
+            else:
+                writer.write(rows)
             images.take(rows, service)
             samples += len(rows)
             left_out += len(all_rows) - len(rows)

@@ -15,6 +15,7 @@ from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
 from outrider.errors import InvalidField
 from outrider.rootfs.build import Builder, Reuse
+from outrider.rootfs.dockerfile import DOCKERFILE
 from outrider.rootfs.pull import pull
 from outrider.rootfs.recipe import load_recipe
 from outrider.rootfs.store import Image, ImageStore
@@ -94,7 +95,8 @@ def build_image(
     recipe: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE", help="A TOML file, as docs/images.md describes it, or a folder with a Dockerfile."
+            metavar="RECIPE",
+            help="A TOML file, as docs/images.md describes it, or a folder with a Dockerfile or Harbor tasks.",
         ),
     ],
     name: Annotated[
@@ -122,12 +124,28 @@ def build_image(
         outrider image build tools.toml tools
 
         outrider image build my-task/environment
+
+        outrider image build harbor-tasks
     """
     terminal, store = terminal_of(ctx), ImageStore()
     if recipe.is_dir():
-        image = build_dockerfile(recipe, store, name=name, seconds=seconds, note=terminal.note)
-        known = name or next(known for known, other in store.images().items() if other == image)
-        _told(ctx, ImageRow(name=known, image=image, path=str(store.root(image))))
+        folders = [recipe]
+        if not (recipe / DOCKERFILE).exists():  # then it has Harbor tasks
+            folders = sorted(found.parent for found in recipe.rglob(f"environment/{DOCKERFILE}")) or folders
+        if name is not None and len(folders) > 1:
+            raise InvalidField(
+                f"there are {len(folders)} Dockerfiles below {recipe}: they have no one name", field="name"
+            )
+        rows = []
+        for folder in folders:
+            image = build_dockerfile(folder, store, name=name, seconds=seconds, note=terminal.note)
+            known = name or next(known for known, other in store.images().items() if other == image)
+            rows.append(ImageRow(name=known, image=image, path=str(store.root(image))))
+        if terminal.json and folders != [recipe]:
+            terminal.write_json(Images(tuple(rows)))
+            return
+        for row in rows:
+            _told(ctx, row)
         return
     if name is None:
         raise InvalidField("the image of a recipe needs a name", field="name")

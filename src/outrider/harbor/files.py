@@ -52,15 +52,14 @@ def written(folder: Path, task: Path, to: str) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        data = path.read_bytes()
-        total += len(data)
+        total += path.stat().st_size  # before it is read: it may be huge
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",
                 field="source",
                 hint="put large files into the task's image",
             )
-        steps.append(write_step(data, f"{to}/{name}", executable=os.access(path, os.X_OK)))
+        steps.append(write_step(path.read_bytes(), f"{to}/{name}", executable=os.access(path, os.X_OK)))
     return steps
 
 

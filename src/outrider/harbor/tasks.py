@@ -216,8 +216,9 @@ def sources(artifacts: Artifacts) -> list[str]:
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Patterns of the artifacts' files, for what is kept of the agent's sandbox."""
-    return [pattern for source in sources(artifacts) for pattern in (source, f"{source}/**")]
+    """Patterns of the artifacts' files, for what is kept of the agent's sandbox: a path may be a file or a folder."""
+    _, *named = sources(artifacts)
+    return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
 
 
 def limits(agent_seconds: float) -> dict[str, float]:

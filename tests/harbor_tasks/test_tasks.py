@@ -54,7 +54,7 @@ env = { LANG = "C" }
     assert (task.limits.agent_seconds, task.limits.session_seconds) == (120.0, 3600.0)
     assert (task.evaluator.kind, task.evaluator.seconds) == ("harbor", 30.0)
     assert task.evaluator.options["env"] == {"MODE": "it's strict"}
-    assert task.artifacts == ["/logs/artifacts", "/logs/artifacts/**", "/work/out.txt", "/work/out.txt/**"]
+    assert task.artifacts == ["/logs/artifacts/**", "/work/out.txt", "/work/out.txt/**"]
     assert task.labels == {"harbor": "org/hello"}
     assert as_task(first.task).evaluator.seconds == 600
     assert [one.id for one in harbor_examples(tmp_path, tasks=["b"])] == ["b"]
