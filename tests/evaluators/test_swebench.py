@@ -15,7 +15,7 @@ from outrider.evaluators.base import ChecksSpec
 from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.swebench.options import is_test
 from outrider.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec
+from outrider.spec import DiffSpec, EvaluatorSpec
 
 from .swe_world import BASE, FIELDS, FIX, PATCH, ROW, SCRIPT, TEST, Repository, a_repository, spec_of
 
@@ -257,6 +257,10 @@ async def test_what_cannot_grade_is_refused(options: dict[str, Any], field: str,
     with pytest.raises(InvalidField, match=says) as refused:
         await submit()
     assert refused.value.field == f"task.evaluator.{field}"
+
+
+def test_the_changes_to_a_repository_may_be_tested() -> None:
+    make_evaluator(EvaluatorSpec(kind="swebench", options=ROW, carry=DiffSpec(diff="."), seconds=120))
 
 
 @pytest.mark.parametrize("carry", [None, "all"])

@@ -23,7 +23,7 @@ from outrider.evaluators.options import read_options
 from outrider.evaluators.swebench.options import CONFIGURATION, SwebenchOptions, restored_paths
 from outrider.runtimes.base import MAX_OUTPUT, MAX_PATHS, PatchConflict, Runtime
 from outrider.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec
+from outrider.spec import DiffSpec, EvaluatorSpec
 from outrider.trajectory import Verdict
 
 LIBRARY = Library(
@@ -46,11 +46,11 @@ class SwebenchEvaluator:
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
-        if not isinstance(spec.carry, list):
+        if not isinstance(spec.carry, list | DiffSpec):
             raise InvalidField(
                 "must list what is tested: with anything else of the agent's, its own programs would run the tests",
                 field="task.evaluator.carry",
-                hint='such as carry = ["src"]; never a folder of programs',
+                hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
         if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
