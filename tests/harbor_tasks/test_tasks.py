@@ -148,6 +148,7 @@ timeout_sec = 5
 
 SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
 REFUSED: dict[str, str] = {
+    "[[steps]]\nname = 'a'": "steps",
     "[environment]\ngpus = 1": "environment.gpus",
     "[environment]\nos = 'Windows'": "environment.os",
     "[environment]\nskills_dir = '/skills'": "environment.skills_dir",

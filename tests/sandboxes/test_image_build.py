@@ -142,6 +142,19 @@ def test_a_step_that_fails_is_named_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
+def test_a_base_that_is_replaced_meanwhile(store: ImageStore, context: Path) -> None:
+    other = build_image(written(context, "FROM small\nRUN echo > /other\n"), store)
+
+    def replace(_: str) -> None:
+        store.give("small", other)
+
+    folder = written(context, "FROM small\nRUN true\n")
+    with pytest.raises(BadImage, match="the image 'small' was replaced during the build"):
+        build_image(folder, store, name="mine", note=replace)
+    assert "mine" not in store.names()
+    assert (store.root(build_image(folder, store, name="mine")) / "other").exists()
+
+
 def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context: Path) -> None:
     secret = context.parent / "secret"
     secret.write_text("the host's")

@@ -59,6 +59,8 @@ def build_image(
         with tempfile.TemporaryDirectory(prefix="outrider-build-", dir=root.parent) as drafts:
             saved, layer = Path(drafts, "saved"), Path(drafts, "layer")
             asyncio.run(save_build(plan, saved, seconds=seconds, note=note))
+            if store.image(plan.base_name) != plan.base:
+                raise BadImage(f"the image {plan.base_name!r} was replaced during the build", hint="build again")
             as_image_layer(saved, layer)
             link_tree(store.root(plan.base), root)
             unpack([layer.open("rb")], root)
