@@ -34,11 +34,12 @@ async def says_what_it_heard(outcome: Outcome) -> float:
     return float("forty-two" in outcome.transcript[-1].content)
 
 
-_TRIES = iter(range(1000))
+_TRIES = {True: iter(range(1000)), False: iter(range(1000))}
 
 
 async def fickle(outcome: Outcome) -> float:
-    return float(next(_TRIES) % 2)
+    solved = outcome.task.harness.options.get("run") is not None  # those with the solution and those without take turns
+    return float(next(_TRIES[solved]) % 2)
 
 
 def callable_(name: str) -> str:
