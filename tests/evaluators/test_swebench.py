@@ -17,7 +17,7 @@ from outrider.evaluators.swebench.options import is_test
 from outrider.runtimes.node_host import Host
 from outrider.spec import DiffSpec, EvaluatorSpec
 
-from .swe_world import BASE, FIELDS, FIX, PATCH, ROW, SCRIPT, TEST, Repository, a_repository, spec_of
+from .swe_world import BASE, COMMAND, FIELDS, FIX, PATCH, ROW, SCRIPT, TEST, Repository, a_repository, spec_of
 
 pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
 
@@ -169,6 +169,28 @@ async def test_an_attack_earns_nothing(repository: Repository, attack: str) -> N
     assert graded.reward == 0.0
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(graded.reason)
+
+
+async def test_tests_may_run_in_several_processes(repository: Repository) -> None:
+    command = COMMAND.replace("-m pytest", "-m pytest -p xdist -n 2")
+    assert (await repository.grade({"src/shop/prices.py": FIX}, test_command=command)).reward == 1.0
+    changes, why = ATTACKS["it makes every report a good one"]
+    attacked = await repository.grade(changes, test_command=command)
+    assert attacked.reward == 0.0
+    assert attacked.reason.startswith(why)
+
+
+async def test_what_the_tests_start_is_not_counted(repository: Repository) -> None:
+    """Code that runs pytest itself, on tests that fail."""
+    inner = "def test_all_are_counted():\n    assert 0\n"
+    runs = (
+        "import subprocess, sys\n\n\ndef total(prices):\n"
+        "    words = ['-m', 'pytest', '-p', 'no:cacheprovider', 'src/inner/test_prices.py']\n"
+        "    done = subprocess.run([sys.executable, *words])\n"
+        "    return sum(prices) if done.returncode == 1 else -1\n"
+    )
+    graded = await repository.grade({"src/inner/test_prices.py": inner, "src/shop/prices.py": runs})
+    assert graded.reward == 1.0, graded.reason
 
 
 async def test_links_in_the_place_of_tests_lead_nowhere(repository: Repository) -> None:

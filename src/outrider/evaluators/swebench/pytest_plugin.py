@@ -66,7 +66,9 @@ class Planter:
 
 def plant(config: Any, path: str, key: str, option: str) -> None:
     """Tell of this run in the file. `option` is what loads this plugin: runs that this one starts do without it."""
-    os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
+    worker = hasattr(config, "workerinput")
+    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers find it there, too
+        os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     config.pluginmanager.register(Planter(key), "outrider-planter")
-    if not hasattr(config, "workerinput"):  # xdist's workers report to the first process
+    if not worker:  # which reports to the first process
         config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")
