@@ -156,6 +156,7 @@ def test_a_script_applies_what_we_cannot() -> None:
     assert "test_patch" not in options
 
 
+@pytest.mark.deep
 async def test_the_gold_patch_is_worth_1_and_nothing_is_worth_0(tmp_path: Path) -> None:
     pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
     template = {"runtime": {**RUNTIME, "image": None}, "evaluator": {"seconds": 120}}

@@ -6,6 +6,8 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from outrider.client import AsyncClient
 from support.service import running_service
 
@@ -36,6 +38,7 @@ async def test_a_source_is_evaluated(cli: Cli, tmp_path: Path) -> None:
     assert "1.00 to 1.00" in shown.out
 
 
+@pytest.mark.deep
 async def test_a_run_that_was_killed_goes_on(cli: Cli, tmp_path: Path) -> None:
     source = write_tasks(tmp_path / "tasks")
     words = ("eval", str(source), "-n", "2", "--resume", "held-out", "--url")

@@ -49,6 +49,7 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
 """By what is taken away: the file, what of it is replaced and with what, and what the check says then."""
 
 
+@pytest.mark.deep
 async def test_each_needs_what_it_shows(cli: Cli, tasks: Path) -> None:
     for name, (file, text, other, _) in BROKEN.items():
         folder, _, inner = file.partition("/")

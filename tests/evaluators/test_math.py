@@ -236,6 +236,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.deep
 async def test_what_cannot_be_graded_is_refused_at_submission(host: Host) -> None:
     for options, field in REFUSED:
         with pytest.raises(InvalidField) as caught:

@@ -63,6 +63,7 @@ async def test_rows_of_4x_have_lists_as_json_and_a_repository(repository: Reposi
     assert graded.reward == 1.0, graded.reason
 
 
+@pytest.mark.deep
 async def test_a_script_of_5x_applies_the_patch_itself() -> None:
     options = {"test_command": None, "eval_script": SCRIPT}
     async with a_repository(git=True) as repository:
@@ -162,6 +163,7 @@ ATTACKS: dict[str, tuple[dict[str, str | None], str]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_an_attack_earns_nothing(repository: Repository, attack: str) -> None:
     changes, why = ATTACKS[attack]
@@ -171,6 +173,7 @@ async def test_an_attack_earns_nothing(repository: Repository, attack: str) -> N
         raise AssertionError(graded.reason)
 
 
+@pytest.mark.deep
 async def test_tests_may_run_in_several_processes(repository: Repository) -> None:
     command = COMMAND.replace("-m pytest", "-m pytest -p xdist -n 2")
     assert (await repository.grade({"src/shop/prices.py": FIX}, test_command=command)).reward == 1.0
@@ -180,6 +183,7 @@ async def test_tests_may_run_in_several_processes(repository: Repository) -> Non
     assert attacked.reason.startswith(why)
 
 
+@pytest.mark.deep
 async def test_what_the_tests_start_is_not_counted(repository: Repository) -> None:
     """Code that runs pytest itself, on tests that fail."""
     inner = "def test_all_are_counted():\n    assert 0\n"
@@ -202,6 +206,7 @@ async def test_links_in_the_place_of_tests_lead_nowhere(repository: Repository) 
     assert fixed.reward == 1.0
 
 
+@pytest.mark.deep
 async def test_a_candidate_that_hangs_is_worth_nothing(repository: Repository) -> None:
     hanging = await repository.grade({"src/shop/prices.py": "while True:\n    pass\n"}, test_seconds=3)
     assert (hanging.reward, hanging.metrics["fail_to_pass"]) == (0.0, 0)
@@ -232,6 +237,7 @@ true
 """
 
 
+@pytest.mark.deep
 async def test_what_the_agent_leaves_outside_of_the_carried_paths_does_nothing(tmp_path: Any) -> None:
     prepare: list[dict[str, Any]] = [{"write": text, "to": path} for path, text in BASE.items()]
     task = {

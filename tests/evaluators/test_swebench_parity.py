@@ -107,6 +107,7 @@ def test_there_is_a_log_of_every_parser() -> None:
     assert {parser.__name__ for parser in registry.values()} == LOGS.keys()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("function", LOGS)
 async def test_the_verdict_is_that_of_swebench(checks: Checks, function: str, tmp_path: Path) -> None:
     swe = swebench_check.grading

@@ -88,6 +88,7 @@ def replies_of(sample: Sample, engine: StampingEngine) -> Iterator[list[int]]:
         yield reply
 
 
+@pytest.mark.deep
 async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: Starts, tokenizer: Path) -> None:
     engine = StampingEngine(tokenizer, length=LENGTH)
     async with start() as running:

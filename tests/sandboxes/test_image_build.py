@@ -96,6 +96,7 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
 
 
+@pytest.mark.deep
 def test_the_same_is_built_once(store: ImageStore, context: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "FROM small\nRUN cat /proc/sys/kernel/random/uuid > /id\n"
     folder = written(context, text)
@@ -116,6 +117,7 @@ def test_the_same_is_built_once(store: ImageStore, context: Path, capsys: pytest
     assert not (store.root(derived) / "id").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("line", "says"),
     [
