@@ -43,6 +43,7 @@ print(found.ok, found.detail, found.hint, sep="|")
 """
 
 
+@pytest.mark.deep
 def test_doctor_says_when_they_are_few() -> None:
     done = subprocess.run([sys.executable, "-c", POOR], capture_output=True, text=True, check=True)
     ok, detail, hint = done.stdout.strip().split("|")

@@ -104,6 +104,7 @@ async def test_a_wrong_token_is_named(tmp_path: Path) -> None:
     assert open_clients() == {}
 
 
+@pytest.mark.deep
 async def test_a_service_that_is_restarted_goes_on_with_the_rollout(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -147,6 +148,7 @@ async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytes
     assert tries == 2
 
 
+@pytest.mark.deep
 async def test_a_service_that_has_lost_its_data_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

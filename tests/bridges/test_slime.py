@@ -190,6 +190,7 @@ def test_plain_rollouts_are_normalised_as_slime_does(estimator: str, scaled: boo
     assert normalised == pytest.approx(rewards if estimator == "ppo" else side.rewards_by_default())
 
 
+@pytest.mark.deep
 async def test_a_group_with_a_failure_is_rolled_out_again_or_filled_up(tmp_path: Path) -> None:
     prompts = [prompt("slime ill", rewards=[0, 1], fails=[2])] + [
         prompt(f"slime fit {n}", rewards=[0, 1]) for n in range(9)

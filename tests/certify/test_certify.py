@@ -94,6 +94,7 @@ async def test_a_call_that_is_not_run_fails_the_row() -> None:
     assert "not all carried out" in certificate.rows[1].reason
 
 
+@pytest.mark.deep
 async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
     certificate = await certified("files", rows=("three-turns", "long-output", "parallel-calls", "tool-error"))
     assert certificate.ok

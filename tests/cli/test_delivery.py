@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from cli.world import REPLIES, Cli, write_task
 from outrider.client import AsyncClient
 from support.service import running_service
 
 
+@pytest.mark.deep
 async def test_consumers_are_listed_moved_and_removed(cli: Cli, tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
         await cli("run", write_task(tmp_path), "--url", url)

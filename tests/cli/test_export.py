@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
@@ -51,6 +52,7 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
     assert not (tmp_path / "images").exists()
 
 
+@pytest.mark.deep
 async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
         await cli("run", write_task(tmp_path), "--url", url)

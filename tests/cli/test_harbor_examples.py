@@ -29,6 +29,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.copytree(HARBOR, tmp_path / "harbor"))
 
 
+@pytest.mark.deep
 async def test_they_are_good(cli: Cli, tasks: Path) -> None:
     refused = await cli("task", "check", tasks)
     assert refused.code == 2

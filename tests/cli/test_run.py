@@ -97,6 +97,7 @@ async def test_ctrl_c_cancels_the_group_and_waits_for_it(tmp_path: Path) -> None
     assert b"cancelling g-" in err
 
 
+@pytest.mark.deep
 async def test_ctrl_c_before_the_answer_to_the_submission_cancels_it_too(tmp_path: Path) -> None:
     """The group is accepted, and the answer on its way, when Ctrl-C comes."""
     accepted, answering = asyncio.Event(), asyncio.Event()
@@ -122,6 +123,7 @@ async def test_ctrl_c_before_the_answer_to_the_submission_cancels_it_too(tmp_pat
     assert methods[:2] == ["POST", "DELETE"]
 
 
+@pytest.mark.deep
 async def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     asked, cancelling = asyncio.Event(), asyncio.Event()
 

@@ -129,6 +129,7 @@ async def test_a_service_and_a_node_on_each_machine(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.deep
 async def test_near_the_time_limit_it_ends_in_order_and_comes_back(tmp_path: Path) -> None:
     async with job(tmp_path, {"LEFT": "3"}) as running:
         await running.until(*NODES)
@@ -160,6 +161,7 @@ async def test_when_it_does_not_come_back(tmp_path: Path, variables: dict[str, s
         assert ("scontrol requeue 7" in running.noted()) == ("REQUEUE_FAILS" in variables)
 
 
+@pytest.mark.deep
 async def test_nodes_that_are_told_to_end_by_slurm_are_the_end_of_a_preempted_job(tmp_path: Path) -> None:
     async with job(tmp_path, {"LEFT": "1"}) as running:
         await running.until(*NODES)
@@ -172,6 +174,7 @@ async def test_nodes_that_are_told_to_end_by_slurm_are_the_end_of_a_preempted_jo
         assert "all nodes were told to end" in log
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -189,6 +192,7 @@ async def test_what_cannot_start_is_a_failed_job_with_its_log(
         assert ("service ends" in running.noted()) == ("NODES_FAIL" in variables)
 
 
+@pytest.mark.deep
 async def test_a_service_that_dies_is_a_failed_job(tmp_path: Path) -> None:
     async with job(tmp_path) as running:
         await running.until(*NODES)
@@ -198,6 +202,7 @@ async def test_a_service_that_dies_is_a_failed_job(tmp_path: Path) -> None:
         assert running.noted()[3:] == ["scancel --signal=TERM 7", "node ends", "node ends"]
 
 
+@pytest.mark.deep
 async def test_a_node_that_dies_is_started_again(tmp_path: Path) -> None:
     async with job(tmp_path, {"ONE_FAILS": "1"}) as running:
         while sum(event in NODES for event in running.noted()) < 3:

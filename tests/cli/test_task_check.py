@@ -117,6 +117,7 @@ async def test_a_harbor_folder(cli: Cli, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.deep
 @needs_namespaces
 async def test_all_examples_are_good(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("math_verify", reason="math-verify is not installed")

@@ -104,6 +104,7 @@ def test_the_terminals_curve_fills_a_column_for_each_step() -> None:
     assert len(plot([0.5] * (WIDTH + 5)).plain.splitlines()[0]) == 6 + WIDTH
 
 
+@pytest.mark.deep
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = draw([seed_run(), seed_run(seed=1)], tmp_path / "curve.png")

@@ -64,6 +64,7 @@ async def test_a_simulated_customer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.deep
 async def test_a_program_with_the_openai_sdk(tmp_path: Path) -> None:
     """A real process with the official client, which finds both models by the variables that every command is given."""
     task = {

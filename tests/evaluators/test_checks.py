@@ -184,6 +184,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.deep
 async def test_nothing_outlives_a_service_that_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / f"node-{os.getpid()}-{time.monotonic_ns()}"
     folder.mkdir()

@@ -135,6 +135,7 @@ async def test_a_question_is_not_its_own_answer(grade: Grade) -> None:
             assert "is not worked out" in str(verdict.reason), reply
 
 
+@pytest.mark.deep
 async def test_any_of_several_gold_answers_counts(grade: Grade) -> None:
     assert (await grade("\\boxed{4}", ["2", "4"])).reward == 1.0
     assert (await grade("\\boxed{3}", ["2", "4"])).reward == 0.0
@@ -195,6 +196,7 @@ async def test_answers_that_hang_neither_hold_up_nor_outlive_others(grade: Grade
     assert len(marked(f"{host.folder.name}/")) == 1
 
 
+@pytest.mark.deep
 async def test_the_answer_may_be_in_a_file(grade: Grade, sandbox: Runtime) -> None:
     for content, reward, reason in (
         (b"\\frac{1}{2}\n", 1.0, "equals"),

@@ -197,6 +197,7 @@ async def test_what_the_tests_start_is_not_counted(repository: Repository) -> No
     assert graded.reward == 1.0, graded.reason
 
 
+@pytest.mark.deep
 async def test_links_in_the_place_of_tests_lead_nowhere(repository: Repository) -> None:
     fake = {"src/fake/test_prices.py": "def test_all_are_counted():\n    pass\n"}
     graded = await repository.grade(fake, "rm -r tests", "ln -s src/fake tests")

@@ -17,6 +17,7 @@ from outrider.spec import HarnessSpec
 from .conftest import ScriptedModel, calls, context, results, says
 
 
+@pytest.mark.deep
 def test_only_an_agent_with_ipython_shows_it(monkeypatch: pytest.MonkeyPatch, ipython_home: Path) -> None:
     pytest.importorskip("IPython")
     monkeypatch.setenv("OUTRIDER_HOME", str(ipython_home))
@@ -40,6 +41,7 @@ def test_an_agent_may_ask_for_mounts() -> None:
     assert InProcessHarness(Mounting({})).mounts() == (Path("/opt/tools"),)
 
 
+@pytest.mark.deep
 async def test_the_model_calls_ipython(sandbox: Runtime, monkeypatch: pytest.MonkeyPatch, ipython_home: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(ipython_home))
     spec = HarnessSpec(agent="tools", options={"tools": ["ipython"]})

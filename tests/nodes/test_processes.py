@@ -251,6 +251,7 @@ async def test_sessions_that_are_cancelled_as_they_start_end(start: Starts, toke
         assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
 
 
+@pytest.mark.deep
 async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start: Starts, tokenizer: Path) -> None:
     """As after a service that died while it was paused. The engine's server says nothing of versions."""
     engine = StampingEngine(tokenizer, length=4, labels=False)

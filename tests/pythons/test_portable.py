@@ -75,6 +75,7 @@ def test_what_it_starts_is_given_nothing_of_it(home: Path) -> None:
     assert "LD_LIBRARY_PATH" not in done.stdout
 
 
+@pytest.mark.deep
 def test_it_is_made_once_by_many_at_once(tmp_path: Path) -> None:
     env = {"OUTRIDER_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", MANY], env=env, capture_output=True, timeout=55, check=False)

@@ -70,6 +70,7 @@ async def test_processes(world: World, kind: str) -> None:
     assert 8 < forked < 32 + (OWN_PROCESSES if kind == "apptainer" else 0)
 
 
+@pytest.mark.deep
 async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
     if os.geteuid() == 0 or kind in CONTAINERS:  # else the kernel counts the user's processes
         needs(kind, "pids")
@@ -94,6 +95,7 @@ async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopp
     assert time.monotonic() - started < 10  # with a tenth of a processor they would take a minute
 
 
+@pytest.mark.deep
 async def test_cpu(world: World, kind: str) -> None:
     needs(kind, "cpu")
     sandbox = await world.start(kind, resources=Resources(cpus=0.2))

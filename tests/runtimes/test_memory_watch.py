@@ -101,6 +101,7 @@ async def test_files_of_shared_memory_have_the_bound_of_all_files(world: World) 
     assert 0 < int(result.stdout) < MEMORY_MB, result.stderr
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mapping", ["mmap.MAP_SHARED", "mmap.MAP_PRIVATE"])
 @pytest.mark.parametrize("kind", ["namespace", LANDLOCK])
 async def test_many_processes_have_no_more_together(world: World, kind: str, mapping: str) -> None:

@@ -55,6 +55,7 @@ async def test_bad_syntax_and_long_and_odd_text(bare: Runtime) -> None:
     assert (await shell.run("read line; echo $?", seconds=10)).output == "1\n"
 
 
+@pytest.mark.deep
 async def test_a_time_limit_kills_the_foreground_job_only(bare: Runtime) -> None:
     shell = await bare.open_shell()
     await shell.run("X=kept; sleep 3020 & P=$!", seconds=10)

@@ -144,6 +144,7 @@ def test_a_step_that_fails_is_named_and_leaves_nothing(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.deep
 def test_a_base_that_is_replaced_meanwhile(store: ImageStore, context: Path) -> None:
     other = build_image(written(context, "FROM small\nRUN echo > /other\n"), store)
 
@@ -157,6 +158,7 @@ def test_a_base_that_is_replaced_meanwhile(store: ImageStore, context: Path) -> 
     assert (store.root(build_image(folder, store, name="mine")) / "other").exists()
 
 
+@pytest.mark.deep
 def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context: Path) -> None:
     secret = context.parent / "secret"
     secret.write_text("the host's")
@@ -167,6 +169,7 @@ def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context:
     assert not (root / "proc/version").exists()
 
 
+@pytest.mark.deep
 def test_the_tasks_of_a_folder(store: ImageStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in (("a", "RUN echo a > /x"), ("b/c", "RUN echo b > /x"), ("d", "RUN echo a > /x")):
         folder = tmp_path / "tasks" / name / "environment"
@@ -188,6 +191,7 @@ def test_the_image_of_a_recipe_needs_a_name(tmp_path: Path, capsys: pytest.Captu
     assert "needs a name" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_name_that_no_image_can_have(store: ImageStore, context: Path) -> None:
     with pytest.raises(InvalidField, match="no name for an image"):
         build_image(written(context, "FROM small"), store, name="../x")

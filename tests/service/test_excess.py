@@ -103,6 +103,7 @@ async def test_the_tool_server_is_killed(world: MakeWorld, temporary: Path, kind
         assert "tool server is gone" in (result.verdict.reason or "")
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_a_carried_program_kills_its_grader(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
@@ -114,6 +115,7 @@ async def test_a_carried_program_kills_its_grader(world: MakeWorld, temporary: P
         assert (result.stop_reason, result.verdict.reward) == (StopReason.COMPLETED, 0.0)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_an_evaluator_that_fails_by_itself_is_an_error(world: MakeWorld, temporary: Path) -> None:
     """Also after an agent that has left its sandbox in disorder."""
@@ -122,6 +124,7 @@ async def test_an_evaluator_that_fails_by_itself_is_an_error(world: MakeWorld, t
             failed(await run(w, "chmod 000 /root", {"run": run_}), Boundary.EVALUATOR, "evaluator_error")
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_an_evaluator_that_failed_once_is_no_evidence(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
@@ -133,6 +136,7 @@ async def test_an_evaluator_that_failed_once_is_no_evidence(world: MakeWorld, te
         assert (result.stop_reason, result.verdict) == (StopReason.COMPLETED, Verdict(reward=1.0))
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_excess_pays_no_better_than_to_do_nothing(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:

@@ -77,6 +77,7 @@ def long_row(row: int, tokens: int) -> Sample:
     )
 
 
+@pytest.mark.deep
 async def test_rows_of_many_tokens_are_written_beside_the_loop(world: MakeWorld) -> None:
     view = SampleList(samples=tuple(long_row(row, 50_000) for row in range(20)))
     async with world() as w, Watchdog() as watchdog:

@@ -18,6 +18,7 @@ from .test_restart import assert_nothing_twice, done_events, finish_all
 from .world import result_of
 
 
+@pytest.mark.deep
 async def test_it_is_stopped_in_the_middle_and_started_again(world: MakeWorld, postgresql: PostgresqlServer) -> None:
     url = await postgresql.new_database()
     async with world(store=url) as w:

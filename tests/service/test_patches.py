@@ -132,6 +132,7 @@ async def test_nothing_of_the_agents_runs_and_no_link_is_followed(world: MakeWor
         assert result_of(session).verdict == Verdict(reward=1.0)
 
 
+@pytest.mark.deep
 async def test_changes_that_are_too_large_are_the_agents_doing(
     world: MakeWorld, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

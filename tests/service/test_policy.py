@@ -78,6 +78,7 @@ def check_stamps(sample: Sample, engine: StampingEngine) -> list[list[int]]:
     return replies
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("weights", [None, "weights"], ids=["trainer loads", "engines load"])
 @pytest.mark.parametrize("mode", ["finish", "abort"])
 async def test_updates_in_the_middle_of_64_sessions(

@@ -94,6 +94,7 @@ async def test_a_restart_of_trainer_and_service_loses_nothing(tmp_path: Path) ->
     assert sorted(given) == [number for number in range(prompts) if teaches(number)]
 
 
+@pytest.mark.deep
 async def test_the_sampler_waits_for_a_service_that_is_restarted(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=SAYS) as (_, url):
         port = int(url.rsplit(":", 1)[1])

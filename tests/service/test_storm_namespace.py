@@ -16,16 +16,14 @@ from .storm import add_engines, assert_over, draw, unleash
 from .traces import traces
 from .world import a_world
 
+SESSIONS = 250
 LANES = LanesConfig(init=4, run=12, eval=4)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("sessions", "seed"), [(60, 7), *(pytest.param(250, seed, marks=pytest.mark.deep) for seed in range(4))]
-)
-async def test_real_sandboxes_of_every_fate(
-    temporary: Path, tmp_path: Path, tokenizer: Path, sessions: int, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(4))
+async def test_real_sandboxes_of_every_fate(temporary: Path, tmp_path: Path, tokenizer: Path, seed: int) -> None:
     if not (can := NamespaceRuntime.available()).ok:
         pytest.skip(f"namespace: {can.detail}")
     rng = random.Random(seed)
@@ -33,9 +31,9 @@ async def test_real_sandboxes_of_every_fate(
     async with a_world(tmp_path, tokenizer, http=True, lanes=LANES) as w:
         idle = traces(temporary, MARK, NAP)
         await add_engines(w, tokenizer, 4, percent=2)
-        groups = draw(rng, FATES, sessions)
+        groups = draw(rng, FATES, SESSIONS)
         begun = time.monotonic()
-        views = await unleash(w, rng, groups, spared=len(FATES), cancelled=0.5, within=sessions / 50)
+        views = await unleash(w, rng, groups, spared=len(FATES), cancelled=0.5, within=SESSIONS / 50)
         seconds = time.monotonic() - begun
         endings = await assert_over(w, groups, views)
         during = traces(temporary, MARK, NAP)
@@ -45,5 +43,5 @@ async def test_real_sandboxes_of_every_fate(
         assert during.mounts == ()
         assert len(during.groups) <= 1  # the node's own, with none in it
         assert endings.keys() >= ENDINGS, endings
-        print(f"{sessions} sandboxed sessions in {seconds:.1f} s: {dict(endings)}")
+        print(f"{SESSIONS} sandboxed sessions in {seconds:.1f} s: {dict(endings)}")
     assert traces(temporary, MARK, NAP) == before

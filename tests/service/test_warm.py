@@ -65,6 +65,7 @@ def any_fate(rng: random.Random) -> GroupSpec:
     return group(*do, init=UNTOUCHED, runtime=runtime, n=rng.randint(1, 5), max_attempts=2, **fields)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("many", "seed"), [(25, 1), *(pytest.param(120, seed, marks=pytest.mark.deep) for seed in range(4))]
