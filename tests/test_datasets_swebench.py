@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.certify.task_check import check_tasks
-from outrider.cli.task_file import examples_in
+from outrider.cli.task_sources import examples_in
 from outrider.datasets import Gold
 from outrider.datasets_swebench import swebench_example, swebench_examples
 from outrider.errors import InvalidField

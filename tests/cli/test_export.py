@@ -13,7 +13,7 @@ import pytest
 from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import load_group
 from outrider.client import AsyncClient
 from outrider.evaluation import evaluate
 from outrider.messages import Message, Role, ToolCall

@@ -12,7 +12,7 @@ from rich.console import Console
 from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.show import print_session
 from outrider.cli.tables import session_table
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import load_group
 from outrider.client import AsyncClient
 from outrider.config import FrozenConfig
 from outrider.lifecycle import StopReason

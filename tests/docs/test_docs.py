@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import examples_in, load_group
 from outrider.config import Config
 from outrider.engines.adapters.options import read_options
-from outrider.service.admission import parse_group
+from outrider.service.admission import parse_group, validate_group
 from outrider.testing.scripted_engine import ScriptOptions
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
@@ -29,6 +29,7 @@ LANGUAGES = {
     "python openai",
     "python run",
     "toml task",
+    "toml template",
     "toml settings",
     "json group",
     "json script",
@@ -89,6 +90,16 @@ def test_a_task_is_valid(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "task.toml"
     file.write_text(block.text)
     assert load_group(file, n=2, priority=0).n == 2
+
+
+@pytest.mark.parametrize("block", of("toml template"), ids=where)
+def test_a_template_makes_valid_tasks(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "template.toml").write_text(block.text)
+    row = {"name": "six", "question": "How much is 6 times 7?", "answer": 42}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(row))
+    [example] = examples_in(str(tmp_path / "template.toml"), limit=None, image=None)
+    assert validate_group({"task": example.task}).task.instruction.startswith("How much is 6 times 7?")
+    assert example.gold is not None
 
 
 @pytest.mark.parametrize("block", of("json group"), ids=where)

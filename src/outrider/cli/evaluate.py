@@ -11,7 +11,7 @@ import typer
 from outrider.cli.options import Ca, Json, Token, Url, async_client
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
-from outrider.cli.task_file import examples_in
+from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.evaluation import Evaluation, Score, evaluate
@@ -23,7 +23,7 @@ def eval_(
     ctx: typer.Context,
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="As of `outrider task check`: files, folders, human-eval, ..."),
+        typer.Argument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
     ],
     harness: Annotated[
         str | None,

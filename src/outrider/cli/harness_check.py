@@ -19,7 +19,7 @@ from outrider.certify.rows import ROWS
 from outrider.cli.event_loop import run_service
 from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import load_group
 from outrider.cli.terminal import Terminal, printable
 from outrider.dialects import dialects
 from outrider.errors import HarnessUnavailable, InvalidField

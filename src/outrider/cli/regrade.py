@@ -11,7 +11,7 @@ import typer
 from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
-from outrider.cli.task_file import load_example
+from outrider.cli.task_sources import load_example
 from outrider.cli.terminal import printable, terminal_of
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView

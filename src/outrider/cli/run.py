@@ -11,7 +11,7 @@ import typer
 from outrider.cli.options import Ca, Json, Token, Url, async_client
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.concurrency.cancellation import shielded

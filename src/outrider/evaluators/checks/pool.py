@@ -59,8 +59,8 @@ version = functools.cache(importlib.metadata.version)
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """`distribution` is its name on PyPI, `packages` are what is imported, `install` what pip is told to bring it, and
-    `checks` is the module of this folder that uses it."""
+    """`distribution` is its name on PyPI, `packages` are what is imported, `install` is the argument of `pip install`,
+    and `checks` is the module of this folder that uses it."""
 
     distribution: str
     packages: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 It runs in the sandbox, in the process of the tests: its text is sent along, with a last line that calls `plant`.
 Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. It shares that process with the code under
-test, which can do to it what it likes (docs/evaluators/swebench.md says what is left to do). Invariant: each line is
+test, which can read and change it (docs/evaluators/swebench.md lists what that allows). Invariant: each line is
 one JSON object with the key of this evaluation, written with one call.
 """
 

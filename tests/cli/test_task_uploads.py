@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.world import TASK, write_task
-from outrider.cli.task_file import load_group
+from outrider.cli.task_sources import load_group
 from outrider.errors import InvalidField, TooLarge
 from outrider.spec import MAX_INLINE_FILE, Run, Upload, Write
 

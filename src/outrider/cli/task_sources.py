@@ -1,0 +1,245 @@
+"""Where the tasks of the command line come from: names and paths.
+
+A source is a TOML file with a task (the `task` object of `POST /v1/groups`), a TOML file whose task is a template for
+rows, a JSON Lines file of tasks as `outrider task import` writes it, a folder of TOML files or of Harbor tasks, or the
+name of a dataset. This module runs nothing and knows no service. Invariant: an `upload` step of a file or folder beside
+a TOML file becomes `write` steps that put the same bytes in the same place, so that the service needs no copy of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.datasets import (
+    filled,
+    harbor_examples,
+    human_eval_examples,
+    read_rows,
+    reasoning_gym_examples,
+    template_examples,
+)
+from outrider.datasets_swebench import swebench_examples
+from outrider.errors import InvalidField, TooLarge
+from outrider.examples import Example, Gold
+from outrider.harbor.tasks import TASK_TOML
+from outrider.service.admission import validate_group
+from outrider.spec import MAX_INLINE_FILE, GroupSpec
+
+Step = dict[str, Any]
+
+HUMAN_EVAL = "human-eval"
+REASONING_GYM = "reasoning-gym:"
+RELEASE_PAIRS = "release-pairs"
+SWEBENCH = "swebench:"
+ENTRIES = 4
+"""Of a data set of reasoning-gym, where nothing is said."""
+TASK_LINES = (".jsonl", ".jsonl.gz")
+ROWS = "rows"
+"""The table of a TOML file that names the rows for which its task is a template."""
+
+
+class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`file` is beside the TOML file, in a form that `datasets.read_rows` reads; `id` is the column with their names,
+    None to number them."""
+
+    file: str
+    id: str | None = None
+
+
+class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A line of a file of tasks."""
+
+    id: str
+    task: dict[str, Any]
+    gold: Gold | None = None
+
+
+def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Example]:
+    """The tasks of a source, by name or path. Raises InvalidField."""
+    if source == HUMAN_EVAL:
+        return human_eval_examples(limit=limit)
+    if source.startswith(REASONING_GYM):
+        return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    if source == RELEASE_PAIRS:
+        from outrider.certify.release_pairs import release_pair_examples  # it can run sandboxes: much to import
+
+        return release_pair_examples(limit=limit)
+    if source.startswith(SWEBENCH):
+        return swebench_examples(Path(source.removeprefix(SWEBENCH)), limit=limit, image=image)
+    path = Path(source)
+    if not path.is_dir():
+        return examples_in_file(path)[:limit]
+    files = sorted(path.glob("*.toml"))
+    if files and path / TASK_TOML not in files:
+        return [example for file in files for example in examples_in_file(file)][:limit]
+    if not any(path.rglob(TASK_TOML)):
+        raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
+    return harbor_examples(path, limit=limit, image=image)
+
+
+def examples_in_file(path: Path) -> list[Example]:
+    """The task in a TOML file, those of its rows if it is a template, or those of a file of tasks."""
+    if path.name.endswith(TASK_LINES):
+        return read_tasks(path)
+    table = load_table(path)
+    if ROWS not in table:
+        return [load_example(path)]
+    return filled_examples(path, table)
+
+
+def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
+    """The task of a TOML file for each of the rows that its table `rows` names, with the solution of its table `gold`
+    filled likewise."""
+    try:
+        rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
+    except msgspec.ValidationError as error:
+        raise InvalidField(f"[rows] in {path}: {error}", field=ROWS, hint='give it `file = "ROWS.jsonl"`') from error
+    gold = table.pop("gold", None)
+    source = path.parent / rows_table.file
+    rows = list(read_rows(source))
+    examples = template_examples(rows, table, id_column=rows_table.id, source=str(source))
+    if gold is None:
+        return examples
+    return [
+        msgspec.structs.replace(example, gold=gold_of(filled(gold, example.row, f"row {example.id} of {source}"), path))
+        for example in examples
+    ]
+
+
+def read_tasks(path: Path) -> list[Example]:
+    """The tasks of a file that `write_tasks` wrote. Raises InvalidField that names the line of a broken one."""
+    examples: dict[str, Example] = {}
+    for number, row in enumerate(read_rows(path), 1):
+        try:
+            line = msgspec.convert(row, TaskLine)
+        except msgspec.ValidationError as error:
+            raise InvalidField(
+                f"task {number} of {path}: {error}",
+                field="source",
+                hint="rows of data need a TOML file with their template: its table [rows] names this file",
+            ) from error
+        if line.id in examples:
+            raise InvalidField(f"two tasks of {path} have the id {line.id!r}", field="source")
+        examples[line.id] = Example(id=line.id, task=line.task, gold=line.gold)
+    return list(examples.values())
+
+
+def write_tasks(examples: Sequence[Example], path: Path) -> None:
+    """Write a file of tasks, one a line; it appears complete or not at all. Raises InvalidField for two tasks of one id
+    and for what cannot be written as JSON."""
+    lines = []
+    known: set[str] = set()
+    for example in examples:
+        if example.id in known:
+            raise InvalidField(f"two of the tasks have the id {example.id!r}", field="source")
+        known.add(example.id)
+        try:
+            lines.append(msgspec.json.encode(TaskLine(example.id, example.task, example.gold)))
+        except TypeError as error:
+            raise InvalidField(f"task {example.id!r} cannot be written as JSON: {error}", field="source") from error
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(b"".join(line + b"\n" for line in lines))
+        draft.replace(path)
+    except OSError as error:
+        raise InvalidField(f"cannot write {path}: {error.strerror}", field="out") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
+    """A group of `n` sessions of the task in file `path`. Raises InvalidField that names the field, TooLarge for files
+    that are too big to send with the task."""
+    return validate_group({"task": load_example(path).task, "n": n, "priority": priority})
+
+
+def load_example(path: Path) -> Example:
+    """The task in file `path`, not validated, with the solution in its table `gold`. Raises as `load_group`."""
+    task = load_table(path)
+    if ROWS in task:
+        raise InvalidField(
+            f"{path} is a template for the tasks of its rows, and here one task is wanted",
+            field="task",
+            hint=f"run all of them with `outrider eval {path}`",
+        )
+    gold = task.pop("gold", None)
+    return Example(id=path.stem, task=task, gold=None if gold is None else gold_of(gold, path))
+
+
+def load_table(path: Path) -> dict[str, Any]:
+    """What is in a TOML file of a task, with the files that it uploads."""
+    try:
+        task = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidField(f"cannot read {path}: {error.strerror}", field="task") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
+    runtime = task.get("runtime")
+    if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
+        runtime["prepare"] = [sent for number, step in enumerate(steps) for sent in _inlined(step, number, path.parent)]
+    return task
+
+
+def gold_of(table: Any, path: Path) -> Gold:
+    """The table `gold` of the file `path`."""
+    try:
+        return msgspec.convert(table, Gold)
+    except msgspec.ValidationError as error:
+        raise InvalidField(
+            f"[gold] in {path}: {error}", field="gold", hint="give it `patch`, `run` or `reply`"
+        ) from error
+
+
+def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
+    """The steps to send for one step: `write` steps where it uploads something in `folder`, else the step itself."""
+    if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
+        yield step
+        return
+    upload, target = step["upload"], step["to"]
+    # It is left to the service to refuse what is no text, and paths that leave the folder.
+    local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
+    if not local or ".." in Path(upload).parts or not (folder / upload).exists():
+        yield step
+        return
+    source = folder / upload
+    field = f"task.runtime.prepare.{number}.upload"
+    if source.is_file():
+        yield _write_file(source, target, folder, field)
+        return
+    entries = sorted(source.rglob("*"))
+    for entry in entries:
+        place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
+        if entry.is_file():
+            yield _write_file(entry, place, folder, field)
+        elif not entry.is_dir() or entry.is_symlink():
+            raise InvalidField(f"{entry} is neither a file nor a folder, and cannot be sent with the task", field=field)
+        elif not any(entry.iterdir()):
+            yield {"run": f"mkdir -p {shlex.quote(place)}"}
+    if not entries:
+        yield {"run": f"mkdir -p {shlex.quote(target)}"}
+
+
+def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
+    if not source.resolve().is_relative_to(root.resolve()):
+        raise InvalidField(f"{source} is a link that leaves the task's folder", field=field)
+    try:
+        data = source.read_bytes()
+    except OSError as error:
+        raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
+    text = base64.b64encode(data).decode()  # a JSON text cannot hold arbitrary bytes
+    if len(text) > MAX_INLINE_FILE:
+        raise TooLarge(
+            f"{source} has {len(data)} bytes, too many to send with the task",
+            field=field,
+            hint="put it into the service's files folder (outrider serve --files DIR), not beside the task",
+        )
+    executable = bool(source.stat().st_mode & 0o100)
+    return {"write": text, "to": target, "encoding": "base64", "executable": executable}
