@@ -10,13 +10,14 @@ import msgspec
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A known solution of a task: `patch` is a diff of its working directory, `run` a command for its sandbox, `reply`
     what the agent says in the end. `files`, in the form of prepare steps that write, are there and `env` is set when
-    the command runs."""
+    the command runs. `then` are the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None
     reply: str | None = None
     files: tuple[dict[str, Any], ...] = ()
     env: dict[str, str] = {}
+    then: tuple[Gold, ...] = ()
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):

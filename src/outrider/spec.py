@@ -360,12 +360,28 @@ class Filter(Spec):
         return self
 
 
+class StepSpec(Spec):
+    """A later step of a task: `prepare` is carried out in the sandbox as the earlier steps have left it, and the agent
+    is run anew, with this `instruction` and within `agent_seconds` (default: the task's). The step is begun only if
+    what the one before it earned is at least `needs`, by the names of metrics, "reward" being the reward.
+    """
+
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+    evaluator: EvaluatorSpec
+    prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
+    collect: Annotated[list[Collect], Field(max_length=64)] = []
+    agent_seconds: Seconds | None = None
+    needs: Annotated[dict[Name, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=64)] = {}
+
+
 class TaskSpec(Spec):
     """A task: everything that one session needs.
 
     `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
     "template" follows the template, by an explicit fork. `collect`: commands that run in the sandbox when the agent has
     ended. `artifacts`: patterns of files in the sandbox that are kept then, whether the agent succeeded or failed.
+    `then`: further steps in the same sandbox, each graded by itself; `steps_reward` is what the session earns: the mean
+    of the steps that were graded, or what the last of them did.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -379,17 +395,40 @@ class TaskSpec(Spec):
     filters: Annotated[list[Filter], Field(max_length=16)] = []
     collect: Annotated[list[Collect], Field(max_length=64)] = []
     artifacts: Annotated[list[SandboxPath], Field(max_length=64)] = []
+    then: Annotated[list[StepSpec], Field(max_length=64)] = []
+    steps_reward: Literal["mean", "final"] = "mean"
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
 
     @model_validator(mode="after")
-    def _carries_no_root(self) -> Self:
-        carry = self.evaluator.carry
+    def _can_be_carried(self) -> Self:
+        *earlier, last = steps_of(self)
+        if any(step.evaluator.carry is not None for step in earlier):
+            raise ValueError("evaluator.carry is for the last step: the sandbox goes on after the others")
+        carry = last.evaluator.carry
         if isinstance(carry, list) and PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(p) for p in carry):
             raise ValueError("evaluator.carry must name files and folders, not the sandbox's root")
         if any(each.when == "no_patch" for each in self.filters) and not isinstance(carry, DiffSpec):
             raise ValueError("the filter 'no_patch' needs evaluator.carry with 'diff'")
         return self
+
+
+def steps_of(task: TaskSpec) -> list[TaskSpec]:
+    """The steps of a task, each as a task by itself. A later one's sandbox is prepared for all steps up to it."""
+    steps = [task.model_copy(update={"then": []})]
+    for step in task.then:
+        runtime, limits = steps[-1].runtime, task.limits
+        if step.agent_seconds is not None:
+            limits = limits.model_copy(update={"agent_seconds": step.agent_seconds})
+        changes = {
+            "instruction": step.instruction,
+            "evaluator": step.evaluator,
+            "collect": step.collect,
+            "limits": limits,
+            "runtime": runtime.model_copy(update={"prepare": [*runtime.prepare, *step.prepare]}),
+        }
+        steps.append(steps[-1].model_copy(update=changes))
+    return steps
 
 
 def with_host(value: HttpUrl) -> HttpUrl:

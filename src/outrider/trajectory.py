@@ -128,6 +128,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order of their commits.
 
     parent: the turn whose prompt and output this turn's prompt begins with.
+    step: the step of the task in which it was made, from 0.
     conversation: 0 for the session's first conversation; those that began independently of it, or with other tools or
         another system prompt, count up.
     tools: a digest that tells the tools of requests apart, empty without tools.
@@ -146,6 +147,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     parent: int | None
+    step: int = 0
     conversation: int = 0
     tools: bytes = b""
     agent_id: str | None = None

@@ -17,7 +17,7 @@ from outrider.api.server import serving
 from outrider.client import AsyncClient
 from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.errors import OutriderError
-from outrider.examples import Example
+from outrider.examples import Example, Gold
 from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
@@ -53,9 +53,9 @@ async def check_tasks(
     tokenizer = files("outrider").joinpath("demo", "policy")
     replies: list[Any] = [NOTHING + END]
     replies += [
-        {"when": asked(number), "reply": (example.gold.reply or NOTHING) + END}
+        {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
         for number, example in enumerate(examples)
-        if example.gold is not None
+        for step, gold in enumerate(solutions(example))
     ]
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
         config = Config(
@@ -77,6 +77,11 @@ async def check_tasks(
             for number, example in enumerate(examples):
                 if example.gold is None:
                     refused[number] = TaskReport(id=example.id, problems=("it has no gold solution to try",))
+                    continue
+                wanted = 1 + len(example.task.get("then") or ())
+                if len(solutions(example)) != wanted:
+                    said = f"it has {wanted} steps, and gold solutions of {len(solutions(example))}"
+                    refused[number] = TaskReport(id=example.id, problems=(said,))
                     continue
                 try:
                     for kind in ("gold", "nothing"):
@@ -103,21 +108,27 @@ async def check_tasks(
     return [reports[number] for number in range(len(examples))]
 
 
-def asked(number: int) -> str:
-    """What the agent says to the model to be given the gold reply of that example."""
-    return f"The gold solution of task {number}, please."
+def solutions(example: Example) -> tuple[Gold, ...]:
+    """Of each step of the example; none where there is none."""
+    return () if example.gold is None else (example.gold, *example.gold.then)
+
+
+def asked(number: int, step: int) -> str:
+    """What the agent says to the model to be given the gold reply of that step of that example."""
+    return f"The gold solution of task {number}, step {step}, please."
 
 
 def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
     """The task with the agent that tries its gold solution, or nothing, in place of its own."""
-    gold = example.gold
-    assert gold is not None
-    limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": 1}
-    options: dict[str, Any] = {"ask": "Nothing, please."}
+    count = 1 + len(example.task.get("then") or ())
+    limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
+    steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count
     if kind == "gold":
-        files = list(gold.files)
-        options = {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": files, "ask": asked(number)}
-    harness = {"agent": AGENT, "options": {**options, "seconds": limits["agent_seconds"]}}
+        steps = [
+            {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": list(gold.files), "ask": asked(number, at)}
+            for at, gold in enumerate(solutions(example))
+        ]
+    harness = {"agent": AGENT, "options": {"steps": steps, "seconds": limits["agent_seconds"]}}
     return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
 
 

@@ -33,6 +33,7 @@ MAX_REWARDS = 1 << 20
 STEP_SECONDS = 60.0
 """How long anything may take but the tests themselves."""
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
+CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
 TAIL = f"tail -c 4000 {OUTPUT}"
 
@@ -45,10 +46,11 @@ class Without(Spec):
 
 
 class HarborOptions(Spec):
-    """`tests`: the files of the tests, as prepare steps `write`. `env`: variables of test.sh. `without`: what is taken
-    out of folders that were carried."""
+    """`tests`: the files of the tests, as prepare steps `write`. `alone`: /tests is emptied before. `env`: variables of
+    test.sh. `without`: what is taken out of folders that were carried."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
+    alone: bool = False
     env: dict[EnvName, EnvValue] = Field(default_factory=dict)
     without: list[Without] = Field(default_factory=list)
 
@@ -63,6 +65,8 @@ class HarborEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         for one in self._options.without:
             await leave_out(outcome.runtime, one.folder, one.patterns)
+        if self._options.alone:
+            await clear(outcome.runtime)
         rewards = await verify(outcome.runtime, self._options.tests, self._options.env, seconds=self._seconds)
         return verdict_of(rewards)
 
@@ -93,6 +97,13 @@ async def verify(
         except ValueError as error:
             raise await failure(runtime, done, f"{path} is no rewards: {error}") from error
     raise await failure(runtime, done, f"test.sh wrote neither {REWARD_JSON} nor {REWARD_TEXT}")
+
+
+async def clear(runtime: Runtime) -> None:
+    """Remove what is in /tests, which an agent may have written."""
+    done = await runtime.exec(CLEAR, seconds=STEP_SECONDS)
+    if done.exit_code != 0:
+        raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:

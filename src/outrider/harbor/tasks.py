@@ -10,16 +10,18 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from pydantic import ValidationError
 
 from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.examples import Example, Gold
 from outrider.harbor.files import instruction_in, read_text, written
-from outrider.harbor.schema import Artifacts, Environment, Healthcheck, TaskToml, unsupported
+from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, TaskToml, unsupported
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.rootfs.store import ImageStore
 
@@ -29,7 +31,11 @@ FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor makes in every sandbox."""
 ARTIFACTS = "/logs/artifacts"
 """What is there is an artifact of every task."""
-TEST, SOLVE = "test.sh", "solve.sh"
+TEST, SOLVE, SETUP = "test.sh", "solve.sh", "setup.sh"
+PRIOR = "trajectory.json"
+"""What an agent is to go on from."""
+CLEAN = "find /tests /logs/verifier /logs/agent /solution -mindepth 1 -delete 2> /dev/null || true"
+"""Before a later step."""
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
 """The limits of a task that sets none."""
@@ -81,30 +87,77 @@ class HarborFolder:
         self._config = read_config(self._toml)
         for field, what in unsupported(self._config):
             raise self._refusal(field, what)
-        if self._config.steps:
-            raise self._refusal("steps", "tasks of several steps")
+        for number, step in enumerate((self._config.steps or [])[:-1]):
+            if self._mode(step) == "separate":
+                raise self._refusal(f"steps.{number}.verifier", "a separate verifier of a step that is not the last")
 
     def example(self, name: str) -> Example:
         """Raises InvalidField, and TooLarge for tests that do not fit."""
         config, folder = self._config, self._folder
-        for path in (*(folder / "environment" / name for name in COMPOSE), folder / "trajectory.json"):
+        steps = config.steps or []
+        first = steps[0] if steps else None
+        folders = (folder, *(self._step_folder(step) for step in steps))
+        for path in (*(folder / "environment" / name for name in COMPOSE), *(one / PRIOR for one in folders)):
             if path.exists():
                 raise InvalidField(f"{path} asks for what Outrider does not do", field="source")
-        evaluator = self.evaluator()
         task: dict[str, Any] = {
-            "instruction": instruction_in(folder, folder),
-            "runtime": self.runtime(config.environment),
-            "evaluator": evaluator,
-            "artifacts": patterns(config.artifacts),
+            "instruction": self._instruction(first),
+            "runtime": self.runtime(config.environment, first),
+            "evaluator": self.evaluator(first),
+            "artifacts": patterns([*config.artifacts, *(one for step in steps for one in step.artifacts)]),
             "labels": {"harbor": config.task.name if config.task else folder.resolve().name},
         }
-        if config.verifier.collect:
-            task["collect"] = [{"run": hook.command, "seconds": hook.timeout_sec} for hook in config.verifier.collect]
-        if config.agent.timeout_sec is not None:
-            task["limits"] = limits(config.agent.timeout_sec)
+        if hooks := self._collect(first):
+            task["collect"] = hooks
+        if len(steps) > 1:
+            task["then"] = [self._later(step, after=before) for before, step in pairwise(steps)]
+            task["steps_reward"] = config.multi_step_reward_strategy or "mean"
+        seconds = [self._agent_seconds(step) for step in (first, *steps[1:])]
+        if any(each is not None for each in seconds):
+            task["limits"] = limits([each or AGENT_SECONDS for each in seconds])
         return Example(id=name, task=task, gold=self.gold())
 
-    def runtime(self, environment: Environment) -> dict[str, Any]:
+    def _later(self, step: Step, *, after: Step) -> dict[str, Any]:
+        """A step in `task.then`. Harbor leaves nothing behind of the grading of the step before."""
+        needs = after.min_reward
+        return {
+            "instruction": self._instruction(step),
+            "prepare": [{"run": CLEAN}, *self._step_files(step)],
+            "evaluator": self.evaluator(step),
+            "collect": self._collect(step),
+            "agent_seconds": self._agent_seconds(step) or AGENT_SECONDS,
+            "needs": needs if isinstance(needs, dict) else {} if needs is None else {"reward": needs},
+        }
+
+    def _step_folder(self, step: Step | None) -> Path:
+        return self._folder if step is None else self._folder / "steps" / step.name
+
+    def _instruction(self, step: Step | None) -> str:
+        return instruction_in(self._step_folder(step), self._folder)
+
+    def _agent_seconds(self, step: Step | None) -> float | None:
+        own = None if step is None else step.agent.timeout_sec
+        return self._config.agent.timeout_sec if own is None else own
+
+    def _mode(self, step: Step | None) -> str | None:
+        return (step.verifier.mode if step is not None else None) or self._config.verifier.mode
+
+    def _collect(self, step: Step | None) -> list[dict[str, Any]]:
+        hooks = [*self._config.verifier.collect, *(step.verifier.collect if step is not None else ())]
+        return [{"run": hook.command, "seconds": hook.timeout_sec} for hook in hooks]
+
+    def _step_files(self, step: Step) -> list[dict[str, Any]]:
+        """Prepare steps for the files that a step brings to the working directory, with its setup.sh, and its
+        healthcheck."""
+        folder = self._step_folder(step) / "workdir"
+        prepare = written(folder, self._folder, ".") if folder.exists() else []
+        if (folder / SETUP).exists():
+            prepare.append({"run": f"bash ./{SETUP}", "seconds": PREPARING_SECONDS})
+        if step.healthcheck is not None:
+            prepare.append(health_step(step.healthcheck))
+        return prepare
+
+    def runtime(self, environment: Environment, first: Step | None = None) -> dict[str, Any]:
         resources = {
             "cpus": environment.cpus,
             "memory_mb": environment.memory_mb,
@@ -113,6 +166,8 @@ class HarborFolder:
         prepare = [{"run": f"mkdir -p {' '.join(FOLDERS)}"}]
         if environment.healthcheck is not None:
             prepare.append(health_step(environment.healthcheck))
+        if first is not None:
+            prepare += self._step_files(first)
         runtime: dict[str, Any] = {
             "env": self._resolved(environment.env, "environment.env"),
             "prepare": prepare,
@@ -131,28 +186,44 @@ class HarborFolder:
             runtime["workdir"] = workdir
         return runtime
 
-    def evaluator(self) -> dict[str, Any]:
+    def evaluator(self, step: Step | None = None) -> dict[str, Any]:
+        """Of a step, or of a task without steps. A step's own tests are laid over those of the task."""
         config, folder = self._config, self._folder
-        tests = folder / "tests"
-        if not (tests / TEST).exists():
-            raise InvalidField(f"{folder} has no tests/{TEST}", field="evaluator")
-        options: dict[str, Any] = {"tests": written(tests, folder, "/tests")}
-        if env := self._resolved(config.verifier.env, "verifier.env"):
+        tests, own = folder / "tests", self._step_folder(step) / "tests"
+        layers = (tests,) if step is None else (tests, own)
+        files = {file["to"]: file for layer in layers if layer.exists() for file in written(layer, folder, "/tests")}
+        verifier = config.verifier
+        artifacts = config.artifacts
+        env = self._resolved(config.verifier.env, "verifier.env")
+        options: dict[str, Any] = {"tests": list(files.values())}
+        if step is not None:
+            verifier = step.verifier
+            artifacts = [*artifacts, *step.artifacts]
+            env |= self._resolved(verifier.env, f"steps.{step.name}.verifier.env")
+            options["alone"] = True
+        if f"/tests/{TEST}" not in files:
+            raise InvalidField(f"{self._step_folder(step)} has no tests/{TEST}", field="evaluator")
+        if env:
             options["env"] = env
-        evaluator = {"kind": "harbor", "options": options, "seconds": config.verifier.timeout_sec}
-        if config.verifier.mode == "separate":
+        evaluator = {"kind": "harbor", "options": options, "seconds": verifier.timeout_sec}
+        if self._mode(step) == "separate":
             for name in (DOCKERFILE, "docker-compose.yaml"):
                 if (tests / name).is_file():
                     raise self._refusal(f"tests/{name}", "an environment of the verifier's own: it has the task's")
-            evaluator["carry"] = sources(config.artifacts)
-            options["without"] = [
-                {"folder": one.source, "patterns": one.exclude} for one in config.artifacts if one.exclude
-            ]
+            evaluator["carry"] = sources(artifacts)
+            options["without"] = [{"folder": one.source, "patterns": one.exclude} for one in artifacts if one.exclude]
         return evaluator
 
     def gold(self) -> Gold | None:
-        """The solution runs in the working directory, with its files in /solution. Its exit code says nothing."""
-        folder = self._folder / "solution"
+        """The solutions of all steps; none if one of them has none."""
+        whole = self._solution(self._folder / "solution")
+        own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
+        first, *later = [one or whole for one in own] or [whole]
+        then = tuple(one for one in later if one is not None)
+        return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
+
+    def _solution(self, folder: Path) -> Gold | None:
+        """It runs in the working directory, with its files in /solution. Its exit code says nothing."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -221,7 +292,10 @@ def patterns(artifacts: Artifacts) -> list[str]:
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
 
 
-def limits(agent_seconds: float) -> dict[str, float]:
-    """Limits under which an agent has that long."""
-    whole = {"session_seconds": agent_seconds + PREPARING_SECONDS} if agent_seconds > AGENT_SECONDS else {}
-    return {"agent_seconds": agent_seconds, **whole}
+def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
+    """Limits under which the agent has that long in each of the task's steps."""
+    whole = sum(agent_seconds)
+    return {
+        "agent_seconds": agent_seconds[0],
+        **({"session_seconds": whole + PREPARING_SECONDS} if whole > AGENT_SECONDS else {}),
+    }

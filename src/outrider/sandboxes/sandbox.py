@@ -111,18 +111,21 @@ class Sandboxes:
 
 
 async def prepare(
-    runtime: Runtime, steps: Sequence[PrepareStep], *, files: Path, pauses: Backoff = PREPARE_PAUSES
+    runtime: Runtime,
+    steps: Sequence[PrepareStep],
+    *,
+    files: Path,
+    field: str = "task.runtime.prepare",
+    pauses: Backoff = PREPARE_PAUSES,
 ) -> None:
-    """Carry out a task's prepare steps in a started sandbox, in order.
+    """Carry out a task's prepare steps in a started sandbox, in order. `field` is where they are in the request.
 
     Raises RuntimeFailure naming the step that failed, with the end of its output.
     """
     for number, step in enumerate(steps):
         match step:
             case Run():
-                await run_step(
-                    runtime, step, name=f"prepare step {number}", field=f"task.runtime.prepare.{number}", pauses=pauses
-                )
+                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
             case Upload():
                 await runtime.upload(files / step.upload, step.to)
             case Write():

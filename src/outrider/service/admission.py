@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -42,11 +44,13 @@ from outrider.spec import (
     MAX_INLINE_FILE,
     EngineSpec,
     GroupSpec,
+    PrepareStep,
     Resources,
     RuntimeSpec,
     Spec,
     TaskSpec,
     Upload,
+    steps_of,
 )
 
 S = TypeVar("S", bound=Spec)
@@ -159,9 +163,9 @@ def check_group(
     allow: Sequence[Path] = (),
     endpoints: Endpoints | None = None,
     here: bool = True,
-) -> Evaluator:
-    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the task's
-    evaluator, which `check_evaluator` is for.
+) -> list[Evaluator]:
+    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators of
+    the task's steps, which `check_evaluators` is for.
 
     `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name, and
     `endpoints` the graders outside. `here`: this machine runs sessions itself. What others can do, they say when a
@@ -173,20 +177,27 @@ def check_group(
     if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
         raise InvalidField(f"{task.runtime.kind!r} is not a runtime", field="task.runtime.kind")
     harness = make_harness(task.harness)
-    if task.harness.agent is None:
-        check_instruction(task.instruction)
-    evaluator = make_evaluator(task.evaluator, endpoints)
-    if task.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
-        raise InvalidField(
-            f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
-            field="task.evaluator.carry",
-            hint="name the paths that are graded, or use runtime kind 'namespace'",
-        )
+    steps = steps_of(task)
+    evaluators = []
+    for number, step in enumerate(steps):
+        with naming_step(number):
+            if task.harness.agent is None:
+                check_instruction(step.instruction)
+            evaluators.append(make_evaluator(step.evaluator, endpoints))
+            if step.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
+                raise InvalidField(
+                    f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
+                    field="task.evaluator.carry",
+                    hint="name the paths that are graded, or use runtime kind 'namespace'",
+                )
     allowed = [Path(os.path.realpath(root)) for root in allow]
-    _check_paths(task.runtime, files.resolve(), allowed)
+    _check_paths(task.runtime, allowed)
+    _check_uploads(task.runtime.prepare, files.resolve(), field="task.runtime.prepare")
+    for number, later in enumerate(task.then):
+        _check_uploads(later.prepare, files.resolve(), field=f"task.then.{number}.prepare")
     # A file may become huge when its placeholders are filled in: a short text can repeat a long instruction.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
-    words["instruction"] = task.instruction
+    words["instruction"] = max((step.instruction for step in steps), key=len)
     for path, text in task.harness.files.items():
         if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
             raise InvalidField(
@@ -195,7 +206,7 @@ def check_group(
             )
     _check_venv(task, runtime, allowed)
     if not here:
-        return evaluator
+        return evaluators
     runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
         raise RuntimeUnavailable(
@@ -205,12 +216,29 @@ def check_group(
         )
     if not (can := harness.available()).ok:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
-    return evaluator
+    return evaluators
 
 
-async def check_evaluator(evaluator: Evaluator, host: Host) -> None:
-    """What of an evaluator's spec takes longer to check, such as whether its gold answer can be read. Raises
+@contextmanager
+def naming_step(number: int) -> Iterator[None]:
+    """Make a refused field of a step's own task that of the whole task: `steps_of` gives each step's."""
+    try:
+        yield
+    except OutriderError as error:
+        if number and error.field is not None:
+            error.field = re.sub(r"^task\.(?=evaluator\b|instruction\b)", f"task.then.{number - 1}.", error.field)
+        raise
+
+
+async def check_evaluators(evaluators: Sequence[Evaluator], host: Host) -> None:
+    """What of the specs of a task's evaluators takes longer to check, such as whether a gold answer can be read. Raises
     InvalidField, and EvaluatorError where that cannot be found out."""
+    for number, evaluator in enumerate(evaluators):
+        with naming_step(number):
+            await _check_evaluator(evaluator, host)
+
+
+async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
     if not isinstance(evaluator, ChecksSpec):
         return
     try:
@@ -227,18 +255,22 @@ async def check_evaluator(evaluator: Evaluator, host: Host) -> None:
         raise InvalidField(message, field="task.evaluator") from error
 
 
-def _check_paths(spec: RuntimeSpec, files: Path, allow: Sequence[Path]) -> None:
-    """Every upload must exist below `files`, with symbolic links resolved. Every path of the host must be allowed and
-    exist. An image that is given by name is not a path: the operator has imported it."""
-    for number, step in enumerate(spec.prepare):
+def _check_uploads(prepare: Sequence[PrepareStep], files: Path, *, field: str) -> None:
+    """Every upload must exist below `files`, with symbolic links resolved."""
+    for number, step in enumerate(prepare):
         if not isinstance(step, Upload):
             continue
-        field = f"task.runtime.prepare.{number}.upload"
         path = Path(os.path.realpath(files / step.upload))
         if not path.is_relative_to(files):
-            raise InvalidField(f"{step.upload!r} is outside the files folder", field=field)
+            raise InvalidField(f"{step.upload!r} is outside the files folder", field=f"{field}.{number}.upload")
         if not os.path.exists(path):
-            raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
+            message = f"{step.upload!r} is not in the service's files folder"
+            raise InvalidField(message, field=f"{field}.{number}.upload")
+
+
+def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
+    """Every path of the host must be allowed and exist. An image that is given by name is not a path: the operator has
+    imported it."""
     if spec.rootfs is not None:
         _check_allowed(spec.rootfs, allow, field="task.runtime.rootfs")
         if not os.path.isdir(spec.rootfs):

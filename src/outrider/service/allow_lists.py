@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
+from outrider.service.admission import naming_step
 from outrider.service.principals import Principal
-from outrider.spec import GroupSpec
+from outrider.spec import GroupSpec, steps_of
 
 Address = IPv4Address | IPv6Address
 
@@ -41,9 +42,11 @@ class AllowLists:
         task = spec.task
         self.check_python(task.runtime.kind, field="task.runtime.kind")
         self.check_python(task.harness.agent, field="task.harness.agent")
-        for evaluator, field in nested_specs(task.evaluator):
-            self.check_python(evaluator.kind, field=f"{field}.kind")
-            self.check_python(evaluator.path, field=f"{field}.path")
+        for number, step in enumerate(steps_of(task)):
+            with naming_step(number):
+                for evaluator, field in nested_specs(step.evaluator):
+                    self.check_python(evaluator.kind, field=f"{field}.kind")
+                    self.check_python(evaluator.path, field=f"{field}.path")
         sandboxes, kind, image = self._config.sandboxes, task.runtime.kind, task.runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(

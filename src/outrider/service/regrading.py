@@ -67,6 +67,11 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
     """A group with the old one's task, whose evaluator is given what was kept of what the first one was. Raises
     InvalidField."""
     task, first = old.task, old.task.evaluator
+    if task.then:
+        raise Conflict(
+            "a task of several steps cannot be graded again: what its sandbox was between them is gone",
+            hint="submit the task again with other evaluators",
+        )
     evaluator = asked.evaluator or first
     if asked.evaluator is not None and evaluator.carry not in (None, first.carry):
         carried = "nothing was carried" if first.carry is None else f"what was carried is {first.carry!r}"

@@ -38,7 +38,7 @@ from outrider.schemas import (
     ServiceStatus,
     SessionView,
 )
-from outrider.service.admission import check_evaluator, check_group, check_resources, parse_group
+from outrider.service.admission import check_evaluators, check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -215,7 +215,7 @@ class Service:
         if not self._scheduler.may_fit(required(spec.task.runtime.resources), others=self.config.processes == 0):
             check_resources(spec.task.runtime.resources, self._scheduler.stats())
         config = self.config
-        evaluator = await asyncio.to_thread(
+        evaluators = await asyncio.to_thread(
             check_group,
             spec,
             files=config.files,
@@ -241,7 +241,7 @@ class Service:
         )
         await self._back_pressure.check(row)
         # Only then, because it takes the machine's time.
-        await check_evaluator(evaluator, self._host)
+        await check_evaluators(evaluators, self._host)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())

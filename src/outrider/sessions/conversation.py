@@ -61,6 +61,8 @@ class Conversation:
     `on_limit` is called at most once: when the session has used up its turns or tokens, a call was refused for it, and
     none is in flight. `limit` is why the newest call was refused; None once one was admitted after it.
 
+    `step` is the step of the task that is under way, and `step_turns` how many turns it has.
+
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
     record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `frozen` is the
     name of a frozen model, in errors; None for the policy.
@@ -86,6 +88,8 @@ class Conversation:
         self.tree = TokenTree(backend.renderer, history)
         self._captured = CapturedTurns()
         self.turns = 0
+        self.step = 0
+        self.step_turns = 0
         self.replies = 0
         """Turns that the agent was given to their end."""
         self.limit: StopReason | None = None
@@ -236,6 +240,13 @@ class Conversation:
         finally:
             self.backend.pool.release(self.session_key)
 
+    def begin_step(self) -> None:
+        """Take the calls of the task's next step, after `close`, unless the record is broken."""
+        self._open = self.broken is None
+        self.failure, self.limit, self.hung_up = self.broken, None, False
+        self.step += 1
+        self.step_turns = 0
+
     async def context_tokens(self) -> int | None:
         """The model's context length: as configured, else as the session's engine says. Raises RunEnded."""
         if self.backend.context_tokens is not None:
@@ -368,6 +379,9 @@ class Conversation:
     async def _store(self, turn: Turn) -> None:
         """Store a turn, also when the call is cancelled: a turn stored later would be missing from the result."""
         self.turns += 1
+        self.step_turns += 1
+        if self.step:
+            turn = msgspec.structs.replace(turn, step=self.step)
         if (task := asyncio.current_task()) is not None:
             self._without_turn.discard(task)
         await shielded(lambda: self._recorded(turn))

@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -66,7 +65,7 @@ class Grading:
     """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
     once, when it has ended; or only `await grading.grade_again(...)`. Leaving stops what is left of the sandboxes that
     were begun here. `keep` is awaited with a file of what was carried, if that is to be kept, and its name as an
-    artifact."""
+    artifact; `numbers` tell the session's sandboxes for grading apart."""
 
     def __init__(
         self,
@@ -79,6 +78,7 @@ class Grading:
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
         keep: Callable[[Path, str], Awaitable[None]],
+        numbers: Iterator[int],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -104,7 +104,7 @@ class Grading:
         self._second_share: Slot | None = None
         """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
         self._ahead: GraderSandbox | None = None
-        self._numbers = count()
+        self._numbers = numbers
         self._undo = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

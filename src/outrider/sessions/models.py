@@ -97,6 +97,11 @@ class SessionModels:
         failures = (one.failure for one in self._frozen.values())
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
+    def begin_step(self) -> None:
+        """Take calls again, after `close`: those of the task's next step."""
+        for one in self._all:
+            one.begin_step()
+
     async def close(self) -> None:
         """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""
         for one in self._all:

@@ -4,6 +4,8 @@
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
+The steps of a task that has several are run and graded one after another in the same sandbox; all but the last are
+graded in the run slot.
 An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -43,7 +46,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import Runtime
-from outrider.sandboxes.sandbox import Sandbox, Sandboxes
+from outrider.sandboxes.sandbox import Sandbox, Sandboxes, prepare
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
@@ -57,8 +60,9 @@ from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, required
+from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, Sampling, TaskSpec, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
@@ -68,6 +72,9 @@ log = logging.getLogger("outrider.session")
 HARMFUL_SECONDS = 2.0
 """Stalls of the service from this length on may have made an agent's client give up. A shorter stall is no longer than
 a slow model call."""
+
+USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
+"""Ends of a step's run after which no other step is begun."""
 
 ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.NONZERO_EXIT})
 """Ends of a run that a stall of the service may have caused."""
@@ -138,6 +145,12 @@ class Rollout:
         self._graded: AgentRun | None = None
         """The agent's run, once it is being graded."""
         self._gradings = count()
+        self._grading_sandboxes = count()
+        self._steps = steps_of(attempt.task)
+        self._step = self._steps[0]
+        """The step that is under way, as a task by itself."""
+        self._verdicts: list[Verdict] = []
+        """Of the steps before it."""
         self.conversation = Conversation(
             node.model,
             session_key=attempt.name,
@@ -196,16 +209,7 @@ class Rollout:
         lanes, priority = self._node.lanes, self._attempt.priority
         harness = make_harness(self._task.harness)
         mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
-        grading = Grading(
-            self._attempt,
-            make_evaluator(self._task.evaluator, self._node.endpoints),
-            sandboxes=self._node.sandboxes,
-            lanes=lanes,
-            resources=self._node.resources,
-            mounts=mounts,
-            stopwatch=self._stopwatch,
-            keep=self._keep_carried,
-        )
+        *earlier, grading = [self._grading_of(step, mounts) for step in self._steps]
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
@@ -235,6 +239,12 @@ class Rollout:
             self._stopwatch.lap("ready")
 
             await self._enter(SessionState.RUNNING)
+            for number, before in enumerate(earlier):
+                if (ending := await self._run_step(before, sandbox, harness, context)) is not None:
+                    return ending
+                self._step = self._steps[number + 1]
+                if (ending := await self._begin_step(number + 1, [*earlier, grading][number + 1], sandbox)) is not None:
+                    return ending
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
@@ -246,7 +256,73 @@ class Rollout:
             self._stopwatch.lap("eval_wait")
 
             await self._enter(SessionState.EVALUATING)
-            return await self._grade(grading, sandbox, ended)
+            return self._with_all_steps(await self._grade(grading, sandbox, ended))
+
+    def _grading_of(self, step: TaskSpec, mounts: tuple[Path, ...]) -> Grading:
+        return Grading(
+            msgspec.structs.replace(self._attempt, task=step),
+            make_evaluator(step.evaluator, self._node.endpoints),
+            sandboxes=self._node.sandboxes,
+            lanes=self._node.lanes,
+            resources=self._node.resources,
+            mounts=mounts,
+            stopwatch=self._stopwatch,
+            keep=self._keep_carried,
+            numbers=self._grading_sandboxes,
+        )
+
+    async def _run_step(
+        self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
+    ) -> Ending | None:
+        """Run and grade a step that another one follows; how the session ends, if that is not begun."""
+        ended = await self._run_and_collect(sandbox, harness, context)
+        if ended.reason is StopReason.SESSION_TIMEOUT:
+            return Ending(reason=ended.reason)
+        async with grading:
+            ending = await self._grade(grading, sandbox, ended)
+        verdict = ending.verdict
+        assert verdict is not None
+        needs = self._task.then[len(self._verdicts)].needs
+        earned = {"reward": verdict.reward, **verdict.metrics}
+        enough = all(earned.get(name, -math.inf) >= least for name, least in needs.items())
+        if ending.reason in USED_UP or not enough:
+            return self._with_all_steps(ending)
+        self._verdicts.append(verdict)
+        return None
+
+    async def _begin_step(self, number: int, grading: Grading, sandbox: Sandbox) -> Ending | None:
+        """Prepare the sandbox for step `number` of the task; how the session ends, if that is impossible.
+
+        An agent has worked in there: if the step can be prepared in a new sandbox, it was the agent who prevented it.
+        """
+        runtime, field = sandbox.runtime, f"task.then.{number - 1}.prepare"
+        try:
+            async with self._budget.spend():
+                await prepare(
+                    runtime, self._task.then[number - 1].prepare, files=self._node.sandboxes.files, field=field
+                )
+        except TimeoutError:
+            return Ending(reason=self._out_of_time())
+        except RuntimeFailure as failure:
+            failure.inside = True
+            self._stopwatch.lap("init")
+            ended = AgentRun(
+                reason=StopReason.AGENT_EXCESS,
+                outcome=HarnessOutcome(log_tail=failure.log_tail or ""),
+                failure=failure,
+            )
+            async with grading:
+                return await self._grade(grading, sandbox, ended)
+        self._stopwatch.lap("init")
+        self.models.begin_step()
+        return None
+
+    def _with_all_steps(self, ending: Ending) -> Ending:
+        """The ending of the last step that was graded, with the verdict on all of them."""
+        if len(self._steps) == 1 or ending.reason is StopReason.AGENT_EXCESS or ending.verdict is None:
+            return ending
+        verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
+        return msgspec.structs.replace(ending, verdict=verdict)
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
         """Start the sandbox unless it was warm, and install the harness in it."""
@@ -293,7 +369,8 @@ class Rollout:
 
         Raises the first true cause of a failed run: a failed model call outranks the harness's own failure.
         """
-        clock = Budget(self._task.limits.agent_seconds, self._node.stood_still)
+        context = msgspec.structs.replace(context, task=self._step)
+        clock = Budget(self._step.limits.agent_seconds, self._node.stood_still)
         try:
             async with self._budget.spend(), clock.spend(), self._at_limit.block():
                 outcome = await harness.run(context)
@@ -320,7 +397,7 @@ class Rollout:
             raise
         if (ended := self._ended_by_model(outcome.log_tail)) is not None:
             return AgentRun(reason=ended, outcome=outcome)
-        if self.conversation.turns == 0:
+        if self.conversation.step_turns == 0:
             raise HarnessError(
                 "the harness ended without a single model call",
                 hint="check its base URL, key and model settings in the log",
@@ -353,7 +430,7 @@ class Rollout:
     async def _out_of_agent_time(self) -> StopReason:
         """What the agent did by then is graded, unless a model call had failed or none was ever answered."""
         await self.models.close()  # a call in flight is recorded first: it counts as a turn
-        if self.conversation.failure is None and self.conversation.turns:
+        if self.conversation.failure is None and self.conversation.step_turns:
             return StopReason.AGENT_TIMEOUT
         if (ended := self._ended_by_model(None)) is not None:
             return ended
@@ -388,7 +465,7 @@ class Rollout:
         """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
         await self.models.close()
         self._stopwatch.lap("run")
-        for hook in self._task.collect:
+        for hook in self._step.collect:
             with suppress(RuntimeFailure):  # what it would have collected is missing, and the grader sees that
                 await sandbox.runtime.exec(hook.run, seconds=hook.seconds)
         session = self._session
@@ -434,7 +511,7 @@ class Rollout:
         policy = policy_of(self._task.branches)
         said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
         return Outcome(
-            task=self._task,
+            task=self._step,
             runtime=runtime,
             stop_reason=ended.reason,
             harness=ended.outcome,

@@ -2,7 +2,8 @@
 
 A segment (`segments.py`) gets the kind of the first of these rules that applies to it (`RULES`):
 
-1. `main`: it starts the main conversation. First, because the other rules compare with it.
+1. `main`: it starts the main conversation of the task, or of one of its steps. First, because the other rules compare
+   with it.
 2. `continued`: it goes on from an earlier history that it replaces by a summary, or of which it kept only the end.
    Before `forked` and `spawned`, because such a request also looks like a rewritten history, and a summary may quote
    what a tool was given. Only a tool call whose text is most of the opening is stronger evidence.
@@ -84,11 +85,14 @@ class Signals:
             (one for one in self.session.segments if one.starts_conversation and one.number not in self._handovers),
             key=self._main_rank,
         )
-        self.main = ranked[0] if ranked else None
-        # An agent's first rank is its own work; its other conversations are side calls.
-        self._work_of: dict[str | None, Segment] = {}
+        self._mains: dict[int, Segment] = {}
+        """By the step of the task."""
+        # An agent's first rank in a step is its own work there; its other conversations are side calls.
+        self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
-            self._work_of.setdefault(segment.first.agent_id, segment)
+            step = segment.first.step
+            self._mains.setdefault(step, segment)
+            self._work_of.setdefault((step, segment.first.agent_id), segment)
         self.lineages: dict[int, Lineage] = {}
         self._main_line: list[Segment] = []
 
@@ -110,6 +114,11 @@ class Signals:
             first.index,
         )
 
+    def main(self, segment: Segment) -> Segment:
+        """The main conversation's first segment in the step that `segment` began in. Where that step has none, because
+        its agent went on with an earlier conversation, it is the one before."""
+        return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
+
     def label(self, segment: Segment) -> str:
         """What a side call is for, by its words; "" where they say nothing."""
         found = self._labels.get(segment.number)
@@ -119,15 +128,14 @@ class Signals:
 
     def is_side_question(self, segment: Segment) -> bool:
         """Whether nobody followed it up, and its tools or its system prompt are not the main conversation's."""
-        assert self.main is not None
-        unlike_main = (segment.first.tools, segment.system) != (self.main.first.tools, self.main.system)
+        main = self.main(segment)
+        unlike_main = (segment.first.tools, segment.system) != (main.first.tools, main.system)
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
         """Whether its client names an agent other than the main one, and it is this agent's work."""
-        assert self.main is not None
-        agent = segment.first.agent_id
-        return agent not in (None, self.main.first.agent_id) and segment is self._work_of.get(agent)
+        agent, step = segment.first.agent_id, segment.first.step
+        return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
 
     def starter(self, segment: Segment) -> int | None:
         """The turn whose tool call started it, else its caller."""
@@ -207,7 +215,7 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 RULES = (
-    Rule("main", "main", "of the conversations, the one that does the task's work"),
+    Rule("main", "main", "of a step's conversations, the one that does its work"),
     Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
     Rule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
     Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
@@ -264,7 +272,8 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     """What the first of RULES that applies says; the module's heading gives the reasons for their order."""
-    if segment is signals.main:
+    main = signals.main(segment)
+    if segment is main:
         return Decision("main", BranchKind.MAIN)
 
     first = segment.first
@@ -288,7 +297,6 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
         label = SUMMARY if kind is BranchKind.COMPACTION else purpose
         return Decision("purpose", kind, signals.caller(segment), label)
 
-    assert signals.main is not None  # a session's first segment starts a conversation
     side_question, own_work = signals.is_side_question(segment), signals.is_own_agents_work(segment)
     side_label = signals.label(segment) or first.purpose or ""
     if side_question and not first.tools and not own_work:
@@ -297,7 +305,7 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
         return Decision("own agent", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
     if spawned is not None:
         return Decision("spawned", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
-    if side_question and first.tools != signals.main.first.tools:
+    if side_question and first.tools != main.first.tools:
         return Decision("other tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
     return Decision("other", BranchKind.SUBAGENT, signals.caller(segment), first.agent_id or "")
 

@@ -21,8 +21,9 @@ from outrider.messages import Message, Role
 from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
-RequestKey = tuple[int | None, bytes]
-"""Tells the requests of a session apart: the turn that a request continues, and the packed ids that it added."""
+RequestKey = tuple[int, int | None, bytes]
+"""Tells the requests of a session apart: the step of the task, the turn that a request continues, and the packed ids
+that it added."""
 
 QUOTE_LENGTH = 12
 """Characters that a text needs for its reappearance to mean anything: any conversation may repeat "Done."."""
@@ -242,7 +243,7 @@ def quotes(lines: Sequence[str], within: str) -> bool:
 
 def request_key(turn: Turn) -> RequestKey:
     """Turns without ids are all requests of their own."""
-    return turn.parent, turn.prompt_delta or b"%d" % turn.index
+    return turn.step, turn.parent, turn.prompt_delta or b"%d" % turn.index
 
 
 def history_source(turn: Turn) -> int | None:

@@ -1,0 +1,1 @@
+printf '10\n20\n' > more.txt

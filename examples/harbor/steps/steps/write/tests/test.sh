@@ -1,0 +1,2 @@
+#!/bin/sh
+sh /tests/grade.sh 12
