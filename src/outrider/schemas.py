@@ -286,11 +286,13 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text: `context` is what this turn added to the prompt, `sampled` is the model's output.
 
     `model` is the frozen model that was called, None for the policy; `index` and `parent` count the turns of one model.
-    `kind`, `label` and `depth` describe the turn's branch; `altered` and `ignored` are those of `trajectory.Turn`.
+    `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored` are those of
+    `trajectory.Turn`.
     """
 
     index: int
     parent: int | None
+    step: int = 0
     model: str | None = None
     join: str
     cause: str | None

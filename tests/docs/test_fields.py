@@ -119,7 +119,10 @@ def values(kind: Iterable[StrEnum]) -> set[str]:
 
 def test_tasks_has_every_field_with_its_default() -> None:
     (table,) = page("docs/tasks.md").tables("Field")
-    assert written(table) == fields_of(GroupSpec)
+    fields = fields_of(GroupSpec)
+    # The page says that these of a later step are as those of the task.
+    same = ("task.then[].evaluator.", "task.then[].prepare[].", "task.then[].collect[].")
+    assert written(table) == {name: value for name, value in fields.items() if not name.startswith(same)}
 
 
 def test_relay_has_every_option_and_close_code() -> None:

@@ -148,7 +148,7 @@ timeout_sec = 5
 
 SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
 REFUSED: dict[str, str] = {
-    "[[steps]]\nname = 'a'": "steps",
+    "[[steps]]\nname = 'a'\nverifier = {environment_mode = 'separate'}\n[[steps]]\nname = 'b'": "steps.0.verifier",
     "[environment]\ngpus = 1": "environment.gpus",
     "[environment]\nos = 'Windows'": "environment.os",
     "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
@@ -256,6 +256,79 @@ def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
     (folder / "instruction.md").symlink_to(tmp_path / "secret")
     with pytest.raises(InvalidField, match="leaves the task's folder"):
         harbor_examples(tmp_path)
+
+
+def test_steps_are_those_of_the_task(tmp_path: Path) -> None:
+    toml = """
+multi_step_reward_strategy = "final"
+artifacts = ["/out"]
+[agent]
+timeout_sec = 100.0
+[verifier]
+env = { A = "1", B = "1" }
+[[verifier.collect]]
+command = "all"
+[[steps]]
+name = "one"
+min_reward = 0.5
+[[steps]]
+name = "two"
+min_reward = { lines = 3 }
+artifacts = ["more"]
+agent = { timeout_sec = 1900.0 }
+healthcheck = { command = "test -e up" }
+[steps.verifier]
+timeout_sec = 7.0
+env = { B = "2" }
+[[steps.verifier.collect]]
+command = "own"
+timeout_sec = 5
+[[steps]]
+name = "three"
+verifier = { environment_mode = "separate" }
+"""
+    folder = harbor_task(tmp_path / "a", toml, test="exit 1")
+    (folder / "tests" / "help.sh").write_text("help")
+    (folder / "instruction.md").unlink()
+    for name in ("one", "two", "three"):
+        step = folder / "steps" / name
+        for inner in ("tests", "solution", "workdir"):
+            (step / inner).mkdir(parents=True)
+        (step / "instruction.md").write_text(f"<!-- canary -->\nDo {name}.")
+        (step / "solution" / "solve.sh").write_text(f"solve {name}")
+    (folder / "steps" / "two" / "tests" / "test.sh").write_text("exit 2")
+    (folder / "steps" / "two" / "workdir" / "setup.sh").write_text("touch up")
+    (folder / "steps" / "one" / "workdir" / "in.txt").write_text("in")
+    example = only(tmp_path)
+    task = as_task(example.task)
+    assert (task.instruction, [step.instruction for step in task.then]) == ("Do one.", ["Do two.", "Do three."])
+    assert example.task["runtime"]["prepare"] == [LOGS, {"write": "in", "to": "./in.txt"}]
+    assert [step.needs for step in task.then] == [{"reward": 0.5}, {"lines": 3.0}]
+    assert (task.limits.agent_seconds, task.limits.session_seconds) == (100.0, 2100.0 + 1800.0)
+    assert [step.agent_seconds for step in task.then] == [1900.0, 100.0]
+    _, second, third = steps = [task, *task.then]
+    tests = [{file["to"]: file["write"] for file in step.evaluator.options["tests"]} for step in steps]
+    assert tests == [{"/tests/help.sh": "help", "/tests/test.sh": f"exit {code}"} for code in (1, 2, 1)]
+    assert [step.evaluator.options["env"] for step in steps] == [{"A": "1", "B": b} for b in ("1", "2", "1")]
+    assert [step.evaluator.seconds for step in steps] == [600.0, 7.0, 600.0]
+    assert [[hook.run for hook in step.collect] for step in steps] == [["all"], ["all", "own"], ["all"]]
+    assert all(step.evaluator.options["alone"] for step in steps)
+    assert (second.evaluator.carry, third.evaluator.carry) == (None, ["/logs/artifacts", "/out"])
+    assert task.artifacts == ["/logs/artifacts/**", "/out", "/out/**", "more", "more/**"]
+    assert [step.get("run", step.get("to")) for step in example.task["then"][0]["prepare"]][1:] == [
+        "./setup.sh",
+        "bash ./setup.sh",
+        "test -e up",
+    ]
+    assert task.steps_reward == "final"
+    assert [file["write"] for gold in (example.gold, *example.gold.then) for file in gold.files] == [
+        "solve one",
+        "solve two",
+        "solve three",
+    ]
+    (folder / "steps" / "three" / "instruction.md").unlink()
+    with pytest.raises(InvalidField, match=r"cannot read .*three"):
+        only(tmp_path)
 
 
 def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def _turn(turn: TurnView) -> Iterator[Text]:
     what = [] if turn.kind == "main" else [": ".join(filter(None, (turn.kind, turn.label)))]
     parts = (
         f"{whose}turn {turn.index}",
+        *([f"step {turn.step + 1}"] if turn.step else []),
         *what,
         joined,
         f"{turn.prompt_tokens} prompt + {turn.output_tokens} sampled tokens",

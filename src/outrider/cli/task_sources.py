@@ -182,9 +182,16 @@ def load_table(path: Path) -> dict[str, Any]:
         raise InvalidField(f"cannot read {path}: {error.strerror}", field="task") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
-    runtime = task.get("runtime")
-    if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
-        runtime["prepare"] = [sent for number, step in enumerate(steps) for sent in _inlined(step, number, path.parent)]
+    places = [("task.runtime", task.get("runtime"))]
+    if isinstance(later := task.get("then"), list):
+        places += [(f"task.then.{number}", step) for number, step in enumerate(later)]
+    for field, place in places:
+        if isinstance(place, dict) and isinstance(steps := place.get("prepare"), list):
+            place["prepare"] = [
+                sent
+                for number, step in enumerate(steps)
+                for sent in _inlined(step, f"{field}.prepare.{number}.upload", path.parent)
+            ]
     return task
 
 
@@ -198,7 +205,7 @@ def gold_of(table: Any, path: Path) -> Gold:
         ) from error
 
 
-def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
+def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
     """The steps to send for one step: `write` steps where it uploads something in `folder`, else the step itself."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
@@ -210,7 +217,6 @@ def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
         yield step
         return
     source = folder / upload
-    field = f"task.runtime.prepare.{number}.upload"
     if source.is_file():
         yield _write_file(source, target, folder, field)
         return

@@ -191,6 +191,8 @@ class HarborFolder:
         config, folder = self._config, self._folder
         tests, own = folder / "tests", self._step_folder(step) / "tests"
         layers = (tests,) if step is None else (tests, own)
+        if not any((layer / TEST).exists() for layer in layers):
+            raise InvalidField(f"{self._step_folder(step)} has no tests/{TEST}", field="evaluator")
         files = {file["to"]: file for layer in layers if layer.exists() for file in written(layer, folder, "/tests")}
         verifier = config.verifier
         artifacts = config.artifacts
@@ -201,8 +203,6 @@ class HarborFolder:
             artifacts = [*artifacts, *step.artifacts]
             env |= self._resolved(verifier.env, f"steps.{step.name}.verifier.env")
             options["alone"] = True
-        if f"/tests/{TEST}" not in files:
-            raise InvalidField(f"{self._step_folder(step)} has no tests/{TEST}", field="evaluator")
         if env:
             options["env"] = env
         evaluator = {"kind": "harbor", "options": options, "seconds": verifier.timeout_sec}

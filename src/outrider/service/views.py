@@ -139,6 +139,7 @@ def _turn_view(
     return TurnView(
         index=turn.index,
         parent=turn.parent,
+        step=turn.step,
         model=model,
         join=turn.join.value,
         cause=turn.cause.value if turn.cause else None,
