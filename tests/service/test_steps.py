@@ -205,6 +205,22 @@ async def test_a_sandbox_goes_on_from_step_to_step(world: MakeWorld, temporary: 
         w.assert_quiet()
 
 
+async def test_an_agent_is_installed_anew_for_each_step(world: MakeWorld, temporary: Path) -> None:
+    """Its files may have the instruction in them, and an agent may have changed them."""
+    async with world(http=True) as w:
+        agent = {**program("cat ~/told >> told; echo changed > ~/told; exit 0"), "files": {"told": "{instruction}\n"}}
+        session = await w.run(
+            instruction="one",
+            harness=agent,
+            runtime={"kind": "namespace"},
+            evaluator={"run": "true"},
+            then=[{"instruction": "two", "evaluator": {"run": "printf 'one\\ntwo\\n' | cmp - told"}}],
+        )
+        verdict = result_of(session).verdict
+        assert verdict is not None
+        assert verdict.metrics["step2.reward"] == 1.0
+
+
 async def test_a_step_that_can_never_be_prepared_is_the_tasks_fault(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
         result = result_of(await in_sandbox(w, "true", {"prepare": [{"run": "echo so; exit 3"}]}))

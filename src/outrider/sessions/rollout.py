@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import cast
 
@@ -239,11 +239,10 @@ class Rollout:
             self._stopwatch.lap("ready")
 
             await self._enter(SessionState.RUNNING)
-            for number, before in enumerate(earlier):
+            for before, after in pairwise((*earlier, grading)):
                 if (ending := await self._run_step(before, sandbox, harness, context)) is not None:
                     return ending
-                self._step = self._steps[number + 1]
-                if (ending := await self._begin_step(number + 1, [*earlier, grading][number + 1], sandbox)) is not None:
+                if (ending := await self._begin_step(after, sandbox, harness, context)) is not None:
                     return ending
             await held.enter_async_context(grading)
             grading.start_ahead()
@@ -290,30 +289,30 @@ class Rollout:
         self._verdicts.append(verdict)
         return None
 
-    async def _begin_step(self, number: int, grading: Grading, sandbox: Sandbox) -> Ending | None:
-        """Prepare the sandbox for step `number` of the task; how the session ends, if that is impossible.
+    async def _begin_step(
+        self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
+    ) -> Ending | None:
+        """Prepare the sandbox and the agent for the next step; how the session ends, if that is impossible.
 
-        An agent has worked in there: if the step can be prepared in a new sandbox, it was the agent who prevented it.
+        An agent has worked in there: if a new sandbox can be prepared for this step, it was the agent who prevented it.
         """
-        runtime, field = sandbox.runtime, f"task.then.{number - 1}.prepare"
+        before = len(self._verdicts) - 1
+        self._step = self._steps[before + 1]
+        prepared, files = self._task.then[before].prepare, self._node.sandboxes.files
         try:
             async with self._budget.spend():
-                await prepare(
-                    runtime, self._task.then[number - 1].prepare, files=self._node.sandboxes.files, field=field
-                )
+                await prepare(sandbox.runtime, prepared, files=files, field=f"task.then.{before}.prepare")
+                await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
             return Ending(reason=self._out_of_time())
-        except RuntimeFailure as failure:
+        except (RuntimeFailure, HarnessError) as failure:
             failure.inside = True
-            self._stopwatch.lap("init")
-            ended = AgentRun(
-                reason=StopReason.AGENT_EXCESS,
-                outcome=HarnessOutcome(log_tail=failure.log_tail or ""),
-                failure=failure,
-            )
+            outcome = HarnessOutcome(log_tail=failure.log_tail or "")
+            ended = AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure)
             async with grading:
                 return await self._grade(grading, sandbox, ended)
-        self._stopwatch.lap("init")
+        finally:
+            self._stopwatch.lap("init")
         self.models.begin_step()
         return None
 
