@@ -86,7 +86,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .venv-routers .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.

@@ -1,6 +1,6 @@
 """Harbor's own package and our reader accept and refuse the same folders, and Harbor's model takes our trajectories.
 
-Runs where Harbor 0.25 can be imported, which needs Python 3.12.
+Runs where Harbor 0.25 can be imported, which needs Python 3.12: tests/real/test_harbor_parity.py makes such a place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The comparison with Harbor's own package (tests/harbor_tasks/test_parity.py), in an environment of its own, on a Python
+that Harbor can be installed for; without the hundreds of megabytes that it depends on and that need not be there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = ROOT / ".venv-harbor"
+HARBOR = "harbor==0.25.0"
+NEEDS = ("pathspec", "toml", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
+LEAST = "import sys, ensurepip; sys.exit(sys.version_info < (3, 12))"
+
+
+def fitting_python() -> str:
+    """Python 3.12 or newer: this one, one on the PATH, or one of pyenv's. Skips where there is none."""
+    of_pyenv = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.1[2-4].*/bin/python"))
+    on_path = filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14")))
+    for python in (sys.executable, *on_path, *map(str, of_pyenv)):
+        if subprocess.run([python, "-c", LEAST], capture_output=True, check=False).returncode == 0:
+            return python
+    pytest.skip("Harbor needs Python 3.12 or newer, and none is here")
+
+
+@pytest.mark.timeout(600)
+def test_harbors_own_package_agrees_with_us() -> None:
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        subprocess.run([fitting_python(), "-m", "venv", str(ENVIRONMENT)], check=True)
+    python = str(ENVIRONMENT / "bin" / "python")
+    for wanted in (["--no-deps", HARBOR], [*NEEDS, "--editable", f"{ROOT}[parquet]"]):
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+        done = subprocess.run(install, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"Harbor cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/harbor_tasks/test_parity.py"]
+    done = subprocess.run(tests, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout, done.stdout[-4000:]
+    print(done.stdout.strip().splitlines()[-1])
