@@ -1,5 +1,5 @@
-"""The comparison with Harbor's own package (tests/harbor_tasks/test_parity.py), in an environment of its own, on a Python
-that Harbor can be installed for; without the hundreds of megabytes that it depends on and that need not be there."""
+"""The comparison with Harbor's own package (tests/harbor_tasks/test_parity.py), in an environment of its own, on a
+Python that Harbor can be installed for; without the hundreds of megabytes that it depends on and does not need here."""
 
 from __future__ import annotations
 
