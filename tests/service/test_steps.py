@@ -230,6 +230,15 @@ async def test_a_step_that_can_never_be_prepared_is_the_tasks_fault(world: MakeW
         w.assert_quiet()
 
 
+async def test_a_step_that_takes_too_long_to_prepare_blames_nobody(world: MakeWorld, temporary: Path) -> None:
+    async with world(http=True) as w:
+        slow = {"prepare": [{"run": "test -e between && sleep 60", "seconds": 0.5}]}
+        result = result_of(await in_sandbox(w, "true", slow))
+        assert (result.stop_reason, result.verdict, result.attempt) == (StopReason.ERROR, None, 2)
+        assert result.error is not None
+        assert "took longer than 0.5 s" in result.error.message
+
+
 async def test_an_agent_that_keeps_the_next_step_from_being_prepared_earns_nothing(
     world: MakeWorld, temporary: Path
 ) -> None:

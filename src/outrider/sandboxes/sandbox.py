@@ -25,6 +25,10 @@ PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
 """Between the attempts of one prepare step."""
 
 
+class CommandFailed(RuntimeFailure):
+    """A prepare step's command has ended, and not with 0."""
+
+
 class Sandbox:
     """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
@@ -136,7 +140,8 @@ async def run_step(
     runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: Backoff = PREPARE_PAUSES
 ) -> None:
     """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of its output, when it has failed
-    as often as it may. Only a command that fails is tried again, not a sandbox: its RuntimeFailure is raised."""
+    as often as it may: CommandFailed, unless it took too long. Only a command that fails is tried again, not a sandbox:
+    its RuntimeFailure is raised."""
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
     while True:
@@ -153,4 +158,5 @@ async def run_step(
         await asyncio.sleep(pauses.wait(max(failures - 1, 0)) if pause is None else pause)
     ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
     tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
-    raise RuntimeFailure(f"{name} {ended}{tried}: {step.run[:200]}", field=field, log_tail=result.log_tail())
+    kind = RuntimeFailure if result.timed_out else CommandFailed
+    raise kind(f"{name} {ended}{tried}: {step.run[:200]}", field=field, log_tail=result.log_tail())

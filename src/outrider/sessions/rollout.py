@@ -46,7 +46,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import Runtime
-from outrider.sandboxes.sandbox import Sandbox, Sandboxes, prepare
+from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, prepare
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
@@ -294,19 +294,21 @@ class Rollout:
     ) -> Ending | None:
         """Prepare the sandbox and the agent for the next step; how the session ends, if that is impossible.
 
-        An agent has worked in there: if a new sandbox can be prepared for this step, it was the agent who prevented it.
+        An agent has worked in there: where a command fails that succeeds in a new sandbox, that is the agent's doing.
         """
         before = len(self._verdicts) - 1
         self._step = self._steps[before + 1]
         prepared, files = self._task.then[before].prepare, self._node.sandboxes.files
         try:
-            async with self._budget.spend():
+            async with self._budget.spend(), mark_inside_failures(sandbox.runtime):
                 await prepare(sandbox.runtime, prepared, files=files, field=f"task.then.{before}.prepare")
                 await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
             return Ending(reason=self._out_of_time())
         except (RuntimeFailure, HarnessError) as failure:
-            failure.inside = True
+            failure.inside = failure.inside or isinstance(failure, CommandFailed)
+            if not failure.inside:
+                raise
             outcome = HarnessOutcome(log_tail=failure.log_tail or "")
             ended = AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure)
             async with grading:
