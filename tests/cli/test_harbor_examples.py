@@ -45,6 +45,8 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
     "separate": ("separate/task.toml", 'environment_mode = "separate"', "", "earns 0, not 1"),
     "collect": ("separate/task.toml", "ls /app >", "ls / >", "earns 0, not 1"),
     "grace": ("healthcheck/task.toml", "start_period_sec = 60.0", "", "not graded: prepare step 1 exited with 1"),
+    "setup": ("steps/steps/add/workdir/setup.sh", "20", "21", "earns 0, not 1"),
+    "workdir": ("steps/steps/write/workdir/numbers.txt", "5", "6", "earns 0, not 1"),
     "variable": ("single/task.toml", "the quick brown fox", "", "earns 0, not 1"),
 }
 """By what is taken away: the file, what of it is replaced and with what, and what the check says then."""
