@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.errors import HarnessError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.desktop import Desktop, DesktopOptions
 from outrider.messages import Message, Role
 from outrider.runtimes.base import PatchConflict
 from outrider.spec import Write
@@ -18,7 +19,7 @@ from outrider.spec import Write
 class GoldAgent:
     """Options: `patch`, a diff of the working directory; `run`, a command for the sandbox, with `env`; `files`, prepare
     steps that write, which are carried out before; `ask`, the words by which the scripted model knows what to reply;
-    `seconds` for the command."""
+    `seconds` for the command; `desktop`, the options of the task's own desktop, which is opened behind the `files`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._patch: str | None = options.get("patch")
@@ -26,6 +27,8 @@ class GoldAgent:
         self._ask: str = options["ask"]
         self._seconds: float = options["seconds"]
         self._env: dict[str, str] = options.get("env", {})
+        desktop = options.get("desktop")
+        self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
         self._files = [Write.model_validate(file) for file in options.get("files", ())]
 
     async def init(self, context: HarnessContext) -> None:
@@ -39,6 +42,8 @@ class GoldAgent:
                 raise HarnessError(f"the gold patch does not apply: {error}") from error
         for file in self._files:
             await context.runtime.write(file.to, file.data(), executable=file.executable)
+        if self._desktop is not None:
+            await Desktop(context.runtime, self._desktop, seconds=self._seconds).open()
         if self._run is not None:
             done = await context.runtime.exec(self._run, env=self._env, seconds=self._seconds)
             if done.exit_code != 0:

@@ -113,11 +113,13 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
     gold = example.gold
     assert gold is not None
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": 1}
+    own = (example.task.get("harness") or {}).get("options") or {}
     options: dict[str, Any] = {"ask": "Nothing, please."}
     if kind == "gold":
         files = list(gold.files)
         options = {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": files, "ask": asked(number)}
-    harness = {"agent": AGENT, "options": {**options, "seconds": limits["agent_seconds"]}}
+    options |= {"seconds": limits["agent_seconds"], "desktop": own.get("desktop")}
+    harness = {"agent": AGENT, "options": options}
     return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
 
 
