@@ -41,14 +41,15 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# A display that exists is not ours: without namespaces, it is the host's or another session's.
+# A display that exists is not ours: without namespaces, it is the host's or another session's. Without -noreset Xvfb
+# starts over when its last client goes, and refuses the next one meanwhile.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
 done
 [ ! -e /tmp/.X11-unix/X1 ] || {{ echo "the display {display} is in use"; exit 1; }}
 mkdir -p -m 1777 /tmp/.X11-unix
-setsid Xvfb {display} -screen 0 {width}x{height}x24 -nolisten tcp </dev/null >{folder}/xvfb.log 2>&1 &
+setsid Xvfb {display} -screen 0 {width}x{height}x24 -nolisten tcp -noreset </dev/null >{folder}/xvfb.log 2>&1 &
 ready() {{
     for try in $(seq 400); do "$@" >/dev/null 2>&1 && return; sleep 0.05; done
     cat {folder}/*.log

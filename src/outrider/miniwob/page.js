@@ -31,8 +31,14 @@
   });
 
   // In a window without tabs the page gets all keys first, those of the browser too: only keys for editing are left.
-  const editing = /^([acvxyz]|Arrow.*|Home|End|Backspace|Delete|Control|Shift)$/i;
-  const refused = (event) => (event.ctrlKey && !editing.test(event.key)) || event.altKey || /^F\d+$/.test(event.key);
+  const plain = /^([acvxyz]|Arrow.*|Home|End|Backspace|Delete|Control|Shift)$/i;
+  const shifted = /^(z|Arrow.*|Home|End|Control|Shift)$/i;
+  const refused = (event) =>
+    event.altKey ||
+    event.metaKey ||
+    /^(F\d+|Browser.*)$/.test(event.key) ||
+    (event.ctrlKey && !(event.shiftKey ? shifted : plain).test(event.key)) ||
+    (event.shiftKey && /^(Escape|Delete)$/.test(event.key));
   window.addEventListener("keydown", (event) => { if (refused(event)) event.preventDefault(); }, true);
   window.addEventListener("contextmenu", (event) => event.preventDefault(), true);
   window.addEventListener("auxclick", (event) => event.preventDefault(), true);

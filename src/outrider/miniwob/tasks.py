@@ -21,7 +21,7 @@ from outrider.errors import InvalidField
 from outrider.examples import Example, Gold
 from outrider.harnesses.desktop import DISPLAY
 
-INSTALL = "pip install --no-deps miniwob==1.1.0"
+INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
 FOLDER = "/miniwob"
 """Where the pages are in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
@@ -129,7 +129,7 @@ def _example(page: Path, seed: int) -> Example:
         "IncognitoModeAvailability": 1,
         "PrintingEnabled": False,
         "URLAllowlist": [url],
-        "URLBlocklist": ["*"],
+        "URLBlocklist": ["*", "chrome://*", "javascript://*"],
     }
     prepare: list[dict[str, Any]] = [
         {"write": json.dumps(policy), "to": POLICY},
