@@ -30,8 +30,8 @@ POLICY = "/etc/chromium/policies/managed/miniwob.json"
 WIDTH, HEIGHT, SCALE = 664, 428, 2
 """Of the screen: room for 332 by 214 of a page's own pixels, as BrowserGym shows MiniWoB."""
 INSTRUCTION = """\
-The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with mouse
-and keyboard. The page says when the task has ended. Then reply without calling a tool.
+The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with
+mouse and keyboard. The page says when the task has ended. Then reply without calling a tool.
 """
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
@@ -48,11 +48,12 @@ titled() {
 """
 """A function of the shell: sets `title` to the title of the window whose title begins so, after so many looks."""
 
-# --no-sandbox: the browser's own needs namespaces, which a sandbox may not make. --test-type hides the bar that says so.
+# --no-sandbox: the browser's own needs namespaces, which a sandbox may not make. --test-type hides a bar about that.
 OPEN = f"""\
 {TITLE}
 setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu --disable-background-networking \\
-    --force-device-scale-factor={SCALE} --kiosk --user-data-dir=/tmp/chromium --app=URL </dev/null >/tmp/chromium.log 2>&1 &
+    --force-device-scale-factor={SCALE} --kiosk --user-data-dir=/tmp/chromium --app=URL \\
+    </dev/null >/tmp/chromium.log 2>&1 &
 titled "" 500 && exit
 tail -n 5 /tmp/chromium.log
 exit 1
@@ -107,8 +108,8 @@ def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
 def miniwob_examples(
     page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
 ) -> list[Example]:
-    """A page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with `seed`. One
-    that `gold.js` can solve has a known solution. `html` as for `miniwob_pages`. Raises InvalidField."""
+    """A page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with `seed`.
+    One that `gold.js` can solve has a known solution. `html` as for `miniwob_pages`. Raises InvalidField."""
     pages = miniwob_pages(html)
     if page is None:
         return [_example(pages[name], seed) for name in list(pages)[:size]]
