@@ -1,7 +1,7 @@
 """The built-in agent `tools`: asks the model and runs its tool calls in the sandbox until it answers.
 
-It knows no tokens and no reward. `desktop` names a set of tools (see desktop.py), the others are tools. Invariant: every
-tool call gets exactly one result, in the order of the calls.
+It knows no tokens and no reward. `desktop` names a set of tools (see desktop.py), the others are tools. Invariant:
+every tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
