@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
 from outrider.miniwob.tasks import miniwob_examples
 from outrider.service.admission import validate_group
@@ -100,6 +101,7 @@ def test_pages_that_are_not_there(html: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("miniwob") is not None, reason="miniwob is installed")
 def test_without_the_package_it_says_what_to_install() -> None:
-    with pytest.raises(InvalidField, match="miniwob is not installed") as refused:
-        miniwob_examples("click-test")
-    assert "pip install" in str(refused.value.hint)
+    for source in ("miniwob", "miniwob:click-test"):
+        with pytest.raises(InvalidField, match="miniwob is not installed") as refused:
+            examples_in(source, limit=None, image=None)
+        assert "pip install" in str(refused.value.hint)

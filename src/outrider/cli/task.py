@@ -30,7 +30,7 @@ Sources = Annotated[
 Limit = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym and of a page of MiniWoB, 4"
+        metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym and a page of MiniWoB, 4"
     ),
 ]
 Image = Annotated[

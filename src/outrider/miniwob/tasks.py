@@ -27,6 +27,22 @@ FOLDER = "/miniwob"
 BROWSER = "/usr/lib/chromium/chromium"
 """Of Debian's package. Its other program is a script that reads files of /etc, which a sandbox does not have."""
 POLICY = "/etc/chromium/policies/managed/miniwob.json"
+FONTS = f"{FOLDER}/fonts.conf"
+# The pages are made for Arial. Sandboxes have no settings of fonts, without which Chromium takes a serif one.
+FONT_SETTINGS = """\
+<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
+<fontconfig>
+  <dir>/usr/share/fonts</dir>
+  <cachedir>/tmp/fontconfig</cachedir>
+  <match target="pattern">
+    <test name="family"><string>Arial</string></test>
+    <edit name="family" mode="assign_replace" binding="same">
+      <string>Liberation Sans</string><string>DejaVu Sans</string>
+    </edit>
+  </match>
+</fontconfig>
+"""
 WIDTH, HEIGHT, SCALE = 664, 428, 2
 """Of the screen: room for 332 by 214 of a page's own pixels, as BrowserGym shows MiniWoB."""
 INSTRUCTION = """\
@@ -51,7 +67,7 @@ titled() {
 # --no-sandbox: the browser's own needs namespaces, which a sandbox may not make. --test-type hides a bar about that.
 OPEN = f"""\
 {TITLE}
-setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu --disable-background-networking \\
+FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu --disable-background-networking \\
     --force-device-scale-factor={SCALE} --kiosk --user-data-dir=/tmp/chromium --app=URL \\
     </dev/null >/tmp/chromium.log 2>&1 &
 titled "" 500 && exit
@@ -136,6 +152,7 @@ def _example(page: Path, seed: int) -> Example:
         {"write": json.dumps(policy), "to": POLICY},
         {"write": _archive(page, html), "to": f"{FOLDER}/parts.tar.gz", "encoding": "base64"},
         {"run": f"tar -xzf {FOLDER}/parts.tar.gz -C {FOLDER}"},
+        {"write": FONT_SETTINGS, "to": FONTS},
         {"write": shown, "to": place},
     ]
     desktop = {"width": WIDTH, "height": HEIGHT, "run": OPEN.replace("URL", url)}
