@@ -67,9 +67,9 @@ titled() {
 # --no-sandbox: the browser's own needs namespaces, which a sandbox may not make. --test-type hides a bar about that.
 OPEN = f"""\
 {TITLE}
-FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu --disable-background-networking \\
-    --force-device-scale-factor={SCALE} --kiosk --user-data-dir=/tmp/chromium --app=URL \\
-    </dev/null >/tmp/chromium.log 2>&1 &
+FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
+    --disable-background-networking --force-device-scale-factor={SCALE} --kiosk \\
+    --user-data-dir=/tmp/chromium --app=URL </dev/null >/tmp/chromium.log 2>&1 &
 titled "" 500 && exit
 tail -n 5 /tmp/chromium.log
 exit 1
