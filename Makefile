@@ -12,6 +12,8 @@ CONSTRAINTS ?=
 TEST_TOOLS := hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 # By itself: all that it depends on would be 362 MB, and its grading, which tests compare ours with, needs none of it.
 SWEBENCH := "swebench>=5.0.2,<6" "unidiff>=0.7"
+# Likewise: only its pages are used.
+MINIWOB := "miniwob>=1.1,<1.2"
 # Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
@@ -115,8 +117,9 @@ $(STAMPS)/dev: $(STAMPS)/demo
 	@touch $@
 
 $(STAMPS)/real: $(STAMPS)/dev
-	@echo "Installing transformers, which recomputes log-probabilities in tests/real, and reasoning-gym"
+	@echo "Installing transformers, which recomputes log-probabilities in tests/real, pages of MiniWoB, and reasoning-gym"
 	@$(PIP) "transformers>=5.16"
+	@$(PIP) --no-deps $(MINIWOB)
 	@$(PIP) --editable ".[reasoning-gym]" || \
 		echo "reasoning-gym cannot be installed here (see above; pycosat may need a C compiler): its tests are skipped"
 	@touch $@

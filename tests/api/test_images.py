@@ -66,6 +66,19 @@ async def test_an_image_reaches_the_sample_and_is_stored_once(tmp_path: Path, di
     assert not any(PNG in turn for turn in turns)
 
 
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_an_image_in_a_tools_result_reaches_the_engine_and_the_sample(tmp_path: Path, dialect: str) -> None:
+    async with picture_service(tmp_path) as (_, url, server), AsyncClient(url) as client:
+        [done] = await client.wait([(await client.submit({"task": task(dialect, result=True)})).id])
+        assert done.sessions[0].last_error is None
+        [sample] = await client.samples(done.sessions[0].id)
+        assert sample.images == (shown(0, 2),)
+        assert await client.image(DIGEST) == image_from_bytes("image/png", PNG)
+    sent = server.posts[-1][1]["messages"][-1]
+    assert sent["role"] == "tool"
+    assert [part["type"] for part in sent["content"]] == ["image_url"]
+
+
 def pictures(body: dict[str, Any]) -> list[dict[str, Any]]:
     parts = [
         part for message in body["messages"] if isinstance(message["content"], list) for part in message["content"]

@@ -70,6 +70,33 @@ def bodies(dialect: str) -> list[dict[str, Any]]:
             return [{"contents": [_gemini(first), *rest]} for rest in ([], [told, _gemini(again)])]
 
 
+def result_body(dialect: str) -> dict[str, Any]:
+    """A request in which PNG is the result of a tool, as a screenshot is."""
+    match dialect:
+        case "chat":
+            call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
+            told = {"role": "assistant", "content": None, "tool_calls": [call]}
+            part = {"type": "image_url", "image_url": {"url": _DATA_URL}}
+            result = {"role": "tool", "tool_call_id": "call_1", "content": [part]}
+            return {"model": "any", "messages": [_chat([]), told, result]}
+        case "responses":
+            told = {"type": "function_call", "call_id": "call_1", "name": "screenshot", "arguments": "{}"}
+            output = [{"type": "input_image", "image_url": _DATA_URL}]
+            result = {"type": "function_call_output", "call_id": "call_1", "output": output}
+            return {"model": "any", "input": [_responses([]), told, result]}
+        case "messages":
+            call = {"type": "tool_use", "id": "call_1", "name": "screenshot", "input": {}}
+            content = [{"type": "image", "source": _ANTHROPIC}]
+            result = {"type": "tool_result", "tool_use_id": "call_1", "content": content}
+            history = [_messages([]), {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+            return {"model": "any", "max_tokens": 64, "messages": history}
+        case _:
+            call = {"functionCall": {"name": "screenshot", "args": {}}}
+            inline = {"inlineData": {"mimeType": "image/png", "data": _BASE64}}
+            answer = {"functionResponse": {"name": "screenshot", "response": {"output": ""}, "parts": [inline]}}
+            return {"contents": [_gemini([]), {"role": "model", "parts": [call]}, {"role": "user", "parts": [answer]}]}
+
+
 PATHS = {
     "chat": "/v1/chat/completions",
     "responses": "/v1/responses",
@@ -80,17 +107,19 @@ COUNTED = "/v1/messages/count_tokens"
 
 
 class Shower:
-    """An agent that makes the calls of `bodies` over HTTP; one that is not answered with 200 is an error."""
+    """An agent that makes the calls of `bodies` over HTTP, or that of `result_body`; one that is not answered with 200
+    is an error."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
+        self._bodies = [result_body(self._dialect)] if options.get("result") else bodies(self._dialect)
 
     async def init(self, context: HarnessContext) -> None:
         """It needs nothing in the sandbox."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         async with aiohttp.ClientSession() as http:
-            for body in bodies(self._dialect):
+            for body in self._bodies:
                 url = context.endpoint.base_url + PATHS.get(self._dialect, COUNTED)
                 async with http.post(url, json=body) as reply:
                     if reply.status != 200:
@@ -103,10 +132,10 @@ def seen_by_the_grader(outcome: Outcome) -> float:
     return sum(image.data == PNG for message in outcome.transcript for image in images_in(message))
 
 
-def task(dialect: str) -> dict[str, Any]:
+def task(dialect: str, **options: Any) -> dict[str, Any]:
     return {
         "instruction": "look",
-        "harness": {"agent": "support.pictures:Shower", "options": {"dialect": dialect}},
+        "harness": {"agent": "support.pictures:Shower", "options": {"dialect": dialect, **options}},
         "runtime": {"kind": "memory"},
         "evaluator": {"kind": "callable", "path": "support.pictures:seen_by_the_grader"},
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.errors import HarnessError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.desktop import Desktop, DesktopOptions
 from outrider.messages import Message, Role
 from outrider.runtimes.base import PatchConflict
 from outrider.spec import Write
@@ -18,11 +19,14 @@ from outrider.spec import Write
 class GoldAgent:
     """Option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a command for the
     sandbox, with `env`; `files`, prepare steps that write, which are carried out before; `ask`, the words by which the
-    scripted model knows what to reply. `seconds` are for each command."""
+    scripted model knows what to reply. `seconds` are for each command; `desktop` are the options of the task's own
+    desktop, which is opened behind the first step's `files`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds: float = options["seconds"]
         self._steps: Iterator[Mapping[str, Any]] = iter(options["steps"])
+        desktop = options.get("desktop")
+        self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
@@ -37,6 +41,9 @@ class GoldAgent:
         for written in step.get("files", ()):
             file = Write.model_validate(written)
             await context.runtime.write(file.to, file.data(), executable=file.executable)
+        if self._desktop is not None:
+            await Desktop(context.runtime, self._desktop, seconds=self._seconds).open()
+            self._desktop = None
         if (command := step.get("run")) is not None:
             done = await context.runtime.exec(command, env=step.get("env", {}), seconds=self._seconds)
             if done.exit_code != 0:

@@ -128,7 +128,9 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
             {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": list(gold.files), "ask": asked(number, at)}
             for at, gold in enumerate(solutions(example))
         ]
-    harness = {"agent": AGENT, "options": {"steps": steps, "seconds": limits["agent_seconds"]}}
+    own = (example.task.get("harness") or {}).get("options") or {}
+    options = {"steps": steps, "seconds": limits["agent_seconds"], "desktop": own.get("desktop")}
+    harness = {"agent": AGENT, "options": options}
     return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
 
 

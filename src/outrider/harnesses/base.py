@@ -92,7 +92,8 @@ class Harness(Protocol):
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write what it needs (config files) into the started sandbox. Part of INIT."""
+        """Write what it needs (config files) into the started sandbox. Part of INIT, and of each later step of the
+        task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:

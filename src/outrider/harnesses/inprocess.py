@@ -22,7 +22,8 @@ class Agent(Protocol):
     each session. Whatever the constructor raises makes the task invalid (a pydantic ValidationError names the option).
 
     `init` prepares the started sandbox and is part of INIT; `run` drives the model (`context.model`) and the
-    sandbox's tools (`context.runtime`) to the end. Both may be cancelled at any await.
+    sandbox's tools (`context.runtime`) to the end. Both may be cancelled at any await, and are called for each step of
+    a task that has several.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...

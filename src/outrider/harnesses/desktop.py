@@ -1,0 +1,221 @@
+"""The tool set `desktop`: a screen in the sandbox that the model sees by screenshots and uses by mouse and keyboard.
+
+It knows no task and no browser: `run` of its options opens the programs. Invariant: a call acts on the screen of its
+own sandbox or not at all; what the model got wrong is a result that says so, and only a broken sandbox raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from outrider.errors import HarnessError
+from outrider.messages import Part, Text, ToolSpec, image_from_bytes
+from outrider.runtimes.base import ExecResult, Runtime
+from outrider.spec import Spec
+from outrider.spec import Text as LongText
+
+DISPLAY = ":1"
+"""The name of the screen, for programs in the sandbox."""
+PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
+OPEN_SECONDS = 120.0
+PNG = b"\x89PNG\r\n\x1a\n"
+
+# No keys, mouse bindings or menus: with them an agent could close or move the windows that a grader looks at.
+WINDOW_MANAGER = """\
+<?xml version="1.0"?>
+<openbox_config xmlns="http://openbox.org/3.4/rc">
+  <focus><focusNew>yes</focusNew><followMouse>no</followMouse></focus>
+  <mouse>
+    <context name="Client">
+      <mousebind button="Left" action="Press"><action name="Focus"/><action name="Raise"/></mousebind>
+    </context>
+  </mouse>
+  <applications>
+    <application type="normal"><decor>no</decor><maximized>yes</maximized></application>
+  </applications>
+</openbox_config>
+"""
+
+# A display that exists is not ours: without namespaces, it is the host's or another session's. Without -noreset Xvfb
+# starts over when its last client goes, and refuses the next one meanwhile.
+OPEN = """\
+for program in {programs}; do
+    command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
+done
+[ ! -e /tmp/.X11-unix/X1 ] || {{ echo "the display {display} is in use"; exit 1; }}
+mkdir -p -m 1777 /tmp/.X11-unix
+setsid Xvfb {display} -screen 0 {width}x{height}x24 -nolisten tcp -noreset </dev/null >{folder}/xvfb.log 2>&1 &
+ready() {{
+    for try in $(seq 400); do "$@" >/dev/null 2>&1 && return; sleep 0.05; done
+    cat {folder}/*.log
+    exit 1
+}}
+ready xdotool getdisplaygeometry
+setsid openbox --config-file {folder}/openbox.xml </dev/null >{folder}/openbox.log 2>&1 &
+ready xdotool get_num_desktops
+"""
+
+
+class DesktopOptions(Spec):
+    """The size of the screen in pixels, and a shell command that opens the programs on it and ends when they are
+    there."""
+
+    width: Annotated[int, Field(ge=64, le=4096)] = 1024
+    height: Annotated[int, Field(ge=64, le=4096)] = 768
+    run: LongText | None = None
+
+
+Pixel = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Screenshot(msgspec.Struct, forbid_unknown_fields=True):
+    """Look at the screen."""
+
+
+class Click(msgspec.Struct, forbid_unknown_fields=True):
+    """Move the mouse to a pixel, counted from the top left corner of the screen, and click there."""
+
+    x: Pixel
+    y: Pixel
+    button: Literal["left", "middle", "right"] = "left"
+    count: Annotated[int, msgspec.Meta(ge=1, le=3)] = 1
+
+
+class Type(msgspec.Struct, forbid_unknown_fields=True):
+    """Type text at the keyboard."""
+
+    text: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Key(msgspec.Struct, forbid_unknown_fields=True):
+    """Press a key, or several at once, by their X names: Return, Tab, ctrl+a."""
+
+    keys: Annotated[str, msgspec.Meta(pattern=r"^\w+(\+\w+)*$", max_length=100)]
+
+
+class Scroll(msgspec.Struct, forbid_unknown_fields=True):
+    """Move the mouse to a pixel and turn its wheel by so many notches."""
+
+    x: Pixel
+    y: Pixel
+    direction: Literal["up", "down", "left", "right"]
+    amount: Annotated[int, msgspec.Meta(ge=1, le=50)] = 3
+
+
+class Wait(msgspec.Struct, forbid_unknown_fields=True):
+    """Wait for so many seconds."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
+Action = Screenshot | Click | Type | Key | Scroll | Wait
+ACTIONS: dict[str, type[Action]] = {
+    "screenshot": Screenshot,
+    "click": Click,
+    "type": Type,
+    "key": Key,
+    "scroll": Scroll,
+    "wait": Wait,
+}
+BUTTONS = {"left": "1", "middle": "2", "right": "3"}
+WHEEL = {"up": "4", "down": "5", "left": "6", "right": "7"}
+DONE = "done"
+
+
+class Desktop:
+    """The screen of one sandbox. It stays open until the sandbox stops, so that a grader can look at it."""
+
+    def __init__(self, runtime: Runtime, options: DesktopOptions, *, seconds: float) -> None:
+        self._runtime = runtime
+        self._options = options
+        self._seconds = seconds
+        self._folder = f"{runtime.scratch}/outrider-desktop"
+
+    def tools(self) -> list[ToolSpec]:
+        """The tools as a model is told of them."""
+        specs = [_tool(name, action) for name, action in ACTIONS.items()]
+        # Models and their servers scale images: pixels must be those of a size that is said.
+        specs[0]["function"]["description"] += f" It has {self._options.width}x{self._options.height} pixels."
+        return specs
+
+    async def open(self) -> None:
+        """Start the screen, its window manager and the programs. Raises HarnessError with what they printed."""
+        options = self._options
+        await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
+        script = OPEN.format(
+            programs=" ".join(PROGRAMS),
+            display=DISPLAY,
+            folder=self._folder,
+            width=options.width,
+            height=options.height,
+        )
+        for what, command in (("the desktop", script), ("its program", options.run)):
+            if command is None:
+                continue
+            done = await self._execute(command, OPEN_SECONDS)
+            if done.exit_code != 0:
+                raise HarnessError(
+                    f"{what} does not start in the sandbox",
+                    hint="the sandbox needs xvfb, openbox, xdotool and scrot, and a display of its own",
+                    log_tail=done.log_tail(),
+                )
+
+    async def call(self, name: str, arguments: str) -> Part:
+        """The result of a call of one of `ACTIONS`. Raises RuntimeFailure when the sandbox is broken."""
+        try:
+            action = msgspec.json.decode(arguments or "{}", type=ACTIONS[name])
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return Text(f"malformed arguments: {error}")
+        options = self._options
+        if isinstance(action, Click | Scroll) and not (action.x < options.width and action.y < options.height):
+            return Text(f"({action.x}, {action.y}) is not on the screen, which has {options.width}x{options.height}")
+        match action:
+            case Screenshot():
+                return await self._screenshot()
+            case Wait():
+                await asyncio.sleep(min(action.seconds, self._seconds))
+                return Text(DONE)
+            case Click():
+                clicks = ["click", "--repeat", str(action.count), "--delay", "50", BUTTONS[action.button]]
+                return await self._xdotool("mousemove", str(action.x), str(action.y), *clicks)
+            case Scroll():
+                turns = ["click", "--repeat", str(action.amount), "--delay", "20", WHEEL[action.direction]]
+                return await self._xdotool("mousemove", str(action.x), str(action.y), *turns)
+            case Type() if "\0" in action.text:  # no argument of a program can hold it
+                return Text("malformed arguments: the text has a NUL")
+            case Type():
+                return await self._xdotool("type", "--delay", "10", "--", action.text)
+            case Key():
+                return await self._xdotool("key", "--", action.keys)
+
+    async def _xdotool(self, *arguments: str) -> Part:
+        done = await self._execute(["xdotool", *arguments], self._seconds)
+        if done.timed_out:
+            return Text(f"[timed out after {self._seconds:g} s]")
+        # It exits with 0 also for a key that it does not know.
+        return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
+
+    async def _screenshot(self) -> Part:
+        file = f"{self._folder}/screen.png"
+        done = await self._execute(f"scrot --overwrite {file} && cat {file}", self._seconds)
+        if done.exit_code != 0 or not done.stdout.startswith(PNG):
+            return Text(f"[the screen cannot be read: {done.stderr.decode(errors='replace').strip()[-200:]}]")
+        return image_from_bytes("image/png", done.stdout)
+
+    async def _execute(self, command: str | Sequence[str], seconds: float) -> ExecResult:
+        return await self._runtime.exec(command, env={"DISPLAY": DISPLAY}, seconds=seconds)
+
+
+def _tool(name: str, action: type[Action]) -> ToolSpec:
+    (_,), schemas = msgspec.json.schema_components([action])
+    schema: dict[str, Any] = schemas[action.__name__]
+    parameters = {"type": "object", "properties": schema["properties"], "required": schema["required"]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": action.__doc__, "parameters": parameters},
+    }

@@ -1,0 +1,130 @@
+"""The desktop with a real screen and browser, in namespace sandboxes without a network: pages of MiniWoB are solved by
+mouse and keyboard, and their screenshots reach the samples."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.upstream import Answer, upstream
+from outrider.certify.task_check import check_tasks
+from outrider.client import AsyncClient
+from outrider.harnesses.desktop import PNG, PROGRAMS
+from outrider.miniwob.tasks import BROWSER, HEIGHT, WIDTH, miniwob_examples
+from outrider.plugins import resolve
+from outrider.spec import EngineSpec
+from outrider.trajectory import TokenMode
+from support.ordinary import ordinary_user, python_of, run_tests
+from support.service import running_service
+
+pytestmark = pytest.mark.real
+
+PAGES = ("click-test", "click-button", "click-checkboxes", "enter-text", "login-user")
+MODELS = {"/v1/models": {"data": [{"id": "m", "max_model_len": 65_536}]}}
+BUTTON = '{"x": 60, "y": 283}'
+"""Where click-test has it for seed 0, whatever the fonts."""
+
+
+@pytest.fixture(autouse=True)
+def _needs() -> None:
+    if missing := [program for program in (*PROGRAMS, BROWSER) if shutil.which(program) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)} (.ci/desktop installs them)")
+    if not (can := resolve("runtime", "namespace").available()).ok:
+        pytest.skip(can.detail)
+
+
+@pytest.fixture
+def _needs_pages() -> None:
+    if importlib.util.find_spec("miniwob") is None:
+        pytest.skip("the package miniwob is not installed")
+
+
+def says(prompt: list[int], output: list[int], **delta: Any) -> Answer:
+    """A streamed reply with its ids, as vLLM gives them."""
+    content = [{"token": "t", "logprob": -0.5}] * len(output)
+    choice = {
+        "index": 0,
+        "delta": delta,
+        "finish_reason": "tool_calls" if "tool_calls" in delta else "stop",
+        "token_ids": output,
+        "logprobs": {"content": content},
+    }
+    return Answer(events=[{"choices": [choice], "prompt_token_ids": prompt}])
+
+
+def calls(prompt: list[int], output: list[int], name: str, arguments: str) -> Answer:
+    call = {"index": 0, "id": f"call_{output[0]}", "function": {"name": name, "arguments": arguments}}
+    return says(prompt, output, tool_calls=[call])
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png.startswith(PNG)
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+@pytest.mark.usefixtures("_needs_pages")
+async def test_known_solutions_earn_1_and_doing_nothing_0(tmp_path: Path) -> None:
+    examples = [example for page in PAGES for example in miniwob_examples(page)]
+    reports = await check_tasks(examples, folder=tmp_path, at_once=2)
+    assert [(report.id, report.problems) for report in reports] == [(f"{page}-0", ()) for page in PAGES]
+    assert {report.gold for report in reports} == {(1.0, 1.0)}
+    assert {report.nothing for report in reports} == {(0.0, 0.0)}
+
+
+@pytest.mark.usefixtures("_needs_pages")
+@pytest.mark.parametrize(
+    ("action", "arguments", "reward", "why"),
+    [
+        ("click", BUTTON, 1.0, "the page gives 1"),
+        # Keys of the browser for other pages, windows and tools, all of which the page takes away from it.
+        ("key", '{"keys": "ctrl+w"}', 0.0, "the page waits for its end"),
+        ("key", '{"keys": "ctrl+shift+Delete"}', 0.0, "the page waits for its end"),
+        ("key", '{"keys": "ctrl+n"}', 0.0, "the page waits for its end"),
+        ("key", '{"keys": "alt+F4"}', 0.0, "the page is closed"),
+    ],
+)
+async def test_a_scripted_model_sees_the_screen_and_uses_it(
+    tmp_path: Path, action: str, arguments: str, reward: float, why: str
+) -> None:
+    [example] = miniwob_examples("click-test")
+    answers = (
+        calls([1, 2], [3], "screenshot", "{}"),
+        calls([1, 2, 3, 4], [5], action, arguments),
+        calls([1, 2, 3, 4, 5, 6], [7], "wait", '{"seconds": 1}'),
+        calls([1, 2, 3, 4, 5, 6, 7, 8], [9], "screenshot", "{}"),
+        says([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11], content="Done."),
+    )
+    async with upstream(*answers, pages=MODELS) as (server_url, server):
+        engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": True})
+        async with running_service(tmp_path=tmp_path, engines=(engine,)) as (_, url), AsyncClient(url) as client:
+            [done] = await client.wait([(await client.submit({"task": {**example.task, "max_attempts": 1}})).id])
+            result = done.sessions[0].result
+            assert result is not None
+            assert result.error is None
+            assert (result.verdict.reward, result.verdict.reason) == (reward, why)
+
+            [sample] = await client.samples(done.sessions[0].id)
+            assert (sample.mode, sample.ids, sample.reward) == (TokenMode.CAPTURE, list(range(1, 12)), reward)
+            assert [image.turn for image in sample.images] == [1, 4]
+            shown = [(await client.image(image.digest)).data for image in sample.images]
+    assert [size_of(png) for png in shown] == [(WIDTH, HEIGHT)] * 2
+    assert (shown[0] != shown[1]) is (why != "the page waits for its end"), "the screen shows what was done"
+    sent = [message for message in server.posts[-1][1]["messages"] if message["role"] == "tool"]
+    assert [content["content"] if isinstance(content["content"], str) else "image" for content in sent] == [
+        "image",
+        "done",
+        "done",
+        "image",
+    ]
+
+
+def test_it_as_an_ordinary_user() -> None:
+    with ordinary_user() as user, python_of(user) as python:
+        told = run_tests(python, ["real/test_desktop.py"], "-m", "real", "-k", "known or gives", "-rs", seconds=900)
+    assert "2 passed" in told
