@@ -19,6 +19,7 @@ from outrider.service.admission import validate_group
 
 PAGE = """<html><head>
 <link rel="stylesheet" href="../core/look/core.css"><script src="../core/core.js"></script>
+<script>var icon = "../common/icons/" + name;</script>
 <style>#x { content:url(../common/special/mark.png); }</style></head>
 <body><div id="query"></div></body></html>
 """
@@ -32,6 +33,7 @@ def html(tmp_path: Path) -> Path:
         "core/unused.js": "",
         "core/look/core.css": "",
         "core/look/images/icon.png": "icon",
+        "common/icons/one.png": "one",
         "common/special/mark.png": "mark",
         "miniwob/click-test.html": PAGE,
         "miniwob/other.html": PAGE,
@@ -65,6 +67,7 @@ def test_a_page_is_a_task_for_each_seed(html: Path) -> None:
         "common/special/mark.png",
         "core/core.js",
         "core/look/core.css",
+        "common/icons/one.png",
         "core/look/images/icon.png",
     ]
     assert miniwob_examples("click-test", size=2, seed=7, html=html) == [first, second]

@@ -182,10 +182,12 @@ def _with_script(html: str, script: str) -> str:
 
 
 def _archive(page: Path, html: str) -> str:
-    """The files that a page uses, packed, in base64. The same files make the same text."""
+    """The files that a page uses, packed, in base64. The same files make the same text. A page that makes up a name as
+    it runs has the folder's name; stylesheets have their files in a folder `images`."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
-    used += [image for file in used if file.suffix == ".css" for image in sorted((file.parent / "images").glob("*.*"))]
+    folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
+    used += [inner for inner_folder in folders for inner in sorted(inner_folder.glob("*.*"))]
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for file in dict.fromkeys(used):
