@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -39,6 +37,7 @@ from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.runtimes.node_host import Host
 from outrider.schemas import NodeStats
+from outrider.service.step_fields import naming_step
 from outrider.sessions.resources import required, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
@@ -217,17 +216,6 @@ def check_group(
     if not (can := harness.available()).ok:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
     return evaluators
-
-
-@contextmanager
-def naming_step(number: int) -> Iterator[None]:
-    """Make a refused field of a step's own task that of the whole task: `steps_of` gives each step's."""
-    try:
-        yield
-    except OutriderError as error:
-        if number and error.field is not None:
-            error.field = re.sub(r"^task\.(?=evaluator\b|instruction\b)", f"task.then.{number - 1}.", error.field)
-        raise
 
 
 async def check_evaluators(evaluators: Sequence[Evaluator], host: Host) -> None:

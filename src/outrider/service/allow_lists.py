@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
-from outrider.service.admission import naming_step
 from outrider.service.principals import Principal
+from outrider.service.step_fields import naming_step
 from outrider.spec import GroupSpec, steps_of
 
 Address = IPv4Address | IPv6Address
