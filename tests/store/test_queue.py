@@ -127,8 +127,16 @@ async def test_a_session_is_not_held_back_by_a_clock_that_was_set_back(store: St
     await put(store, "g", 1)
     await start(store, "g.0")
     await store.requeue("g.0", 1, FAILURE, due=NOW + 60)
-    assert await order(store, now=NOW) == []
-    assert await order(store, now=NOW - 3600) == ["g.0"]
+    assert await order(store, now=NOW, latest=NOW + 60) == []
+    assert await order(store, now=NOW - 1, latest=NOW + 59) == ["g.0"]
+
+
+async def test_nor_by_one_that_was_right_again_when_it_was_stored(store: Store) -> None:
+    """The clock was a day ahead when a node was lost, and set right while the store was waited for."""
+    await put(store, "g", 1)
+    await start(store, "g.0", lease_until=NOW - 1)
+    await store.recover(now=NOW, due=NOW + 86_400)
+    assert await order(store, now=NOW, latest=NOW + 60) == ["g.0"]
 
 
 async def test_the_queue_is_counted_by_bucket(store: Store) -> None:

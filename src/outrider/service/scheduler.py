@@ -225,8 +225,14 @@ class Scheduler:
         for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
             while not self._stopping and len(passed) <= MOST_PASSED and (slots := free()):
+                now = time.time()
                 queued = await self._store.queued(
-                    slots, now=time.time(), under_way=self._under_way, skip=passed, evaluations=evaluations
+                    slots,
+                    now=now,
+                    latest=now + self._pauses.longest,
+                    under_way=self._under_way,
+                    skip=passed,
+                    evaluations=evaluations,
                 )
                 if not queued:
                     break

@@ -91,11 +91,13 @@ async def pick(
     limit: int,
     *,
     now: float,
+    latest: float,
     under_way: Mapping[str, int],
     skip: Collection[str],
     evaluations: bool,
 ) -> Picked:
-    """The next sessions that are due. `under_way` counts the sessions under way by bucket; buckets in `skip` are left
+    """The next sessions that are due by `now`, or only after `latest`: nothing is put off for so long, so the clock has
+    been set back since. `under_way` counts the sessions under way by bucket; buckets in `skip` are left
     out; with `evaluations` only evaluations are looked at.
 
     Its cost grows with `limit` and the number of buckets with work under way, not with the length of the queue.
@@ -112,7 +114,7 @@ async def pick(
         if found[0][0] is None:
             break
         priority = found[0][0]
-        line = _Line(tx, priority, which, now=now, busy=busy, skip=skip)
+        line = _Line(tx, priority, which, now=now, latest=latest, busy=busy, skip=skip)
         await line.pick(limit, picked)
     return picked
 
@@ -127,6 +129,7 @@ class _Line:
         which: str,
         *,
         now: float,
+        latest: float,
         busy: Counter[str],
         skip: Collection[str],
     ) -> None:
@@ -134,6 +137,7 @@ class _Line:
         self._priority = priority
         self._which = which
         self._now = now
+        self._latest = latest
         self._busy = busy
         """Work under way by bucket, with what is picked."""
         self._skip = skip
@@ -180,13 +184,12 @@ class _Line:
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])
         if not read:
-            # `updated` lies in the future only where the clock was set back since: then `due` means nothing.
             read += reversed(
                 await self._tx.fetch(
                     f"""SELECT {rows.SESSION_COLUMNS} FROM sessions
-                        WHERE waiting = 1 AND priority = ? AND bucket = ? AND (due <= ? OR updated > ?)
+                        WHERE waiting = 1 AND priority = ? AND bucket = ? AND (due <= ? OR due > ?)
                         ORDER BY created, group_id, sample_index LIMIT ? OFFSET ?""",
-                    (self._priority, bucket, self._now, self._now, wanted // (len(self._buckets) + 1) + 1, taken),
+                    (self._priority, bucket, self._now, self._latest, wanted // (len(self._buckets) + 1) + 1, taken),
                 )
             )
         if not read:

@@ -208,13 +208,16 @@ class Store:
         limit: int,
         *,
         now: float = inf,
+        latest: float = inf,
         under_way: Mapping[str, int] = {},
         skip: Collection[str] = (),
         evaluations: bool = False,
     ) -> list[SessionRow]:
         """The next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
         picked = await self._db.read(
-            lambda tx: queue.pick(tx, limit, now=now, under_way=under_way, skip=skip, evaluations=evaluations)
+            lambda tx: queue.pick(
+                tx, limit, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
+            )
         )
         if picked.empty:
             await self._db.write(lambda tx: queue.close_shares(tx, picked.empty))
