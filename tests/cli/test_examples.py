@@ -20,6 +20,7 @@ from support.service import call, running_service, say
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = {path.stem: load_example(path).gold for path in sorted(EXAMPLES.glob("*.toml"))}
 GRADERS = {"explain_a_failure": "judge", "graded_outside": "sums"}
+MATHS = ("discharge", "lattice_points", "reservoir")
 AGENT = '[harness]\nagent = "tools"\noptions = {tools = ["bash"]}\n'
 
 needs_namespaces = pytest.mark.skipif(
@@ -58,7 +59,7 @@ def outside(body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("reward", [1.0, 0.0])
 async def test_its_evaluator_tells_right_from_wrong(cli: Cli, tmp_path: Path, name: str, reward: float) -> None:
-    if name == "reservoir":
+    if name in MATHS:
         pytest.importorskip("math_verify", reason="math-verify is not installed")
     gold = RIGHT[name]
     command = json.dumps(gold.run)[1:-1] if reward else "true"

@@ -9,7 +9,7 @@ import renderers
 
 from outrider.demo.dialogue import POLICY, Piece, Script, encode, tool_output
 from outrider.demo.task import ITEMS, ZONES, Episode, make_task
-from outrider.harnesses.tool_agent import TOOLS
+from outrider.harnesses.toolbox import TOOLS
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer

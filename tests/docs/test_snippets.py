@@ -18,6 +18,8 @@ from .pages import PAGES, Block, Page
 RUN = "python run"
 SERVED = [page for page in PAGES if any(block.info.startswith(RUN) for block in page.blocks)]
 MODEL: list[dict[str, Any]] = [
+    {"when": "15.999", "reply": say(r"\boxed{18.015}")},
+    {"when": "mass of a molecule of water", "reply": call("O", tool="mass", argument="symbol")},
     {"when": "<tool_response>", "reply": say("done")},
     {"when": "one shell script only", "reply": f"echo hello > out.txt{END}"},
     {"when": "Write the word hello into out.txt", "reply": call("echo hello > out.txt")},

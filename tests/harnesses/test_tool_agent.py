@@ -1,11 +1,15 @@
+import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from outrider.errors import EngineUnavailable, HarnessError, RuntimeFailure
+from outrider.errors import EngineUnavailable, HarnessError, InvalidField, RuntimeFailure
+from outrider.harnesses.base import HarnessContext
 from outrider.harnesses.factory import make_harness
-from outrider.harnesses.tool_agent import MAX_RESULT, TOOLS
+from outrider.harnesses.tool_agent import ToolAgent
+from outrider.harnesses.toolbox import MAX_RESULT, TOOLS, Tool, tool_spec
 from outrider.messages import Message, Role
 from outrider.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
@@ -21,8 +25,12 @@ def python(code: str) -> tuple[str, str]:
     return ("python", json.dumps({"code": code}))
 
 
-async def run(sandbox: Runtime, *replies: Any, options: Any = None) -> Any:
-    spec = HarnessSpec(agent="tools", options=options or {})
+def edit(path: str, old: str, new: str) -> tuple[str, str]:
+    return ("edit", json.dumps({"path": path, "old": old, "new": new}))
+
+
+async def run(sandbox: Runtime, *replies: Any, options: Any = None, agent: str = "tools") -> Any:
+    spec = HarnessSpec(agent=agent, options=options or {})
     given = context(sandbox, spec, *replies)
     harness = make_harness(spec)
     await harness.install(given)
@@ -140,3 +148,109 @@ async def test_any_other_exception_is_the_harness_failing(sandbox: Runtime) -> N
     with pytest.raises(HarnessError, match=r"ToolAgent\.run raised KeyError: 'x'") as caught:
         await run(sandbox, KeyError("x"))
     assert "Traceback" in (caught.value.log_tail or "")
+
+
+EDITS: Any = {"tools": ["bash", "edit", "think"]}
+
+
+async def test_files_are_written_and_changed(sandbox: Runtime) -> None:
+    await sandbox.write("run.sh", b"echo one; echo two\n", executable=True)
+    _, model = await run(
+        sandbox,
+        calls(
+            edit("new/a.txt", "", "x = 1\nx = 1\n"),
+            edit("run.sh", "one", "three"),
+            bash("./run.sh"),
+            edit("new/a.txt", "", ""),
+        ),
+        says("done"),
+        options=EDITS,
+    )
+    assert results(model.asked[1]) == ["wrote new/a.txt", "changed run.sh", "three\ntwo", "wrote new/a.txt"]
+    assert await sandbox.read("new/a.txt") == b""
+
+
+async def test_a_change_that_cannot_be_made_changes_nothing(sandbox: Runtime) -> None:
+    await sandbox.write("a.txt", b"x = 1\nx = 1\n")
+    await sandbox.write("picture", b"\xff\xfe")
+    bad = [
+        ("a.txt", "y", ""),
+        ("a.txt", "x", ""),
+        ("no", "x", ""),
+        (".", "x", ""),
+        ("picture", "x", ""),
+        ("", "x", ""),
+        ("a.txt/b", "", "x"),
+    ]
+    _, model = await run(
+        sandbox, calls(*(edit(*one) for one in bad), edit("a\0", "", "x")), says("done"), options=EDITS
+    )
+    *told, below, nul = results(model.asked[1])
+    assert told == [
+        "nothing was changed: `old` is 0 times in a.txt, not once",
+        "nothing was changed: `old` is 2 times in a.txt, not once",
+        "there is no file no",
+        ". is no text file",
+        "picture is no text file",
+        "give the path of a file",
+    ]
+    assert "Not a directory" in below
+    assert nul == "give the path of a file"
+    assert await sandbox.read("a.txt") == b"x = 1\nx = 1\n"
+
+
+async def test_an_edit_in_a_broken_sandbox_is_not_the_models_fault(sandbox: Runtime) -> None:
+    await sandbox.stop()
+    with pytest.raises(RuntimeFailure):
+        await run(sandbox, calls(edit("a", "", "b")), says("done"), options=EDITS)
+
+
+async def test_a_thought_is_noted(sandbox: Runtime) -> None:
+    _, model = await run(
+        sandbox,
+        calls(("think", '{"thought": "first the units"}'), ("think", "{}"), ("edit", '{"path": "a", "old": ""}')),
+        says("done"),
+        options=EDITS,
+    )
+    assert results(model.asked[1]) == [
+        "[noted]",
+        'malformed arguments: give a JSON object with a string "thought"',
+        'malformed arguments: give a JSON object with a string "path", a string "old", a string "new"',
+    ]
+
+
+class Librarian(ToolAgent):
+    """Has a tool of its own, beside the built-in ones."""
+
+    def __init__(self, options: Any) -> None:
+        name = options.pop("name", "look_up")
+        super().__init__(options, own=[Tool(tool_spec(name, "Look a word up.", "word"), self.look_up)])
+
+    async def look_up(self, context: HarnessContext, arguments: Mapping[str, Any]) -> str:
+        if arguments["word"] == "slow":
+            await asyncio.Event().wait()
+        return (await context.runtime.read(arguments["word"])).decode()
+
+
+async def test_an_agent_has_a_tool_of_its_own(sandbox: Runtime) -> None:
+    await sandbox.write("word", b"meaning")
+    asked = [("look_up", json.dumps({"word": word})) for word in ("word", "slow")]
+    agent = f"{__name__}:Librarian"
+    _, model = await run(
+        sandbox,
+        calls(*asked, ("look_up", '{"word": 1}'), bash("echo hi")),
+        says("done"),
+        options={"tools": ["bash"], "tool_seconds": 0.5},
+        agent=agent,
+    )
+    assert model.tools == [["bash", "look_up"]] * 2
+    assert results(model.asked[1]) == [
+        "meaning",
+        "[timed out after 0.5 s]",
+        'malformed arguments: give a JSON object with a string "word"',
+        "hi",
+    ]
+    with pytest.raises(HarnessError, match=r"Librarian\.run raised FileNotFoundError"):
+        await run(sandbox, calls(("look_up", '{"word": "none"}')), agent=agent)
+    with pytest.raises(InvalidField, match="'edit' is a built-in tool"):
+        make_harness(HarnessSpec(agent=agent, options={"name": "edit"}))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.demo.task import Episode, answer_for, command_for, file_for
-from outrider.harnesses.tool_agent import TOOLS
+from outrider.harnesses.toolbox import TOOLS
 from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.tokenizer import Tokenizer
 

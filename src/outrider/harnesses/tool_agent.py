@@ -6,50 +6,19 @@ every tool call gets exactly one result, in the order of the calls.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.harnesses.desktop import ACTIONS, Desktop, DesktopOptions
-from outrider.messages import Image, Message, Role, ToolCall, ToolSpec
+from outrider.harnesses.desktop import Desktop, DesktopOptions
+from outrider.harnesses.toolbox import TOOLS, Tool, Toolbox, ToolName
+from outrider.messages import Message, Role
 from outrider.pythons.ipython import ipython_mounts
-from outrider.runtimes.base import Runtime, Shell, ShellKind
+from outrider.runtimes.base import Runtime
 from outrider.spec import Seconds, Spec, Text
-
-ToolName = Literal["bash", "python", "ipython", "desktop"]
-
-MAX_RESULT = 16_384
-"""Maximum characters of one tool result that the model is shown. Of a longer one the middle is cut out."""
-
-
-def _tool(name: str, description: str, argument: str) -> ToolSpec:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": {argument: {"type": "string"}},
-                "required": [argument],
-            },
-        },
-    }
-
-
-ARGUMENTS: dict[ShellKind, str] = {"bash": "command", "python": "code", "ipython": "code"}
-
-TOOLS: dict[ShellKind, ToolSpec] = {
-    "bash": _tool("bash", "Run a command.", ARGUMENTS["bash"]),
-    "python": _tool("python", "Run Python code.", ARGUMENTS["python"]),
-    "ipython": _tool("ipython", "Run code in IPython: Python, %magics and !commands.", ARGUMENTS["ipython"]),
-}
 
 
 class ToolOptions(Spec):
@@ -78,11 +47,17 @@ class ToolOptions(Spec):
 
 class ToolAgent:
     """An `Agent`: a loop over model and tools. The first reply without a tool call is its answer. When `max_turns` is
-    reached first, the last calls are still run and there is no answer."""
+    reached first, the last calls are still run and there is no answer.
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    An agent of one's own with further tools is a subclass that passes them as `own`; they are offered behind those that
+    the option `tools` names. Raises ValueError for one that has the name of a built-in tool."""
+
+    def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
+        self._own = tuple(own)
         self._desktop_open = False
+        if taken := [tool.spec["function"]["name"] for tool in own if tool.spec["function"]["name"] in TOOLS]:
+            raise ValueError(f"{taken[0]!r} is a built-in tool")
 
     def mounts(self) -> tuple[Path, ...]:
         return ipython_mounts() if "ipython" in self._options.tools else ()
@@ -101,80 +76,14 @@ class ToolAgent:
         options = self._options
         messages = [Message(role=Role.SYSTEM, content=options.system)] if options.system is not None else []
         messages.append(Message(role=Role.USER, content=context.task.instruction))
-        shells = [name for name in options.tools if name != "desktop"]
-        specs = [TOOLS[name] for name in shells]
+        tools = [name for name in options.tools if name != "desktop"]
         desktop = self._desktop(context.runtime) if "desktop" in options.tools else None
-        if desktop is not None:
-            specs += desktop.tools()
-        async with Toolbox(context.runtime, shells, options.tool_seconds, desktop) as toolbox:
+        async with Toolbox(context, tools, self._own, options.tool_seconds, desktop) as toolbox:
             for _ in range(options.max_turns):
-                reply = await context.model.chat(messages, tools=specs)
+                reply = await context.model.chat(messages, tools=toolbox.specs)
                 if not reply.tool_calls:
                     return HarnessOutcome(answer=reply.content)
                 messages.append(reply)
                 for call in reply.tool_calls:
                     messages.append(await toolbox.result(call))
         return HarnessOutcome(log_tail=f"stopped after {options.max_turns} turns without an answer")
-
-
-class Toolbox:
-    """The tools of one run: shells that open with their first call and close at the end, and perhaps a desktop."""
-
-    def __init__(
-        self, runtime: Runtime, tools: Sequence[ShellKind], seconds: float, desktop: Desktop | None = None
-    ) -> None:
-        self._runtime = runtime
-        self._tools = tools
-        self._seconds = seconds
-        self._desktop = desktop
-        self._shells: dict[ShellKind, Shell] = {}
-
-    async def __aenter__(self) -> Toolbox:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        async with AsyncExitStack() as stack:
-            for shell in self._shells.values():
-                stack.push_async_callback(shell.close)
-            self._shells = {}
-
-    async def result(self, call: ToolCall) -> Message:
-        """The result of a call, as the model is shown it. Raises RuntimeFailure when the sandbox is broken."""
-        if self._desktop is not None and call.name in ACTIONS:
-            part = await self._desktop.call(call.name, call.arguments)
-            if isinstance(part, Image):
-                return Message(role=Role.TOOL, parts=(part,), tool_call_id=call.id)
-            return Message(role=Role.TOOL, content=part.text, tool_call_id=call.id)
-        name = next((tool for tool in self._tools if tool == call.name), None)
-        if name is None:
-            known = [*self._tools, *(ACTIONS if self._desktop is not None else ())]
-            text = f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
-        else:
-            text = await self._shell_result(name, call)
-        return Message(role=Role.TOOL, content=text, tool_call_id=call.id)
-
-    async def _shell_result(self, name: ShellKind, call: ToolCall) -> str:
-        try:
-            text = json.loads(call.arguments)[ARGUMENTS[name]]
-            text.encode()  # fails for half of a surrogate pair, which no program can be given
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no object, no text
-            return f'malformed arguments: give a JSON object with a string "{ARGUMENTS[name]}"'
-        if name not in self._shells:
-            self._shells[name] = await self._runtime.open_shell(name)
-        shell = self._shells[name]
-        try:
-            result = await shell.run(text, seconds=self._seconds)
-        except RuntimeFailure:
-            # The model may have ended its own shell (`exit`). If the sandbox is broken, opening the next shell fails.
-            del self._shells[name]
-            await shell.close()
-            return f"[the {name} session ended; the next call starts a new one]"
-        output = result.output.removesuffix("\n")
-        if len(output) > MAX_RESULT:
-            half = MAX_RESULT // 2
-            output = f"{output[:half]}\n[... {len(output) - 2 * half} characters cut ...]\n{output[-half:]}"
-        if result.timed_out:
-            status = f"[timed out after {self._seconds:g} s]"
-        else:
-            status = f"[exit code {result.exit_code}]" if result.exit_code else ""
-        return "\n".join(filter(None, (output, status)))

@@ -1,0 +1,206 @@
+"""The tools that the built-in agent offers, and how a call of one becomes the text that the model is shown.
+
+It knows no model. Invariant: whatever a model has written as a call, the result is a text; only a broken sandbox, and
+what an agent's own tool raises, is an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.harnesses.base import HarnessContext
+from outrider.harnesses.desktop import ACTIONS, Desktop
+from outrider.messages import Image, Message, Role, ToolCall, ToolSpec
+from outrider.runtimes.base import Runtime, Shell, ShellKind
+
+PlainTool = Literal["bash", "python", "ipython", "edit", "think"]
+ToolName = Literal[PlainTool, "desktop"]
+
+MAX_RESULT = 16_384
+"""Maximum characters of one tool result that the model is shown. Of a longer one the middle is cut out."""
+
+SHELLS: tuple[ShellKind, ...] = get_args(ShellKind)
+PROBE_SECONDS = 30.0
+
+
+def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
+    """A tool as models are told of it, whose arguments are all texts and required."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string"} for argument in arguments},
+                "required": list(arguments),
+            },
+        },
+    }
+
+
+TOOLS: dict[PlainTool, ToolSpec] = {
+    "bash": tool_spec("bash", "Run a command.", "command"),
+    "python": tool_spec("python", "Run Python code.", "code"),
+    "ipython": tool_spec("ipython", "Run code in IPython: Python, %magics and !commands.", "code"),
+    "edit": tool_spec(
+        "edit",
+        "Replace the text `old`, which must be in the file once, with `new`. If `old` is empty, write a file of `new`.",
+        *("path", "old", "new"),
+    ),
+    "think": tool_spec("think", "Note a thought. Nothing else happens.", "thought"),
+}
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of an agent's own. `run` is given the arguments of a call, an object with all that `spec` requires, and
+    returns what the model is shown. Whatever it raises ends the agent. The parameters of `spec` must have `properties`
+    and `required`, as `tool_spec` makes them."""
+
+    spec: ToolSpec
+    run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
+
+
+class Toolbox:
+    """The tools of one run: shells that open with their first call and close at the end, and perhaps a desktop.
+    `seconds` limits a call."""
+
+    def __init__(
+        self,
+        context: HarnessContext,
+        tools: Sequence[PlainTool],
+        own: Sequence[Tool],
+        seconds: float,
+        desktop: Desktop | None = None,
+    ) -> None:
+        self._context = context
+        self._desktop = desktop
+        self._own = {tool.spec["function"]["name"]: tool for tool in own}
+        self._seconds = seconds
+        self._shells: dict[ShellKind, Shell] = {}
+        self._by_name = {name: TOOLS[name] for name in tools} | {name: tool.spec for name, tool in self._own.items()}
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        return [*self._by_name.values(), *(self._desktop.tools() if self._desktop is not None else ())]
+
+    async def __aenter__(self) -> Toolbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        async with AsyncExitStack() as stack:
+            for shell in self._shells.values():
+                stack.push_async_callback(shell.close)
+            self._shells = {}
+
+    async def result(self, call: ToolCall) -> Message:
+        """The result of a call, as the model is shown it. Raises RuntimeFailure when the sandbox is broken."""
+        if self._desktop is not None and call.name in ACTIONS:
+            part = await self._desktop.call(call.name, call.arguments)
+            if isinstance(part, Image):
+                return Message(role=Role.TOOL, parts=(part,), tool_call_id=call.id)
+            return Message(role=Role.TOOL, content=part.text, tool_call_id=call.id)
+        return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
+
+    async def call(self, call: ToolCall) -> str:
+        """The text of that, for all tools but the desktop's. Raises as `result`."""
+        if call.name not in self._by_name:
+            known = [*self._by_name, *(ACTIONS if self._desktop is not None else ())]
+            return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
+        parameters = self._by_name[call.name]["function"]["parameters"]
+        arguments = _arguments(call.arguments, parameters)
+        if arguments is None:
+            return f"malformed arguments: give a JSON object with {_described(parameters)}"
+        shell = next((kind for kind in SHELLS if kind == call.name), None)
+        try:
+            async with asyncio.timeout(None if shell else self._seconds) as limit:  # a shell keeps its own time
+                if shell is not None:
+                    return await self._in_shell(shell, *arguments.values())
+                return shortened(await self._run(call.name, arguments))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return f"[timed out after {self._seconds:g} s]"
+
+    async def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if name in self._own:
+            return await self._own[name].run(self._context, arguments)
+        if name == "edit":
+            return await edit_file(self._context.runtime, **arguments)
+        return "[noted]"
+
+    async def _in_shell(self, kind: ShellKind, text: str) -> str:
+        if kind not in self._shells:
+            self._shells[kind] = await self._context.runtime.open_shell(kind)
+        shell = self._shells[kind]
+        try:
+            result = await shell.run(text, seconds=self._seconds)
+        except RuntimeFailure:
+            # The model may have ended its own shell (`exit`). If the sandbox is broken, opening the next shell fails.
+            del self._shells[kind]
+            await shell.close()
+            return f"[the {kind} session ended; the next call starts a new one]"
+        if result.timed_out:
+            status = f"[timed out after {self._seconds:g} s]"
+        else:
+            status = f"[exit code {result.exit_code}]" if result.exit_code else ""
+        return "\n".join(filter(None, (shortened(result.output.removesuffix("\n")), status)))
+
+
+async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
+    """Replace the one place in a file where `old` is, or write the file anew where `old` is empty. Relative paths are
+    below the working directory. Returns what the model is told; raises RuntimeFailure when the sandbox is broken."""
+    if not path or "\0" in path:
+        return "give the path of a file"
+    # Asked before, as a write sets the file's mode. It raises where the sandbox itself is broken.
+    executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
+    try:
+        text = (await runtime.read(path)).decode() if old else ""
+        if old and (count := text.count(old)) != 1:
+            return f"nothing was changed: `old` is {count} times in {path}, not once"
+        await runtime.write(path, (text.replace(old, new) if old else new).encode(), executable=executable)
+    except FileNotFoundError:
+        return f"there is no file {path}"
+    except (IsADirectoryError, UnicodeDecodeError):
+        return f"{path} is no text file"
+    except RuntimeFailure as error:
+        # Of a file that it cannot read or write the sandbox says the same as of its own failure.
+        await runtime.exec(["true"], seconds=PROBE_SECONDS)
+        return error.message
+    return f"changed {path}" if old else f"wrote {path}"
+
+
+def shortened(text: str) -> str:
+    """A result as the model is shown it: with its middle cut out if it is longer than MAX_RESULT."""
+    if len(text) <= MAX_RESULT:
+        return text
+    half = MAX_RESULT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
+
+
+def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name. None where they are no JSON object, one that is required is missing, or one that
+    must be a text is not."""
+    try:
+        given = json.loads(text)
+        arguments = {name: given[name] for name in parameters["required"]}
+        arguments |= {name: given[name] for name in parameters["properties"] if name in given}
+        for name, value in arguments.items():
+            if parameters["properties"][name].get("type") == "string":
+                value.encode()  # fails for half of a surrogate pair, which no program can be given
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no object, no text
+        return None
+    return arguments
+
+
+def _described(parameters: Mapping[str, Any]) -> str:
+    """Which arguments a tool wants, in words."""
+    kinds = {name: parameters["properties"][name].get("type", "value") for name in parameters["required"]}
+    return ", ".join(f'a {kind} "{name}"' for name, kind in kinds.items()) or "the arguments of the tool"
