@@ -16,11 +16,12 @@ from outrider.client import AsyncClient
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.base import HarnessOutcome
 from outrider.messages import Message, Role
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.kernel.process_marks import marked
 from outrider.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, HarnessSpec
 from outrider.trajectory import Verdict
 from support.service import running_service, say
 
@@ -103,6 +104,29 @@ async def test_right_and_wrong_answers(grade: Grade) -> None:
         assert verdict.reason.endswith(f"(math-verify {version('math-verify')})")
     for reply, gold in WRONG:
         assert (await grade(reply, gold)).reward == 0.0, (reply, gold)
+
+
+async def test_an_agent_in_python_says_what_its_answer_is(
+    outcome: Callable[[EvaluatorSpec], Outcome], host: Host
+) -> None:
+    """One that is a choice of several replies, for example. What a program prints is not taken for its answer."""
+    spec = EvaluatorSpec(kind="math", options={"gold": "3"})
+    said = (Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content="\\boxed{4}"))
+    for harness, answer, worth in (
+        (HarnessSpec(agent="tools"), "\\boxed{3}", 1.0),
+        (HarnessSpec(agent="tools"), " ", 0.0),
+        (HarnessSpec(agent="tools"), None, 0.0),
+        (HarnessSpec(command=["true"]), "\\boxed{3}", 0.0),
+    ):
+        graded = outcome(spec)
+        graded = msgspec.structs.replace(
+            graded,
+            task=graded.task.model_copy(update={"harness": harness}),
+            harness=HarnessOutcome(answer=answer),
+            transcript=said,
+            host=host,
+        )
+        assert (await make_evaluator(spec).evaluate(graded)).reward == worth
 
 
 CALCULATIONS = [

@@ -27,10 +27,12 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """The end of the last reply that has a text, or the content of the file, without blanks around it. Raises NoAnswer,
-    and RuntimeFailure where the sandbox is broken."""
+    """The end of the answer that an agent in Python gives, else of the last reply that has a text; or the content of
+    the file. Without blanks around it. Raises NoAnswer, and RuntimeFailure where the sandbox is broken."""
     if file is None:
-        replies = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
+        replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
+        if outcome.task.harness.agent is not None:  # the answer of a program is all that it has printed
+            replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
     else:
         try:
