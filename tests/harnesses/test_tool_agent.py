@@ -183,9 +183,12 @@ async def test_a_change_that_cannot_be_made_changes_nothing(sandbox: Runtime) ->
         ("a.txt/b", "", "x"),
     ]
     _, model = await run(
-        sandbox, calls(*(edit(*one) for one in bad), edit("a\0", "", "x")), says("done"), options=EDITS
+        sandbox,
+        calls(*(edit(*one) for one in bad), edit("a\0", "", "x"), edit("a" * 300_000, "", "x")),
+        says("done"),
+        options=EDITS,
     )
-    *told, below, nul = results(model.asked[1])
+    *told, below, nul, long = results(model.asked[1])
     assert told == [
         "nothing was changed: `old` is 0 times in a.txt, not once",
         "nothing was changed: `old` is 2 times in a.txt, not once",
@@ -195,7 +198,7 @@ async def test_a_change_that_cannot_be_made_changes_nothing(sandbox: Runtime) ->
         "give the path of a file",
     ]
     assert "Not a directory" in below
-    assert nul == "give the path of a file"
+    assert nul == long == "give the path of a file"
     assert await sandbox.read("a.txt") == b"x = 1\nx = 1\n"
 
 
@@ -219,12 +222,25 @@ async def test_a_thought_is_noted(sandbox: Runtime) -> None:
     ]
 
 
+SHELVES: dict[str, Any] = {"properties": {"count": {"type": "integer"}, "topic": {"type": "string"}}}
+
+
 class Librarian(ToolAgent):
-    """Has a tool of its own, beside the built-in ones."""
+    """Has tools of its own, beside the built-in ones."""
 
     def __init__(self, options: Any) -> None:
         name = options.pop("name", "look_up")
-        super().__init__(options, own=[Tool(tool_spec(name, "Look a word up.", "word"), self.look_up)])
+        super().__init__(
+            options,
+            own=[
+                Tool(tool_spec(name, "Look a word up.", "word"), self.look_up),
+                Tool({"type": "function", "function": {"name": "shelves", "parameters": SHELVES}}, self.shelves),
+                Tool({"type": "function", "function": {"name": "close"}}, self.shelves),
+            ],
+        )
+
+    async def shelves(self, context: HarnessContext, arguments: Mapping[str, Any]) -> str:
+        return repr(arguments)
 
     async def look_up(self, context: HarnessContext, arguments: Mapping[str, Any]) -> str:
         if arguments["word"] == "slow":
@@ -238,17 +254,31 @@ async def test_an_agent_has_a_tool_of_its_own(sandbox: Runtime) -> None:
     agent = f"{__name__}:Librarian"
     _, model = await run(
         sandbox,
-        calls(*asked, ("look_up", '{"word": 1}'), bash("echo hi")),
+        calls(
+            *asked,
+            ("look_up", '{"word": 1}'),
+            bash("echo hi"),
+            ("shelves", '{"count": 2, "other": 3}'),
+            ("shelves", '{"topic": 2}'),
+            ("shelves", "[]"),
+            ("close", "{}"),
+            ("close", "3"),
+        ),
         says("done"),
         options={"tools": ["bash"], "tool_seconds": 0.5},
         agent=agent,
     )
-    assert model.tools == [["bash", "look_up"]] * 2
+    assert model.tools == [["bash", "look_up", "shelves", "close"]] * 2
     assert results(model.asked[1]) == [
         "meaning",
         "[timed out after 0.5 s]",
         'malformed arguments: give a JSON object with a string "word"',
         "hi",
+        "{'count': 2}",
+        "malformed arguments: give a JSON object with the arguments of the tool",
+        "malformed arguments: give a JSON object with the arguments of the tool",
+        "{}",
+        "malformed arguments: give a JSON object with the arguments of the tool",
     ]
     with pytest.raises(HarnessError, match=r"Librarian\.run raised FileNotFoundError"):
         await run(sandbox, calls(("look_up", '{"word": "none"}')), agent=agent)

@@ -28,6 +28,8 @@ MAX_RESULT = 16_384
 
 SHELLS: tuple[ShellKind, ...] = get_args(ShellKind)
 PROBE_SECONDS = 30.0
+MAX_PATH = 4096
+"""Maximum bytes of a path, as in Linux."""
 
 
 def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
@@ -60,9 +62,8 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool of an agent's own. `run` is given the arguments of a call, an object with all that `spec` requires, and
-    returns what the model is shown. Whatever it raises ends the agent. The parameters of `spec` must have `properties`
-    and `required`, as `tool_spec` makes them."""
+    """A tool of an agent's own. `run` is given those arguments of a call that are properties in `spec`, with all that
+    are required there, and returns what the model is shown. Whatever it raises ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
@@ -114,7 +115,7 @@ class Toolbox:
         if call.name not in self._by_name:
             known = [*self._by_name, *(ACTIONS if self._desktop is not None else ())]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
-        parameters = self._by_name[call.name]["function"]["parameters"]
+        parameters = self._by_name[call.name]["function"].get("parameters", {})
         arguments = _arguments(call.arguments, parameters)
         if arguments is None:
             return f"malformed arguments: give a JSON object with {_described(parameters)}"
@@ -157,7 +158,7 @@ class Toolbox:
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     """Replace the one place in a file where `old` is, or write the file anew where `old` is empty. Relative paths are
     below the working directory. Returns what the model is told; raises RuntimeFailure when the sandbox is broken."""
-    if not path or "\0" in path:
+    if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
     # Asked before, as a write sets the file's mode. It raises where the sandbox itself is broken.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
@@ -188,19 +189,22 @@ def shortened(text: str) -> str:
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call by name. None where they are no JSON object, one that is required is missing, or one that
     must be a text is not."""
+    required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)
-        arguments = {name: given[name] for name in parameters["required"]}
-        arguments |= {name: given[name] for name in parameters["properties"] if name in given}
+        if not isinstance(given, dict):
+            return None
+        arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
-            if parameters["properties"][name].get("type") == "string":
+            if properties[name].get("type") == "string":
                 value.encode()  # fails for half of a surrogate pair, which no program can be given
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no object, no text
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, one is missing, or no text
         return None
     return arguments
 
 
 def _described(parameters: Mapping[str, Any]) -> str:
     """Which arguments a tool wants, in words."""
-    kinds = {name: parameters["properties"][name].get("type", "value") for name in parameters["required"]}
-    return ", ".join(f'a {kind} "{name}"' for name, kind in kinds.items()) or "the arguments of the tool"
+    required, properties = parameters.get("required", ()), parameters.get("properties", {})
+    wanted = [f'a {schema.get("type", "value")} "{name}"' for name, schema in properties.items() if name in required]
+    return ", ".join(wanted) or "the arguments of the tool"
