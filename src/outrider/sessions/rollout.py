@@ -296,7 +296,7 @@ class Rollout:
 
         An agent has worked in there: where a command fails that succeeds in a new sandbox, that is the agent's doing.
         """
-        before = len(self._verdicts) - 1
+        before = len(self._verdicts) - 1  # the place in `then` of the step that begins: the first step is not in there
         self._step = self._steps[before + 1]
         prepared, files = self._task.then[before].prepare, self._node.sandboxes.files
         try:
