@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from operator import itemgetter
 from pathlib import Path
 
 import aiohttp
@@ -28,7 +27,9 @@ pytestmark = pytest.mark.real
 
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 NONSENSE = [5, 6, 7]
-TRIES = 4  # on a busy machine a generation may be over before its first token is seen
+# Long enough that a client on a busy machine acts before they are over: most of the context, and about two seconds.
+ENDLESS = SamplingParams(max_tokens=CONTEXT_TOKENS - 64, min_tokens=CONTEXT_TOKENS - 64)
+LONG = SamplingParams(max_tokens=4000, min_tokens=4000)
 HOTTEST = 2.0  # vLLM takes none above
 
 
@@ -166,32 +167,13 @@ async def test_stop_string_ends_with_the_id_that_completes_it(engine: VLLMEngine
 
 
 async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: VllmServer) -> None:
-    long, full = await longest(engine)
-    spent = [await spent_when_closed_early(engine, server, long) for _ in range(TRIES)]
-    assert min(spent) < full / 2
-
-
-async def spent_when_closed_early(engine: VLLMEngine, server: VllmServer, way: SamplingParams) -> float:
-    """How many tokens the server samples for a generation that is closed at its first one."""
     before = await metric(server, "vllm:generation_tokens_total")
-    async with aclosing(engine.generate(request_for(NONSENSE, way))) as stream:
+    async with aclosing(engine.generate(request_for(NONSENSE, ENDLESS))) as stream:
         await anext(stream)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while await metric(server, "vllm:num_requests_running") > 0:
             pass
-    return await metric(server, "vllm:generation_tokens_total") - before
-
-
-async def longest(engine: VLLMEngine) -> tuple[SamplingParams, int]:
-    """Of some seeds the one that talks longest, and how many ids it samples: nobody can forbid a model its end."""
-    ways = [SamplingParams(max_tokens=1000, temperature=0.3, seed=seed) for seed in range(4)]
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(sampled(engine, NONSENSE, way)) for way in ways]
-    length, way = max(
-        ((len(task.result().ids), way) for task, way in zip(running, ways, strict=True)), key=itemgetter(0)
-    )
-    assert length > 400, "every seed ends too soon to tell an abort from an end"
-    return way, length
+    assert await metric(server, "vllm:generation_tokens_total") - before < ENDLESS.max_tokens
 
 
 async def metric(server: VllmServer, name: str) -> float:
@@ -230,15 +212,8 @@ async def test_token_check_is_the_servers_tokenizer(engine: VLLMEngine, tokenize
 
 async def test_tokens_keep_the_version_that_sampled_them(engine: VLLMEngine, server: VllmServer) -> None:
     """The completions route of this vLLM has no spans: its tokens keep the version they began with."""
-    long, _ = await longest(engine)
-    seen = [await versions_of_a_relabelled_generation(engine, long) for _ in range(TRIES)]
-    assert ([0, 1] in seen) == server.token_route
-    assert all(versions in ([0, 1], [0]) for versions in seen)
-
-
-async def versions_of_a_relabelled_generation(engine: VLLMEngine, way: SamplingParams) -> list[int]:
     try:
-        async with aclosing(engine.generate(request_for(NONSENSE, way))) as stream:
+        async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
             chunks = [await anext(stream)]
             await engine.pause("keep")
             await engine.set_version(1)
@@ -248,5 +223,5 @@ async def versions_of_a_relabelled_generation(engine: VLLMEngine, way: SamplingP
     finally:
         await engine.set_version(0)
     spans = chunks[-1].versions
-    assert (spans[0].start, spans[-1].end) == (0, sum(len(chunk.ids) for chunk in chunks))
-    return [span.version for span in spans]
+    assert (spans[0].start, spans[-1].end) == (0, LONG.max_tokens)
+    assert [span.version for span in spans] == ([0, 1] if server.token_route else [0])
