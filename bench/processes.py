@@ -4,7 +4,7 @@
     python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
     python -m bench.processes proxy    UPSTREAM_URL
     python -m bench.processes relay    UPSTREAM_URL
-    python -m bench.processes service  TOKENIZER DATA RUN_LANE
+    python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL
     python -m bench.processes echo
 
 Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
@@ -102,9 +102,9 @@ async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Proces
 
 
 @asynccontextmanager
-async def service_process(tokenizer: Path, data: Path, run_lane: int) -> AsyncIterator[Process]:
-    """A service on a scripted engine, with its store in the folder `data`. It may be killed."""
-    async with _process(1, "service", str(tokenizer), str(data), str(run_lane)) as process:
+async def service_process(tokenizer: Path, data: Path, run_lane: int, store_url: str) -> AsyncIterator[Process]:
+    """A service on a scripted engine, with its store in the folder `data` where the URL is empty. It may be killed."""
+    async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url) as process:
         yield process
 
 
@@ -161,10 +161,11 @@ async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
         await _until_told(parking.base_urls)
 
 
-async def _serve_service(tokenizer: str, data: str, run_lane: str) -> None:
+async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: str) -> None:
     config = Config(
         port=0,
         data=Path(data),
+        store=store_url or None,
         model=ModelConfig(tokenizer=tokenizer, renderer="qwen3", context_tokens=CONTEXT_TOKENS),
         lanes=LanesConfig(run=int(run_lane)),
         # More than the machine has: the sandboxes are in memory and take none of it.

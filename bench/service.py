@@ -1,6 +1,6 @@
 """What a service does besides rollouts: it takes groups in, gives results out, and comes back after `kill -9`.
 
-It is a process of its own, asked over HTTP, with its store in a file that already has many finished sessions. All
+It is a process of its own, asked over HTTP, on each store in turn, which already has many finished sessions. All
 sessions are copies of one that really ran: a model call of a scripted engine, then an agent that waits.
 """
 
@@ -10,10 +10,12 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.support.postgresql import postgresql_server, programs
 
 from bench.corpus import Corpus
 from bench.processes import Process, service_process
@@ -23,6 +25,7 @@ from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lifecycle import GroupState
 from outrider.messages import Message, Role
 from outrider.spec import GroupSpec
+from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -71,49 +74,56 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
+    """For each store that is here."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
         folder = Path(name)
         corpus = await asyncio.to_thread(Corpus.make, folder)
-        data = folder / "data"
+        stores = {"SQLite": await _measured(plan, corpus, folder / "sqlite", "")}
+        if programs() is not None:
+            with postgresql_server({}) as server:  # durable, unlike that of the tests
+                url = await server.new_database()
+                stores["PostgreSQL"] = await _measured(plan, corpus, folder / "postgresql", url)
+    return {"finished": plan.finished, "live": plan.live, "clients": CLIENTS, "stores": stores}
 
-        def serving() -> Any:
-            return service_process(corpus.folder, data, plan.live)
 
-        async with serving() as process:
-            copied = await _run_one(process)
-            empty = process.memory_mib()
-        async with sqlite_store(data / DATABASE) as store:
-            filling = await _fill(store, plan.finished, copied)
-        begun = time.perf_counter()
-        async with serving() as process, AsyncClient(process.urls[0]) as client:
-            ready = time.perf_counter() - begun
-            filled = process.memory_mib()
-            results = {
-                "without_samples": await _read_results(client, plan.pages, samples=False),
-                "with_samples": await _read_results(client, plan.pages, samples=True),
-            }
-            before = process.memory_mib()
-            await _start_live(client, plan.live)
-            live = process.memory_mib()
-            accepted = await _submit(client, plan.submitted)
-            process.kill()
-        begun = time.perf_counter()
-        async with serving() as process, AsyncClient(process.urls[0]) as client:
-            ready_again = time.perf_counter() - begun
-            await _under_way(client, plan.live)
-            running_again = time.perf_counter() - begun
-        return {
-            "finished": plan.finished,
-            "live": plan.live,
-            "filled_per_second": filling,
-            "ready_seconds": ready,
-            "results_per_second": results,
-            "accepted_groups_per_second": accepted,
-            "clients": CLIENTS,
-            "memory_mib": {"empty": empty, "with_finished": filled, "with_live": live},
-            "kib_per_live_session": 1024 * (live - before) / plan.live,
-            "after_kill": {"ready_seconds": ready_again, "running_seconds": running_again},
+async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[str, Any]:
+    """With the store at this URL; where it is empty, in a file of the service's data folder."""
+
+    def serving() -> AbstractAsyncContextManager[Process]:
+        return service_process(corpus.folder, data, plan.live, url)
+
+    async with serving() as process:
+        copied = await _run_one(process)
+        empty = process.memory_mib()
+    async with postgresql_store(url) if url else sqlite_store(data / DATABASE) as store:
+        filling = await _fill(store, plan.finished, copied)
+    begun = time.perf_counter()
+    async with serving() as process, AsyncClient(process.urls[0]) as client:
+        ready = time.perf_counter() - begun
+        filled = process.memory_mib()
+        results = {
+            "without_samples": await _read_results(client, plan.pages, samples=False),
+            "with_samples": await _read_results(client, plan.pages, samples=True),
         }
+        before = process.memory_mib()
+        await _start_live(client, plan.live)
+        live = process.memory_mib()
+        accepted = await _submit(client, plan.submitted)
+        process.kill()
+    begun = time.perf_counter()
+    async with serving() as process, AsyncClient(process.urls[0]) as client:
+        ready_again = time.perf_counter() - begun
+        await _under_way(client, plan.live)
+        running_again = time.perf_counter() - begun
+    return {
+        "filled_per_second": filling,
+        "ready_seconds": ready,
+        "results_per_second": results,
+        "accepted_groups_per_second": accepted,
+        "memory_mib": {"empty": empty, "with_finished": filled, "with_live": live},
+        "kib_per_live_session": 1024 * (live - before) / plan.live,
+        "after_kill": {"ready_seconds": ready_again, "running_seconds": running_again},
+    }
 
 
 async def _run_one(process: Process) -> SessionResult:

@@ -288,21 +288,28 @@ def _store(found: Any) -> list[Sheet]:
 
 
 def _service(found: Any) -> list[Sheet]:
-    memory, results, after = found["memory_mib"], found["results_per_second"], found["after_kill"]
+    finished, live = f"{found['finished']:,} sessions finished", f"{found['live']:,} sessions under way"
+    measures = (
+        (f"groups accepted a second, {found['clients']} clients", "accepted_groups_per_second", ""),
+        ("groups read a second", "results_per_second", "without_samples"),
+        ("groups read a second, with samples", "results_per_second", "with_samples"),
+        (f"seconds to start, {finished}", "ready_seconds", ""),
+        (f"seconds to start after kill -9, {live}", "after_kill", "ready_seconds"),
+        ("seconds until all of them run again", "after_kill", "running_seconds"),
+        ("MiB of memory, nothing stored", "memory_mib", "empty"),
+        (f"MiB, {finished}", "memory_mib", "with_finished"),
+        (f"MiB, {live} beside them", "memory_mib", "with_live"),
+        ("KiB for each session under way", "kib_per_live_session", ""),
+    )
+    stores: dict[str, Any] = found["stores"]
     rows = [
-        (f"groups accepted a second, {found['clients']} clients", number(found["accepted_groups_per_second"])),
-        ("groups read a second", number(results["without_samples"])),
-        ("groups read a second, with samples", number(results["with_samples"])),
-        (f"seconds to start, {found['finished']:,} sessions finished", number(found["ready_seconds"])),
-        (f"seconds to start after kill -9, {found['live']:,} sessions under way", number(after["ready_seconds"])),
-        ("seconds until all of them run again", number(after["running_seconds"])),
-        ("MiB of memory, nothing stored", number(memory["empty"])),
-        (f"MiB, {found['finished']:,} sessions finished", number(memory["with_finished"])),
-        (f"MiB, {found['live']:,} sessions under way beside them", number(memory["with_live"])),
-        ("KiB for each session under way", number(found["kib_per_live_session"])),
+        (what, *(number(store[part][name] if name else store[part]) for store in stores.values()))
+        for what, part, name in measures
     ]
     note = "Groups of 8 sessions with one model call each, over HTTP; the service is a process of its own."
-    return [Sheet(title="Service: groups in, results out, and kill -9", columns=("what", ""), rows=rows, note=note)]
+    return [
+        Sheet(title="Service: groups in, results out, and kill -9", columns=("what", *stores), rows=rows, note=note)
+    ]
 
 
 def _history(found: Any) -> list[Sheet]:
