@@ -158,9 +158,11 @@ async def test_of_the_host_there_is_what_was_named_read_only(world: World, kind:
 
 async def test_sockets_of_others_are_not_there(world: World, kind: str) -> None:
     one, other = await world.start(kind), await world.start(kind)
-    listing = "import os; print([os.path.join(p, f) for p, _, fs in os.walk('/run/outrider') for f in fs])"
+    # A rootless engine's root may not list the folder.
+    listing = "import os; print(os.listdir('/run/outrider'), *map(os.path.exists, %r))"
+    shown = ["/run/outrider/tools/gateway", "/run/outrider/tools/sock"]
     for sandbox in (one, other):
-        assert await python(sandbox, listing) == "['/run/outrider/gateway.sock']\n"
+        assert await python(sandbox, listing % shown) == "['tools'] True False\n"
     engine = str(engines.engine(kind))
     there = (
         f"import os; print([os.path.exists(p) for p in ({engine!r}, {str(world.folder)!r}, '/var/run/docker.sock')])"

@@ -100,9 +100,9 @@ time.sleep(600)
 def test_a_keeper_goes_with_its_node(temporary: Path) -> None:
     folder = NodeFolder.make()
     assert folder.keeper is not None
-    assert folder.keeper.poll() is None
+    assert folder.keeper.process.poll() is None
     folder.remove()
-    assert folder.keeper.returncode is not None
+    assert folder.keeper.process.returncode is not None
 
 
 def test_a_folder_without_a_keeper_is_not_left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

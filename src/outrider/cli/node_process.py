@@ -61,7 +61,7 @@ async def _serve(end: socket.socket) -> None:
         sys.path[:] = told.path
         _log(told)
         with suppress(OutriderError):  # which the service was told
-            await _work(told, pipe)
+            await _work(told, pipe, "")
     else:
         assert isinstance(told, Join)
         sys.path[:] = told.own.path
@@ -144,15 +144,16 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
             told = TO_NODE.decode(await dialled.socket.receive())
             assert isinstance(told, Setup)
             setup = await stack.enter_async_context(setup_here(told, join.own))
-            await _work(setup, dialled.socket, starter)
+            await _work(setup, dialled.socket, join.url, starter)
     except OutriderError as error:
         await starter.note_failure(error)
     except Disconnected as end:
         log.warning("the service is gone: %s", end)
 
 
-async def _work(setup: Setup, socket: Socket, starter: Starter | None = None) -> None:
-    """Run attempts until the service hangs up. Raises what keeps the node from starting, which the service is told."""
+async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None = None) -> None:
+    """Run attempts until the service hangs up, which is at `url` if it is on another machine. Raises what keeps the
+    node from starting, which the service is told."""
     images = None if starter is None else ImageStore().names
     service = ServiceEnd(
         socket,
@@ -163,7 +164,7 @@ async def _work(setup: Setup, socket: Socket, starter: Starter | None = None) ->
     async with service.connected() as hung_up:
         failure: OutriderError | None = None
         try:
-            await _run(setup, service, hung_up, starter)
+            await _run(setup, service, hung_up, url, starter)
         except OutriderError as error:
             failure = error
             service.fail(error)
@@ -172,7 +173,9 @@ async def _work(setup: Setup, socket: Socket, starter: Starter | None = None) ->
         raise failure
 
 
-async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
+async def _run(
+    setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
+) -> None:
     # Imported here, with the paths of the service.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
@@ -195,6 +198,7 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], st
                 # A node on another machine has no folder in common with the service.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
+                owner=url or str(config.data.resolve()),
                 service_silence=service.silence,
             )
         )
@@ -207,6 +211,10 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], st
             await asyncio.wait([hung_up])
             if starter is not None:
                 log.info("the service has hung up: %s", hung_up.result())
+            if node.keeps_runs() and not (starter is not None and starter.ending.is_set()):
+                # It has died: one that stops has ended all attempts before. What outlives this process goes on with
+                # the next; to end in order would end that, too.
+                os._exit(1)
             running.cancel()
 
 

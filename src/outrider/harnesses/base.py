@@ -55,12 +55,17 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a harness is given for one session."""
+    """Everything that a harness is given for one session.
+
+    run_name: the name under which its program is started (`Outlives.exec_once`), so that the next node can wait for the
+        same run; None if the program ends with this node. Only for a harness that `outlives_node`.
+    """
 
     task: TaskSpec
     runtime: Runtime
     endpoint: ModelEndpoint
     model: ModelClient
+    run_name: str | None = None
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +86,11 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent. Made for each session from the task's spec; it keeps no state between sessions."""
+    """An agent. Made for each session from the task's spec; it keeps no state between sessions.
+
+    An attribute is optional: `outlives_node` is True where all of the agent runs in the sandbox, so that `run` of
+    another node, with the same `run_name`, goes on with what this one has begun.
+    """
 
     def available(self) -> Availability:
         """Whether its program is installed on this node. Asked when a task is submitted."""

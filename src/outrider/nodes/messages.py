@@ -101,6 +101,13 @@ class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
     task: bytes
     reserved: bool
     stored: StoredRun | None = None
+    goes_on: bool = False
+
+
+class EndOutlived(msgspec.Struct, tag="end_outlived", frozen=True):
+    """`Node.end_outlived`."""
+
+    session_id: str
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -136,9 +143,10 @@ class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The node runs what it is given from now on; or it cannot, because of an error."""
+    """The node runs what it is given from now on; or it cannot, because of an error. `outlived` is as in `Node`."""
 
     error: ErrorRecord | None = None
+    outlived: dict[str, int] = {}
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
@@ -170,7 +178,7 @@ class Doubt(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
 
 
 class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
-    """The attempt has ended, and all that it had was given back. `result` is None if it was cancelled."""
+    """The attempt has ended, and all that it had was given back. `result` is None if it was cancelled, or is lost."""
 
     attempt: int
     result: SessionResult | None
@@ -294,7 +302,7 @@ OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
 """Calls for an attempt, which the node must have."""
 
 Call = OfAttempt | ReadCarried | Take
-ToNode = Setup | Follow | Loads | Run | Cancel | Pull | Answer | Generated | Beat
+ToNode = Setup | Follow | Loads | Run | EndOutlived | Cancel | Pull | Answer | Generated | Beat
 ToService = (
     Ready
     | Report

@@ -36,6 +36,7 @@ from outrider.nodes.messages import (
     Call,
     Cancel,
     Doubt,
+    EndOutlived,
     Follow,
     Gate,
     Generate,
@@ -173,6 +174,13 @@ class RemoteNode:
             raise ServiceError(f"node {self.name} is gone")
         return await self._connection.pull_image(reference, name)
 
+    def outlived(self) -> dict[str, int]:
+        return {} if self._connection is None else dict(self._connection.outlived)
+
+    def end_outlived(self, session_id: str) -> None:
+        if self._connection is not None:
+            self._connection.end_outlived(session_id)
+
     def _note_report(self, report: Report) -> None:
         more = report.stats.capacity > self._stats.capacity
         self._stats, self._images = report.stats, report.images
@@ -207,6 +215,8 @@ class Connection:
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
         self._running: dict[tuple[str, int], Attempt] = {}
         """These by their session's id and their number in it."""
+        self.outlived: dict[str, int] = {}
+        """As in `Node`."""
         self._pulls: dict[int, asyncio.Future[Image]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
@@ -251,8 +261,17 @@ class Connection:
         self._attempts[number] = done
         session = attempt.session
         self._running[session.id, session.attempt] = attempt
+        if attempt.goes_on:
+            self.outlived.pop(session.id, None)
         self.link.send(
-            Run(attempt=number, session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
+            Run(
+                attempt=number,
+                session=session,
+                task=task,
+                reserved=attempt.reserved,
+                stored=attempt.stored,
+                goes_on=attempt.goes_on,
+            )
         )
         try:
             result = await asyncio.shield(done)
@@ -266,9 +285,13 @@ class Connection:
             del self._attempts[number]
             del self._running[session.id, session.attempt]
             self._let_go()
-        if result is None:  # it was not told to: it is about to end
+        if result is None:  # it was not told to: it is about to end, or cannot go on where its last process had been
             raise self._lost()
         return result
+
+    def end_outlived(self, session_id: str) -> None:
+        if self.outlived.pop(session_id, None) is not None:
+            self.link.send(EndOutlived(session_id))
 
     async def pull_image(self, reference: str, name: str) -> Image:
         number = next(self._numbers)
@@ -324,6 +347,7 @@ class Connection:
                 self.leaving = True
                 self._let_go()
             case Ready(error=None):
+                self.outlived = message.outlived
                 self.link.silence = SILENCE_SECONDS
                 for pool in pools.values():
                     pool.policy.gate.expect(self._name)

@@ -34,6 +34,7 @@ from outrider.nodes.messages import (
     Call,
     Cancel,
     Doubt,
+    EndOutlived,
     Follow,
     Gate,
     Generate,
@@ -60,7 +61,7 @@ from outrider.nodes.messages import (
 )
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
 from outrider.schemas import ArtifactList
-from outrider.sessions.attempt import Attempt, session_result
+from outrider.sessions.attempt import Attempt, NodeLost, session_result
 from outrider.sessions.node import LocalNode
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, ResourceAmount
@@ -115,7 +116,7 @@ class ServiceEnd:
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._generations: dict[int, asyncio.Queue[Generated]] = {}
-        self._attempts: dict[int, asyncio.Task[SessionResult]] = {}
+        self._attempts: dict[int, asyncio.Task[SessionResult | None]] = {}
         self._early: list[ToNode] = []
         """What came before the node was ready."""
         self._handle: Callable[[ToNode], None] = self._early.append
@@ -150,7 +151,7 @@ class ServiceEnd:
             self._heard = time.monotonic()
             for message in self._early:
                 self._handle(message)
-            self._link.send(Ready())
+            self._link.send(Ready(outlived=node.outlived()))
             images: frozenset[str] | None = None
             looked = -IMAGES_SECONDS
             try:
@@ -251,6 +252,8 @@ class ServiceEnd:
                 self._attempts[message.attempt] = task
                 # Not in the task, of which nothing runs if it is cancelled at once.
                 task.add_done_callback(partial(self._note_end, message))
+            case EndOutlived():
+                node.end_outlived(message.session_id)
             case Cancel():
                 if (running := self._attempts.get(message.attempt)) is not None:
                     running.cancel()
@@ -263,12 +266,21 @@ class ServiceEnd:
             case Setup() | Beat():
                 pass
 
-    async def _run(self, node: LocalNode, message: Run) -> SessionResult:
+    async def _run(self, node: LocalNode, message: Run) -> SessionResult | None:
         try:
             # In a thread: validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
-            attempt = Attempt(session=message.session, task=task, reserved=message.reserved, stored=message.stored)
+            attempt = Attempt(
+                session=message.session,
+                task=task,
+                reserved=message.reserved,
+                stored=message.stored,
+                goes_on=message.goes_on,
+            )
             return await node.run(attempt)
+        except NodeLost as error:
+            log.warning("session %s is lost: %s", message.session.id, error)
+            return None
         except Exception as error:  # a bug, which must not end the other sessions
             log.exception("session %s cannot be run", message.session.id)
             return _failed(message.session, error)
@@ -281,7 +293,7 @@ class ServiceEnd:
                 log.exception("image %s cannot be had", asked.name)
             self._link.send(Pulled(pull=asked.pull, error=record_of(error)))
 
-    def _note_end(self, run: Run, task: asyncio.Task[SessionResult]) -> None:
+    def _note_end(self, run: Run, task: asyncio.Task[SessionResult | None]) -> None:
         del self._attempts[run.attempt]
         result = None if task.cancelled() else task.result()
         if self._ending_together is not None and result is not None and result.error is not None:

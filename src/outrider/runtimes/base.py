@@ -121,12 +121,23 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
     hint: str | None = None
 
 
+@runtime_checkable
+class TakesOver(Protocol):
+    """A kind whose sandboxes are `Outlives`."""
+
+    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> Runtime:
+        """The sandbox in `context.directory`, which has outlived its node. Its `start` raises RuntimeFailure, and ends
+        what is left of it, where it is not there any more."""
+        ...
+
+
 class RuntimeKind(Protocol):
     """A kind of sandbox, as `task.runtime.kind` names it: any object with these methods. A class may be both the kind,
     by class methods, and the `Runtime` that it creates.
 
     Two attributes are optional. `shows_mounts` is False for a kind in which programs cannot find what is in
-    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `SavesLayers`.
+    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `SavesLayers`. A kind whose sandboxes
+    can outlive their node is a `TakesOver`, too.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -235,6 +246,29 @@ class TellsImage(Protocol):
 
     async def image_is_current(self) -> bool:
         """Whether a sandbox that is started now would have the same image. Raises RuntimeFailure."""
+        ...
+
+
+class Outlives(Protocol):
+    """A runtime whose sandboxes can outlive their node, with what runs in them: the next node goes on with them.
+    See `TakesOver`."""
+
+    async def may_outlive(self) -> Mapping[str, str]:
+        """Have the sandbox wait for another node if this one dies; the handle with which that can take it over. It is
+        a secret."""
+        ...
+
+    async def exec_once(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        stdin: bytes = b"",
+        seconds: float,
+    ) -> ExecResult:
+        """As `Runtime.exec`, for a command that outlives its node. If a command of that name was started before, this
+        starts none and waits for the end of that one."""
         ...
 
 

@@ -10,11 +10,14 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
+
+from outrider.runtimes.kernel.process_marks import RUN_FILE, started
 
 log = logging.getLogger("outrider.node")
 
@@ -23,17 +26,19 @@ P = TypeVar("P")
 PREFIX = "outrider-"
 """How the name of a node begins, and so the names of its folders, control groups and labels."""
 
+
 SWEEP_SECONDS = 60.0
 """Time limit for the sweep of one part."""
 
 
 class Host:
     """`folder` is the node's private folder. `name` is unique to this node for all time, and tells whether the node
-    still runs (see `lives`)."""
+    still runs (see `lives`). The next node of the same folder has another name, with the same end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
+        end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
+        self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -72,26 +77,44 @@ class Host:
 
 
 def lives(name: str) -> bool:
-    """Whether the process of the node with this name still runs.
+    """Whether the process of the node with this name still runs, or its folder is kept for the next one.
 
     True where that cannot be known: for a name that is no node's, and for a node in another pid namespace, such as a
     container's, whose process numbers mean nothing here."""
     try:
-        namespace, pid, started, _ = map(str, name.removeprefix(PREFIX).split("-"))
-        return namespace != _pid_namespace() or _started(int(pid)) == started
+        namespace, pid, since, end = map(str, name.removeprefix(PREFIX).split("-"))
+        return namespace != _pid_namespace() or started(int(pid)) == since or f"{PREFIX}{end}" in signs()
     except ValueError:
         return True
 
 
+def same_folder(one: str, other: str) -> bool:
+    """Whether the nodes of these names have the same folder, one after the other."""
+    return one.rpartition("-")[2] == other.rpartition("-")[2]
+
+
+def sign_of_life(folder: Path) -> socket.socket:
+    """Show everybody on this machine that the node's folder of this name is in use, wherever it is, for as long as any
+    process has this socket. Raises OSError if the name is in use."""
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(f"\0{folder.name}")
+    except OSError:
+        sign.close()
+        raise
+    return sign
+
+
+def signs() -> set[str]:
+    """The names of the nodes' folders that are in use. Blocks for a look at /proc."""
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return {name.removeprefix("@") for line in lines if (name := line.rpartition(" ")[2]).startswith(f"@{PREFIX}")}
+
+
+def survives(directory: Path) -> bool:
+    """Whether the sandbox with this folder may outlive its node, and nobody has gone on with it."""
+    return (directory / RUN_FILE).exists()
+
+
 def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; "" when it is dead. With the number it names one process for
-    all time, because numbers are used again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

@@ -3,8 +3,10 @@
 It knows no session. The folder's path is short, because that of the gateway's Unix socket in it must fit into 107
 bytes. Every process that runs for a sandbox of the node carries the folder's name (runtimes/kernel/process_marks.py).
 So two others can end them after a node was killed: its keeper, a small process beside it, at once; and any node, when
-it starts and every minute, which also removes the folder. Invariant: a folder is removed, and what it marks is killed,
-only by a process that holds the folder's lock, or by its keeper; a node holds its lock for as long as it lives.
+it starts and every minute, which also removes the folder. Sandboxes that may outlive their node are kept for a while:
+the next node of the same owner gets the whole folder from the keeper. Invariant: a folder is removed, and what it marks
+is killed, only by a process that holds the folder's lock, or by its keeper; a node and its keeper hold the lock for as
+long as they need the folder.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,36 +29,90 @@ from typing import Self
 from outrider.runtimes.guest.filesystem.tree_writer import empty_folder
 from outrider.runtimes.guest.filesystem.trees import FOLDER
 from outrider.runtimes.kernel import cgroups, process_marks
-from outrider.runtimes.node_host import PREFIX, Host
+from outrider.runtimes.node_host import PREFIX, Host, sign_of_life, survives
 
 log = logging.getLogger("outrider.node")
 
 LOCK = "node.lock"
+OWNER = "owner"
+"""The file in the folder that says whose it is."""
 SWEEP_EVERY_SECONDS = 60.0
+LOOK_SECONDS = 0.05
+HANDOVER_SECONDS = 15.0
+"""How long a node waits for the keeper of a folder that its last node has just left: it first kills what is to die."""
+
+
+class Keeper:
+    """A connection to a folder's keeper, whose process this node has started, or an earlier one."""
+
+    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._end = end
+        self.process = process
+
+    @classmethod
+    def start(cls, folder: Path, lock: int, sign: int) -> Self:
+        """Only this process has this end of the connection, so the kernel closes it however this process dies, also
+        while the keeper still starts."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-I", "-S", process_marks.__file__, str(folder), str(lock), str(sign)]
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={},
+                    pass_fds=[lock, sign],
+                    start_new_session=True,  # a Ctrl-C in the node's terminal must not reach it
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return cls(ours, process)
+
+    def end(self) -> None:
+        """There is nothing to keep any more."""
+        with contextlib.suppress(OSError):
+            self._end.send(process_marks.DONE)
+        self._end.close()
+        if self.process is not None:
+            self.process.wait()
 
 
 @dataclass(frozen=True)
 class NodeFolder:
     """A node's folder; its methods block.
 
-    `lock` is the descriptor of the lock file: the kernel releases the lock when this process ends, however it ends.
-    `keeper` is None for the folder of a dead node.
+    `lock` is the descriptor of the lock file: the kernel releases the lock when this process and its keeper have ended,
+    however they end. So it is with `sign` (`node_host.sign_of_life`). `keeper` and `sign` are None for the folder of a
+    dead node.
     """
 
     path: Path
     lock: int
-    keeper: subprocess.Popen[bytes] | None = None
+    keeper: Keeper | None = None
+    sign: socket.socket | None = None
 
     @classmethod
-    def make(cls) -> Self:
-        """A new folder, after dead nodes' folders were removed."""
+    def make(cls, owner: str = "") -> Self:
+        """A node's folder, after dead nodes' folders were removed: that of the last node of this owner, with the
+        sandboxes that have outlived it, or a new one. Without an owner nothing is kept for the next."""
         cls.sweep()
+        if owner and (left := cls._taken_over(owner)) is not None:
+            return left
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             # None if the sweep of another node took the folder for a dead one's before it was locked here.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
-                    return cls(made.path, made.lock, _start_keeper(path.name))
+                    (path / OWNER).write_text(owner)
+                    sign = sign_of_life(path)
+                    try:
+                        return cls(path, made.lock, Keeper.start(path, made.lock, sign.fileno()), sign)
+                    except BaseException:
+                        sign.close()
+                        raise
                 except BaseException:  # without a keeper the folder must not be used
                     made.remove()
                     raise
@@ -68,6 +126,36 @@ class NodeFolder:
                 dead.remove()
                 removed += 1
         return removed
+
+    @classmethod
+    def _taken_over(cls, owner: str) -> Self | None:
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            try:
+                ours = path.stat().st_uid == os.getuid() and (path / OWNER).read_text() == owner
+            except OSError:
+                continue
+            deadline = time.monotonic() + HANDOVER_SECONDS
+            while ours and any(path.glob(f"*/{process_marks.RUN_FILE}")) and time.monotonic() < deadline:
+                end = socket.socket(socket.AF_UNIX)
+                end.settimeout(HANDOVER_SECONDS)
+                try:
+                    end.connect(str(path / process_marks.KEEPER))
+                    _, [lock, sign], _, _ = socket.recv_fds(end, 1, 2)
+                except (OSError, ValueError):  # the keeper is not there yet, or has just given up
+                    end.close()
+                    time.sleep(LOOK_SECONDS)
+                else:
+                    end.settimeout(None)
+                    return cls(path, lock, Keeper(end), socket.socket(fileno=sign))
+        return None
+
+    def outlived(self) -> list[Path]:
+        """The folders of the sandboxes that have outlived the last node, after all else in it was removed."""
+        kept = [entry for entry in self.path.iterdir() if survives(entry)]
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink() and entry not in kept:
+                remove_tree(entry)
+        return kept
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, and kill all processes that carry its mark."""
@@ -83,8 +171,9 @@ class NodeFolder:
         remove_tree(self.path)
         os.close(self.lock)
         if self.keeper is not None:
-            self.keeper.kill()
-            self.keeper.communicate()
+            self.keeper.end()
+        if self.sign is not None:
+            self.sign.close()
 
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
@@ -104,23 +193,6 @@ class NodeFolder:
             pass
         os.close(lock)
         return None
-
-
-def _start_keeper(name: str) -> subprocess.Popen[bytes]:
-    """Start the process that kills what carries the folder's name when its standard input ends.
-
-    Only this process has the other end of that pipe, so the kernel closes it however this process dies, also while the
-    keeper still starts.
-    """
-    command = [sys.executable, "-I", "-S", process_marks.__file__, name]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        start_new_session=True,  # a Ctrl-C in the node's terminal must not reach it
-    )
 
 
 def remove_tree(path: Path) -> None:

@@ -16,8 +16,9 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import RuntimeFailure
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext
+from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.kept_run import Outlived
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
 
@@ -32,25 +33,29 @@ class CommandFailed(RuntimeFailure):
 class Sandbox:
     """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
-    def __init__(self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path) -> None:
+    def __init__(
+        self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path, *, prepared: bool = False
+    ) -> None:
+        """`prepared`: it is not to be prepared again, because it has outlived the node that did it, or starts from the
+        layer of one that was."""
         self.runtime = runtime
+        self.directory = context.directory
         self._spec = spec
-        self._context = context
         self._files = files
+        self._prepared = prepared
         self._ready = False
         self._stopped = False
 
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless that is done. Raises RuntimeFailure.
 
-        If this raises or is cancelled, the sandbox has been stopped. A sandbox that starts from a layer is not prepared
-        again: the one that the layer comes from was.
+        If this raises or is cancelled, the sandbox has been stopped.
         """
         if self._ready:
             return
         try:
             await self.runtime.start()
-            if self._context.layer is None:
+            if not self._prepared:
                 await prepare(self.runtime, self._spec.prepare, files=self._files)
         except BaseException:  # also a cancellation
             await self.stop()
@@ -65,7 +70,7 @@ class Sandbox:
         try:
             await shielded(self.runtime.stop)
         finally:
-            await shielded(partial(asyncio.to_thread, remove_tree, self._context.directory))
+            await shielded(partial(asyncio.to_thread, remove_tree, self.directory))
 
 
 class Sandboxes:
@@ -97,7 +102,25 @@ class Sandboxes:
         kind: RuntimeKind = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
-        context = SandboxContext(
+        context = self._context(directory, name, attempt, mounts, layer)
+        try:
+            return Sandbox(kind.create(spec, context), spec, context, self.files, prepared=layer is not None)
+        except BaseException:
+            directory.rmdir()
+            raise
+
+    def take_over(self, outlived: Outlived) -> Sandbox:
+        """A sandbox that has outlived the last node, not started."""
+        run = outlived.run
+        spec = RuntimeSpec.model_validate_json(run.runtime)
+        kind: TakesOver = resolve("runtime", spec.kind)
+        context = self._context(outlived.directory, run.session_id, run.attempt)
+        return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.files, prepared=True)
+
+    def _context(
+        self, directory: Path, name: str, attempt: int, mounts: tuple[Path, ...] = (), layer: Path | None = None
+    ) -> SandboxContext:
+        return SandboxContext(
             session_id=name,
             attempt=attempt,
             directory=directory,
@@ -107,11 +130,6 @@ class Sandboxes:
             mounts=mounts,
             layer=layer,
         )
-        try:
-            return Sandbox(kind.create(spec, context), spec, context, self.files)
-        except BaseException:
-            directory.rmdir()
-            raise
 
 
 async def prepare(

@@ -114,7 +114,15 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
-                local_node(MACHINE, config, models, store=store, artifacts=artifacts, resources=resources)
+                local_node(
+                    MACHINE,
+                    config,
+                    models,
+                    store=store,
+                    artifacts=artifacts,
+                    resources=resources,
+                    owner=str(config.data.resolve()),
+                )
             )
             nodes = [node]
         else:
@@ -211,9 +219,11 @@ def local_node(
     store: AttemptStore,
     artifacts: KeepsArtifacts,
     resources: NodeResources,
+    owner: str = "",
     service_silence: Callable[[], float] = lambda: 0.0,
 ) -> LocalNode:
-    """The node of the settings in this process, to be entered. `service_silence`: see `NodeServices`."""
+    """The node of the settings in this process, to be entered. `owner`: see `LocalNode`; `service_silence`: see
+    `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
         name,
@@ -226,6 +236,7 @@ def local_node(
         files=config.files,
         warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
         endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
+        owner=owner,
         service_silence=service_silence,
     )
 

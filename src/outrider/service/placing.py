@@ -103,6 +103,9 @@ class Places(Generic[N]):
             for name, place in self._places.items()
         ]
 
+    def nodes(self) -> list[N]:
+        return [place.node for place in self._places.values()]
+
     def machines(self) -> list[N]:
         """A node of each machine, and of several the one with the most slots: others may just be starting."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)

@@ -218,6 +218,7 @@ class Scheduler:
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
         looked = time.time()
+        await self._go_on(group)
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
@@ -244,6 +245,23 @@ class Scheduler:
         # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
+    async def _go_on(self, group: asyncio.TaskGroup) -> None:
+        """Start the sessions whose agents have outlived their node, before any other: the agents wait for their model.
+        Those that nobody wants any more are ended."""
+        for node in self._places.nodes():
+            for session_id, number in node.outlived().items():
+                try:
+                    session = await self._store.session(session_id)
+                except NotFound:
+                    node.end_outlived(session_id)
+                    continue
+                wanted = session.attempt == number and session.ending is None and not self._stopping
+                task = await self._task_of(session) if wanted else None
+                if task is None or session.state is SessionState.DONE:
+                    node.end_outlived(session_id)
+                elif session.state is SessionState.QUEUED:  # else that attempt is not given up yet
+                    await self._begin(group, session, task, node, reserved=False, goes_on=True)
+
     async def _start(self, group: asyncio.TaskGroup, session: SessionRow, *, reserved: bool) -> bool:
         """False if the session must wait, because no node has room for it."""
         task = await self._task_of(session)
@@ -253,6 +271,20 @@ class Scheduler:
         node = self._places.find(task.runtime)
         if node is None:
             return False
+        await self._begin(group, session, task, node, reserved=reserved)
+        return True
+
+    async def _begin(
+        self,
+        group: asyncio.TaskGroup,
+        session: SessionRow,
+        task: TaskSpec,
+        node: Node,
+        *,
+        reserved: bool,
+        goes_on: bool = False,
+    ) -> None:
+        """Start a session on a node, unless it was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
         give_back = self._places.take(node, task.runtime, reserved=reserved)  # now: the node may leave during the write
         try:
@@ -261,20 +293,20 @@ class Scheduler:
                 node=node.name,
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=None if graded else self._policy_version(),
+                goes_on=goes_on,
             )
         except BaseException as error:
             give_back()
             if not isinstance(error, Conflict):
                 raise
-            self._specs.pop(session.group_id, None)  # it was cancelled since the queue was read
-            return True
+            self._specs.pop(session.group_id, None)
+            return
         started = msgspec.structs.replace(session, attempt=number)
-        attempt = Attempt(session=started, task=task, reserved=reserved)
+        attempt = Attempt(session=started, task=task, reserved=reserved, goes_on=goes_on)
         placement = _Placement(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         group.create_task(self._run(placement), name=f"session {session.id}")
-        return True
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """The session's task; None if another version of Outrider stored one that this version cannot read."""

@@ -35,12 +35,14 @@ RESERVED_PRIORITY = 1 << 20
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is to run. `session.attempt` is the number of this attempt, from 1. `reserved`: it runs in the share
-    of the slots that is reserved for evaluations. `stored`: the run that is graded, in place of one of an agent."""
+    of the slots that is reserved for evaluations. `stored`: the run that is graded, in place of one of an agent.
+    `goes_on`: it goes on with the run of the attempt before, which has outlived the last node (`Node.outlived`)."""
 
     session: SessionRow
     task: TaskSpec
     reserved: bool = False
     stored: StoredRun | None = None
+    goes_on: bool = False
 
     @property
     def name(self) -> str:
@@ -64,13 +66,17 @@ class AttemptStore(Protocol):
 
 
 class NodeLost(Exception):
-    """The node has died, and the attempt with it. Nothing is stored for the attempt any more."""
+    """The node has died, and the attempt with it; or the attempt was to go on where a dead node had left it, and that
+    did not end well. Nothing is stored for the attempt any more."""
 
 
 class Node(Protocol):
     """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError and NodeLost.
     `has_image` tells whether a sandbox of this kind can start without getting its image first; `pull_image` gets one
-    from a registry, and raises OutriderError. Nodes on one `machine` share its resources and its images."""
+    from a registry, and raises OutriderError. Nodes on one `machine` share its resources and its images.
+
+    `outlived` are the attempts, by session, whose sandboxes and agents have outlived the last node of this name: each
+    is to be run with `goes_on`, or ended with `end_outlived`."""
 
     name: str
     machine: str
@@ -79,6 +85,8 @@ class Node(Protocol):
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
     async def pull_image(self, reference: str, name: str) -> Image: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...
+    def outlived(self) -> Mapping[str, int]: ...
+    def end_outlived(self, session_id: str) -> None: ...
 
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:

@@ -15,11 +15,12 @@ import msgspec
 
 from outrider.concurrency.offload import Steps
 from outrider.dialects.base import AskedSampling, Completion, Dialect, ModelRequest, WireCall
-from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
+from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError, ServiceError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
 from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.trajectory import Turn
 
 if TYPE_CHECKING:
     from outrider.sessions.conversation import Conversation
@@ -96,6 +97,15 @@ class SessionModels:
         """The engine's error of a frozen model's newest call. A prompt that was too long is the caller's fault."""
         failures = (one.failure for one in self._frozen.values())
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
+
+    async def restore(self, turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]]) -> None:
+        """Go on where an earlier node had left the conversations, of which these turns are stored. Raises
+        ServiceError."""
+        await self.policy.restore(turns)
+        for name, conversation in self._frozen.items():
+            await conversation.restore(frozen.get(name, ()))
+        # A call may have been cut off. The agent has come over that when it makes another one.
+        self.policy.failure = ServiceError("the node of the session died while its agent ran")
 
     def begin_step(self) -> None:
         """Take calls again, after `close`: those of the task's next step."""

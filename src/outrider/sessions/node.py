@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,13 +25,14 @@ from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
 from outrider.rootfs.pull import pull
 from outrider.rootfs.store import Image, ImageStore, has_image
-from outrider.runtimes.node_host import Host
+from outrider.runtimes.node_host import Host, survives
+from outrider.sandboxes.kept_run import Outlived, keep_pulse, outlived
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
 from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, AttemptStore, session_result, without_secrets
+from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result, without_secrets
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
@@ -60,9 +62,13 @@ class LocalNode:
         files: Path,
         warm: WarmLimits | None = None,
         endpoints: Endpoints | None = None,
+        owner: str = "",
         service_silence: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`owner` tells whose node it is: sandboxes may outlive it for the next node of the same owner and name.
+        Without an owner they end with it."""
         self.name = self.machine = name
+        self._owner = owner and f"{owner} {name}"
         self.backend = backend
         self._frozen = tuple(frozen)
         self._store = store
@@ -77,15 +83,20 @@ class LocalNode:
         self._background = asyncio.TaskGroup()
         """Sweeps, warm sandboxes, and sandboxes for grading while they start."""
         self._models: dict[str, SessionModels] = {}
+        self._outlived: dict[str, Outlived] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as held:
-            self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
+            make = partial(NodeFolder.make, self._owner)
+            self._folder = await held.enter_async_context(opened_in_thread(make, NodeFolder.remove))
+            self._outlived = await asyncio.to_thread(_left_in, self._folder)
+            self.gateway_socket.unlink(missing_ok=True)  # of the last node of this folder
             host = await held.enter_async_context(Host(self._folder.path))
             await sweep(host)
             await held.enter_async_context(self._background)
             watchdog = await held.enter_async_context(Watchdog())
             held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
+            held.callback(lambda: [self.end_outlived(session_id) for session_id in self.outlived()])
             sandboxes = Sandboxes(
                 host=host,
                 background=self._background,
@@ -104,8 +115,12 @@ class LocalNode:
                 warm_pool=warm_pool,
                 watchdog=watchdog,
                 endpoints=self._endpoints,
+                may_outlive=bool(self._owner),
                 service_silence=self._service_silence,
             )
+            if self._owner:
+                pulse = keep_pulse(self._folder.path, self._services.stood_still)
+                held.callback(self._background.create_task(pulse, name="pulse").cancel)
             self._held = held.pop_all()
         return self
 
@@ -153,17 +168,44 @@ class LocalNode:
     async def pull_image(self, reference: str, name: str) -> Image:
         return await pull(reference, name, ImageStore())
 
-    async def run(self, attempt: Attempt) -> SessionResult:
-        """The attempt's result, whatever fails. Raises only CancelledError."""
-        # Found in `_models` by its hash, for which Python has a random seed: how long that takes tells nothing of it.
-        key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
+    def keeps_runs(self) -> bool:
+        """Whether it has agents that may outlive it."""
+        return any(survives(directory) for directory in self._folder.path.iterdir())
+
+    def outlived(self) -> dict[str, int]:
+        return {session_id: left.run.attempt for session_id, left in self._outlived.items()}
+
+    def end_outlived(self, session_id: str) -> None:
+        left = self._outlived.pop(session_id)
+        self._background.create_task(self._end(left), name=f"end of {session_id}")
+
+    async def _end(self, left: Outlived) -> None:
+        sandbox = self._services.sandboxes.take_over(left)
         try:
-            rollout = Rollout(attempt, key, self._services)
+            await sandbox.ready()
+        except OutriderError as error:
+            log.info("session %s had not outlived its node: %s", left.run.session_id, error)
+        finally:
+            await sandbox.stop()
+
+    async def run(self, attempt: Attempt) -> SessionResult:
+        """The attempt's result, whatever fails. Raises only CancelledError, and NodeLost for one that `goes_on`."""
+        left = self._outlived.pop(attempt.session.id) if attempt.goes_on else None
+        # Found in `_models` by its hash, for which Python has a random seed: how long that takes tells nothing of it.
+        key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}" if left is None else left.run.key
+        try:
+            rollout = Rollout(attempt, key, self._services, left)
             self._models[key] = rollout.models
             return without_secrets(await rollout.run(), attempt.task)
+        except NodeLost:
+            raise
         except Exception as error:  # such as that of a record that cannot be read back
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
             self._models.pop(key, None)
+
+
+def _left_in(folder: NodeFolder) -> dict[str, Outlived]:
+    return outlived(folder.path, folder.outlived())

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import cast
 
 import msgspec
 
+from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import (
     ContextOverflow,
@@ -44,13 +45,14 @@ from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, Mod
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
-from outrider.plugins import plugin_code
-from outrider.runtimes.base import Runtime
+from outrider.plugins import plugin_code, resolve
+from outrider.runtimes.base import Outlives, Runtime, TakesOver
+from outrider.sandboxes.kept_run import KeptRun, Outlived, Pulse, forget
 from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, prepare
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, AttemptStore, session_result
+from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
@@ -68,6 +70,9 @@ from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
+
+AGENT = "agent"
+"""The name of an agent's run in a sandbox that may outlive its node."""
 
 HARMFUL_SECONDS = 2.0
 """Stalls of the service from this length on may have made an agent's client give up. A shorter stall is no longer than
@@ -93,6 +98,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     warm_pool: WarmPool
     watchdog: Watchdog
     endpoints: Endpoints
+    may_outlive: bool = False
+    """Whether the next node may go on with what this one has, if it dies."""
     service_silence: Callable[[], float] = lambda: 0.0
     """For how long the service, if it is another process, has stood still until now."""
 
@@ -128,15 +135,18 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout:
-    """`await Rollout(attempt, key, node).run()` once. `key` is the credential with which the agent calls its model."""
+    """`await Rollout(attempt, key, node).run()` once. `key` is the credential with which the agent calls its model.
+    `outlived` is the sandbox of an attempt that `goes_on`."""
 
-    def __init__(self, attempt: Attempt, key: str, node: NodeServices) -> None:
+    def __init__(self, attempt: Attempt, key: str, node: NodeServices, outlived: Outlived | None = None) -> None:
         self._attempt = attempt
+        self._outlived = outlived
         self._session = attempt.session
         self._task = attempt.task
         self._key = key
         self._node = node
-        self._budget = Budget(attempt.task.limits.session_seconds, node.stood_still)
+        seconds = attempt.task.limits.session_seconds if outlived is None else outlived.run.session_seconds
+        self._budget = Budget(seconds, node.stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
         self._artifacts = ArtifactList(
@@ -167,10 +177,13 @@ class Rollout:
         )
 
     async def run(self) -> SessionResult:
-        """The attempt's result. Raises only CancelledError, and ServiceError where its turns cannot be read back."""
+        """The attempt's result. Raises only CancelledError, ServiceError where its turns cannot be read back, and
+        NodeLost for one that goes on where a dead node had left it."""
         try:
             with plugin_code():
                 ending = await self._stages()
+        except NodeLost:
+            raise
         except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
@@ -220,9 +233,7 @@ class Rollout:
             self._stopwatch.lap("queued")
             try:
                 async with self._budget.spend():
-                    sandbox = await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
-                        self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
-                    )
+                    sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
@@ -325,9 +336,21 @@ class Rollout:
         verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
         return msgspec.structs.replace(ending, verdict=verdict)
 
+    async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
+        """A warm one, a new one, or the one that has outlived the last node."""
+        if self._outlived is not None:
+            return self._node.sandboxes.take_over(self._outlived)
+        return await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
+            self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
+        )
+
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Start the sandbox unless it was warm, and install the harness in it."""
-        await sandbox.ready()
+        """Start the sandbox unless it was warm, and install the harness in it; or find both as the last node has left
+        them."""
+        if self._outlived is None:
+            await sandbox.ready()
+        else:
+            await self._meet_again(sandbox)
         runtime, model = sandbox.runtime, self._node.model.model
         context = HarnessContext(
             task=self._task,
@@ -335,8 +358,45 @@ class Rollout:
             endpoint=ModelEndpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
             model=InProcessClient(self.models),
         )
-        await harness.install(context)
+        if self._outlived is None:
+            await harness.install(context)
         return context
+
+    async def _meet_again(self, sandbox: Sandbox) -> None:
+        """Raises NodeLost if the attempt cannot go on."""
+        session, store = self._session, self._node.store
+        try:
+            await sandbox.ready()
+            frozen = await store.frozen_turns(session.id, session.attempt) if self._node.frozen else {}
+            await self.models.restore(await self._turns(images=True), frozen)
+        except OutriderError as error:
+            raise NodeLost(f"it cannot go on where its last node has left it: {error}") from error
+
+    @asynccontextmanager
+    async def _outliving(self, sandbox: Sandbox, harness: Harness, clock: Budget) -> AsyncIterator[str | None]:
+        """Within this block the sandbox and its agent may outlive this node, if they can: the name of the agent's run.
+
+        Only in tasks of one step: the verdicts of steps before are in no store."""
+        kind = resolve("runtime", self._task.runtime.kind)
+        able = self._node.may_outlive and isinstance(kind, TakesOver) and getattr(harness, "outlives_node", False)
+        if not able or len(self._steps) > 1:
+            yield None
+            return
+        run = KeptRun(
+            session_id=self._session.id,
+            attempt=self._session.attempt,
+            key=self._key,
+            runtime=self._task.runtime.model_dump_json(exclude={"prepare"}),
+            handle=dict(await cast(Outlives, sandbox.runtime).may_outlive()),
+            began=Pulse.now(self._node.stood_still()),
+            session_seconds=self._budget.remaining,
+            agent_seconds=clock.remaining,
+        )
+        await asyncio.to_thread(run.write, sandbox.directory)
+        try:
+            yield AGENT
+        finally:
+            await shielded(partial(asyncio.to_thread, forget, sandbox.directory))
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """The agent's run, and the artifacts that it left, also when it failed: then they are wanted most.
@@ -347,7 +407,7 @@ class Rollout:
             async with mark_inside_failures(sandbox.runtime):
                 with self._node.watchdog.witness() as stalls:
                     try:
-                        ended = await self._run_agent(harness, context)
+                        ended = await self._run_agent(sandbox, harness, context)
                     except Exception as error:  # plugins too: whatever it was is raised again
                         await self._collect(sandbox)
                         self._check_harm(stalls, error)
@@ -365,16 +425,21 @@ class Rollout:
             outcome = HarnessOutcome(log_tail=error.log_tail or "")
             return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=error)
 
-    async def _run_agent(self, harness: Harness, context: HarnessContext) -> AgentRun:
+    async def _run_agent(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it.
 
         Raises the first true cause of a failed run: a failed model call outranks the harness's own failure.
         """
-        context = msgspec.structs.replace(context, task=self._step)
-        clock = Budget(self._step.limits.agent_seconds, self._node.stood_still)
+        seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
+        clock = Budget(seconds, self._node.stood_still)
         try:
-            async with self._budget.spend(), clock.spend(), self._at_limit.block():
-                outcome = await harness.run(context)
+            async with (
+                self._outliving(sandbox, harness, clock) as run_name,
+                self._budget.spend(),
+                clock.spend(),
+                self._at_limit.block(),
+            ):
+                outcome = await harness.run(msgspec.structs.replace(context, task=self._step, run_name=run_name))
         except TimeoutError:
             if clock.exhausted:
                 reason = await self._out_of_agent_time()
@@ -451,10 +516,13 @@ class Rollout:
         return StopReason.SESSION_TIMEOUT
 
     def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
-        """Raise ServiceError for a run that ended badly after the service itself had stood still.
+        """Raise ServiceError for a run that ended badly after the service itself had stood still, and NodeLost after it
+        had died.
 
         A client may have given up waiting for the service; what such an agent did says nothing about the policy.
         """
+        if self._outlived is not None:
+            raise NodeLost("its agent has outlived a node, and then ended badly") from error
         longest = max(stalls.longest, self._node.service_silence())
         if longest >= HARMFUL_SECONDS:
             raise ServiceError(

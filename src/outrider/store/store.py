@@ -289,11 +289,12 @@ class Store:
         return {state: found.get(state, 0) for state in SessionState}
 
     async def start_attempt(
-        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
+        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0, goes_on: bool = False
     ) -> int:
         """Move a queued session to INITIALIZING under a lease; the number of the new attempt. If it is the first of its
-        group, the group has begun at `policy_version`; None if the policy has no part in it. Raises Conflict if the
-        session is not queued or is to end."""
+        group, the group has begun at `policy_version`; None if the policy has no part in it. `goes_on`: the attempt
+        goes on with the run of the one before, whose turns are now its own. Raises Conflict if the session is not
+        queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -307,12 +308,17 @@ class Store:
                        lease_until = ?, updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
+            for table in ("turns", "frozen_turns") if goes_on else ():
+                sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt = ?"
+                await tx.execute(sql, (attempt, session_id, session.attempt))
             await queue.note_served(tx, session.priority, session.bucket)
             await tx.execute(
                 "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
                 (policy_version, session.group_id),
             )
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
+            if goes_on:
+                data["goes_on"] = True
             await self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
             return attempt
 

@@ -8,6 +8,7 @@ the death of all inside; and what Apptainer runs outside for it is dead when `st
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -29,10 +30,10 @@ from outrider.runtimes.apptainer.command_line import (
 )
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.kernel.cgroups import Cgroups
+from outrider.runtimes.kernel.cgroups import Cgroups, Group
 from outrider.runtimes.kernel.child import Child, Descendants
 from outrider.runtimes.kernel.mounts import inner_mounts
-from outrider.runtimes.kernel.process_marks import kill_marked
+from outrider.runtimes.kernel.process_marks import kill_marked, mark_of, started
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import ETC_MADE
 from outrider.runtimes.tool_server.bundle import confined, delivery, portable_server
@@ -45,10 +46,14 @@ from outrider.runtimes.tool_server.launch import (
     rooted_setup,
     undone,
 )
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
+from outrider.runtimes.tool_server.shared_folder import GATEWAY, SOCKET, SharedFolder
 from outrider.spec import Resources, RuntimeSpec
 
-GATEWAY_AT = "/run/outrider-gateway.sock"
+SHARED_AT = "/run/outrider-shared"
+PID, STARTED, GROUP = "pid", "started", "group"
+"""In the handle of a sandbox that may outlive its node: the process `apptainer exec`, when that was started, and the
+folders of its control group."""
 OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
@@ -63,6 +68,11 @@ class ApptainerRuntime:
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(launch, spec, context)
+
+    @classmethod
+    def take_over(cls, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
+        """See `Outlives`."""
+        return ToolServerSandbox(partial(take_over, handle=handle), spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -106,13 +116,17 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
     controllers = groups.hierarchies.folders
     resources = with_apptainer(spec.resources)
     memory = counted_memory(spec.resources, controllers)
-    setup = partial(rooted_setup, spec, context, memory=memory, python=portable_command(), bridge_socket=GATEWAY_AT)
+    setup = partial(
+        rooted_setup, spec, context, memory=memory, python=portable_command(), bridge_socket=f"{SHARED_AT}/{GATEWAY}"
+    )
     first = setup(stored_env)
     command = [
         *exec_command(found, image, _binds(spec, context, python), first.marking()),
         *server_command(*writable_bounds(spec.resources), memory, rlimits(resources, controllers, own_users=True)),
     ]
     async with AsyncExitStack() as undo:
+        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
+        shared.stop_listening()  # this server's connection is its standard input
         group = groups.make(name, resources)
         undo.push_async_callback(undone, name, group.remove)
         environment = {**program_environment(context.directory), **first.marking()}
@@ -129,12 +143,42 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
         # Only now can the variables that the image sets be asked for.
         image_env = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
+        yield _running(tools, group, child)
 
-        async def ended_inside() -> bool:
-            """Apptainer writes to the same log as the tool server, so that the log proves nothing."""
-            return group.ran_out()
 
-        yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
+@asynccontextmanager
+async def take_over(
+    spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
+) -> AsyncIterator[RunningServer]:
+    """Go on with a sandbox that has outlived its node. See tool_server/launch.py."""
+    name = context.directory.name
+    async with AsyncExitStack() as undo:
+        group = Group(tuple(map(Path, filter(None, handle[GROUP].split(os.pathsep)))))
+        undo.push_async_callback(undone, name, group.remove)
+        child = Child.found(int(handle[PID]), handle[STARTED])
+        descendants = Descendants(child)
+        undo.push_async_callback(undone, name, partial(_end, child, descendants, mark_of(context.directory)))
+        descendants.hold()
+        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
+        undo.callback(shared.stop_listening)
+
+        async def runs() -> bool:
+            return not await child.ends_within(0)
+
+        tools = await shared.meet(handle[SECRET], runs)
+        undo.push_async_callback(undone, name, tools.close)
+        yield _running(tools, group, child)
+
+
+def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
+    async def ended_inside() -> bool:
+        """Apptainer writes to the same log as the tool server, so that the log proves nothing."""
+        return group.ran_out()
+
+    handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: os.pathsep.join(map(str, group.folders))}
+    return RunningServer(
+        tools=tools, group=group, ended_inside=ended_inside, next_host=f"{SHARED_AT}/{SOCKET}", handle=handle
+    )
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
@@ -154,7 +198,7 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path) -> list[Bin
     hosts.write_bytes(ETC_MADE["hosts"])
     shown = [
         (python, PORTABLE_AT),
-        (context.gateway_socket, GATEWAY_AT),
+        (context.directory / "tools", SHARED_AT),
         (hosts, "/etc/hosts"),
         *((path, str(path)) for path in context.mounts),
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),

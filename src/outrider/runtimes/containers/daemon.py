@@ -25,7 +25,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.environment import environment
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
-from outrider.runtimes.node_host import Host, lives
+from outrider.runtimes.node_host import Host, lives, same_folder, survives
 
 if TYPE_CHECKING:  # it needs aiodocker, which is optional
     from outrider.runtimes.containers.docker_api import LocalImage
@@ -130,6 +130,7 @@ class ContainerDaemon:
     def __init__(self, engine: Engine, host: Host) -> None:
         self.engine = engine
         self.node = host.name
+        self.folder = host.folder
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
@@ -190,6 +191,10 @@ class ContainerDaemon:
         except self._error as error:
             raise self._failure("start a container", error) from error
 
+    def take_over(self, name: str) -> None:
+        """A container of an earlier node is this one's from now on. `remove` must follow."""
+        self._ours.add(name)
+
     async def runs(self, name: str) -> bool:
         """Raises RuntimeFailure when the daemon does not answer."""
         try:
@@ -242,14 +247,18 @@ class ContainerDaemon:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
             raise self._failure("list its containers", error) from error
-        left = []
-        for one in listed:
-            node = one.labels[NODE_LABEL]
-            if one.name not in self._ours if node == self.node else not lives(node):
-                left.append(one.name)
+        left = [one.name for one in listed if self._is_left(one.name, one.labels[NODE_LABEL])]
         for name in left:
             await self.remove(name)
         return len(left)
+
+    def _is_left(self, name: str, node: str) -> bool:
+        """Whether nobody will stop this container of that node."""
+        if name in self._ours:
+            return False
+        if same_folder(node, self.node):
+            return not survives(self.folder / name.removeprefix(f"{node}-"))
+        return not lives(node)
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")

@@ -8,8 +8,7 @@ Invariant: what a launch asked a daemon for is gone, by that daemon's own word, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,20 +24,25 @@ from outrider.runtimes.containers.daemon import (
     NODE_LABEL,
     PODMAN_ENGINE,
     SESSION_LABEL,
+    ContainerDaemon,
     Engine,
 )
 from outrider.runtimes.containers.tool_socket import TOOLS_AT, ToolSocket, command
 from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory
 from outrider.runtimes.tool_server.bundle import portable_server
+from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import RunningServer, Setup, died_inside, rooted_setup, undone
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
+from outrider.runtimes.tool_server.shared_folder import GATEWAY, SOCKET
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 if TYPE_CHECKING:
     from outrider.runtimes.containers.docker_api import LocalImage
 
-BRIDGE_SOCKET = "/run/outrider/gateway.sock"
+BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
+CONTAINER, IMAGE = "container", "image"
+"""In the handle of a container that may outlive its node: its name, and its image's id."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class ContainerRuntime:
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(partial(launch, self), spec, context)
+
+    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
+        """See `Outlives`."""
+        return ToolServerSandbox(partial(take_over, self, handle=handle), spec, context)
 
     def available(self) -> Availability:
         can = self.engine.available()
@@ -99,7 +107,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
     memory = counted_memory(spec.resources, ("memory",) if daemon.limits else ())
     setup = rooted_setup(spec, context, image.env, memory=memory, bridge_socket=BRIDGE_SOCKET)
     async with AsyncExitStack() as undo:
-        server = ToolSocket(context.directory / "tools")
+        server = ToolSocket(context.directory / "tools", context.gateway_socket)
         undo.push_async_callback(undone, context.directory.name, server.close)
         ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
         plan = _plan(kind, spec, context, image, setup, ours, limits=daemon.limits)
@@ -108,16 +116,41 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan.body)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
+        yield _running(daemon, name, image_name, image.id, tools)
 
-        async def ended_inside() -> bool:
-            out_of_memory = await daemon.out_of_memory(name)
-            # None: somebody else has removed the container, or the daemon is gone.
-            return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
-        async def image_is_current() -> bool:
-            return (await daemon.image(image_name)).id == image.id
+@asynccontextmanager
+async def take_over(
+    kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
+) -> AsyncIterator[RunningServer]:
+    """Go on with a container that has outlived its node. See tool_server/launch.py."""
+    daemon = await context.host.part(kind.engine.daemon)
+    async with AsyncExitStack() as undo:
+        name = handle[CONTAINER]
+        undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
+        daemon.take_over(name)
+        server = ToolSocket(context.directory / "tools", context.gateway_socket)
+        undo.push_async_callback(undone, context.directory.name, server.close)
+        tools = await server.meet(handle[SECRET], partial(daemon.runs, name))
+        yield _running(daemon, name, kind.image_name(spec), handle[IMAGE], tools)
 
-        yield RunningServer(tools=tools, ended_inside=ended_inside, image_is_current=image_is_current)
+
+def _running(daemon: ContainerDaemon, name: str, image_name: str, image_id: str, tools: ToolClient) -> RunningServer:
+    async def ended_inside() -> bool:
+        out_of_memory = await daemon.out_of_memory(name)
+        # None: somebody else has removed the container, or the daemon is gone.
+        return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
+
+    async def image_is_current() -> bool:
+        return (await daemon.image(image_name)).id == image_id
+
+    return RunningServer(
+        tools=tools,
+        ended_inside=ended_inside,
+        image_is_current=image_is_current,
+        next_host=f"{TOOLS_AT}/{SOCKET}",
+        handle={CONTAINER: name, IMAGE: image_id},
+    )
 
 
 def _plan(
@@ -130,12 +163,9 @@ def _plan(
     *,
     limits: bool,
 ) -> ContainerRequest:
-    with contextlib.suppress(PermissionError):  # its folder is private, and root inside may be another user
-        context.gateway_socket.chmod(0o666)
     shown = [
         *(Shown(path, str(path)) for path in context.mounts),
         *(Shown(Path(one.source), one.target or one.source) for one in spec.mounts),
-        Shown(context.gateway_socket, BRIDGE_SOCKET),
         *ours,
     ]
     inner = inner_mounts((one.source, one.target) for one in shown)

@@ -8,22 +8,17 @@ connected to it; after that, nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from outrider.errors import RuntimeFailure
 from outrider.pythons.portable import portable_command
-from outrider.runtimes.kernel.child import readable
 from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, confined, delivery
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import START_SECONDS, Setup, configure
+from outrider.runtimes.tool_server.shared_folder import SOCKET, Runs, SharedFolder
 
 TOOLS_AT = "/run/outrider/tools"
-SOCKET = "sock"
-LOOK_SECONDS = 1.0
 LOG_TAIL = 4096
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
@@ -66,17 +61,16 @@ class LogTail(asyncio.Protocol):
 
 class ToolSocket:
     """Listens from when it is made, so that the container can be started after that. Call `close` in any case, but not
-    while `connect` runs."""
+    while `connect` or `meet` runs."""
 
-    def __init__(self, folder: Path) -> None:
-        """Makes `folder`, which is to be mounted at TOOLS_AT. Raises OSError."""
+    def __init__(self, folder: Path, gateway: Path) -> None:
+        """`folder` is to be mounted at TOOLS_AT. Raises OSError."""
         self.folder = folder
+        self._shared = SharedFolder(folder, gateway)
         self._tools: ToolClient | None = None
         self._log = LogTail()
-        folder.mkdir(mode=0o711)
-        self._listener = listening(folder)
 
-    async def connect(self, bytecode: bytes, setup: Setup, runs: Callable[[], Awaitable[bool]]) -> ToolClient:
+    async def connect(self, bytecode: bytes, setup: Setup, runs: Runs) -> ToolClient:
         """Wait for the server in the container, and set it up. `runs` tells whether the container still runs. Raises
         RuntimeFailure when it does not, and when the server does not connect within START_SECONDS."""
         try:
@@ -86,55 +80,29 @@ class ToolSocket:
         except TimeoutError as error:
             raise RuntimeFailure(f"the container's tool server did not connect in {START_SECONDS:.0f} s") from error
         finally:
-            self._stop_listening()
+            self._shared.stop_listening()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, bytecode)))
         await configure(tools, setup)
         return tools
 
-    async def _accept(self, runs: Callable[[], Awaitable[bool]]) -> socket.socket:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await readable(self._listener.fileno())
-            with contextlib.suppress(BlockingIOError):
-                end, _ = self._listener.accept()
-                end.setblocking(False)
-                return end
-            if not await runs():
-                raise RuntimeFailure(
-                    "the container ended before its tool server had connected",
-                    hint="give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc",
-                )
+    async def meet(self, secret: str, runs: Runs) -> ToolClient:
+        """Wait for the server of a container that has outlived its node. Raises RuntimeFailure."""
+        self._tools = await self._shared.meet(secret, runs)
+        return self._tools
 
-    def _stop_listening(self) -> None:
-        self._listener.close()
-        (self.folder / SOCKET).unlink(missing_ok=True)
+    async def _accept(self, runs: Runs) -> socket.socket:
+        try:
+            return await self._shared.accept(runs)
+        except RuntimeFailure as error:
+            error.hint = "give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc"
+            raise
 
     async def close(self) -> None:
         """Idempotent."""
-        self._stop_listening()
+        self._shared.stop_listening()
         if self._tools is not None:
             await self._tools.close()
         if self._log.transport is not None:
             self._log.transport.close()
-
-
-def listening(folder: Path) -> socket.socket:
-    """A socket in `folder` to which any user of the container may connect. Nobody else is shown the folder.
-
-    It is bound by the folder's descriptor, because the path of a socket may have no more than 107 bytes."""
-    held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"/proc/self/fd/{held}/{SOCKET}")
-        (folder / SOCKET).chmod(0o666)
-        listener.listen(2)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.close(held)
-    return listener

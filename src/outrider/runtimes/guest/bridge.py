@@ -6,6 +6,7 @@ It knows nothing of HTTP. Invariant: the end of one direction is passed on by it
 from __future__ import annotations
 
 import select
+import time
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop
@@ -18,6 +19,8 @@ BUFFER_BYTES = 4 << 20
 """Bytes read from one end and not yet taken by the other, at which reading pauses."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
+AWAY_SECONDS = 0.05
+"""Between two looks for a gateway that is away."""
 MAX_PAIRS = 256
 """Clients at once; each further one is closed. A client takes a descriptor of the node, too, which has some thousands
 for all its sandboxes."""
@@ -110,7 +113,8 @@ class Pair:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. For `patience` seconds a client
+    waits for a gateway that is away: the next node of a sandbox that outlives its node has one, too."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # `socket` costs as much as the interpreter itself
@@ -118,6 +122,7 @@ class Bridge:
         self.socket = _socket
         self.loop = loop
         self.path = path
+        self.patience = 0.0
         self.clients = 0
         self.listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
         self.listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
@@ -146,7 +151,7 @@ class Bridge:
         client.setblocking(False)
         # Without it, Nagle's algorithm holds each small piece of a streamed reply until the one before is acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
-        self._connect(client, CONNECT_TRIES)
+        self._connect(client, CONNECT_TRIES, time.monotonic())
 
     def _refuse(self, client: _socket.socket) -> None:
         client.close()
@@ -155,7 +160,7 @@ class Bridge:
     def _closed(self) -> None:
         self.clients -= 1
 
-    def _connect(self, client: _socket.socket, tries: int) -> None:
+    def _connect(self, client: _socket.socket, tries: int, since: float) -> None:
         """Connect to the gateway. A Unix socket does so at once, or says EAGAIN while the listener's queue is full."""
         try:
             upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
@@ -168,11 +173,14 @@ class Bridge:
         except BlockingIOError:
             upstream.close()
             if tries:
-                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
+                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1, since))
             else:
                 self._refuse(client)
-        except OSError:
+        except OSError:  # nobody listens
             upstream.close()
-            self._refuse(client)
+            if time.monotonic() - since < self.patience:
+                self.loop.at(client, AWAY_SECONDS, lambda: self._connect(client, tries, since))
+            else:
+                self._refuse(client)
         else:
             Pair(self.loop, client, upstream, self._closed)

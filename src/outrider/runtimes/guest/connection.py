@@ -1,7 +1,8 @@
 """The connection to the host: frames in and out without blocking, and the replies of the calls under way.
 
 A frame holds one message (see msgpack.py). It does not know what the methods do. Invariants: frames leave in the order
-in which they were sent; a call is answered once with "ok" or "error", after any number of parts.
+in which they were sent; a call is answered once with "ok" or "error", after any number of parts, unless the connection
+ends before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """A stream of frames. `fd_in` and `fd_out` may be the same socket. The end of either stops the loop."""
+    """A stream of frames. `fd_in` and `fd_out` may be the same socket. `on_end` is called once, when either has ended,
+    and by default stops the loop; what is sent after that is dropped."""
 
     def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
         self.loop = loop
@@ -29,11 +31,15 @@ class Connection:
         self.received = bytearray()
         self.outgoing = bytearray()
         self.on_frame: Callable[[bytes], object] = len
+        self.on_end: Callable[[], object] = loop.stop
+        self.open = True
         for fd in {fd_in, fd_out}:
             posix.set_blocking(fd, False)
         self._watch()
 
     def send(self, message: object) -> None:
+        if not self.open:
+            return
         start = len(self.outgoing)
         self.outgoing += b"\0\0\0\0"  # the length, known once the message is packed behind it
         pack(message, self.outgoing)
@@ -58,16 +64,25 @@ class Connection:
         except BlockingIOError:
             self._watch()
         except OSError:
-            self.loop.stopped = True
+            self._end()
+
+    def _end(self) -> None:
+        self.open = False
+        self.outgoing.clear()
+        for fd in {self.fd_in, self.fd_out}:
+            self.loop.forget(fd)
+            posix.close(fd)
+        self.on_end()
 
     def _ready(self, events: int) -> None:
         if events & select.POLLOUT:
             self._flush()
-            self._watch()
-        if events & POLL_READ:
+            if self.open:
+                self._watch()
+        if events & POLL_READ and self.open:
             data = read_ready(self.fd_in)
             if data is None:
-                self.loop.stopped = True
+                self._end()
                 return
             self.received += data
             while len(self.received) >= 4:

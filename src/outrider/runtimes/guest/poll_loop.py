@@ -55,6 +55,9 @@ class Loop:
     def at(self, key: object, seconds: float, action: Callable[[], object]) -> None:
         self.timers[key] = (time.monotonic() + seconds, action)
 
+    def stop(self) -> None:
+        self.stopped = True
+
     def run(self) -> None:
         while not self.stopped:
             timeout = None

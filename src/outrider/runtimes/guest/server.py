@@ -25,6 +25,7 @@ from outrider.runtimes.guest.filesystem.paths import folder_of, is_link, make_fo
 from outrider.runtimes.guest.filesystem.restore import Restore
 from outrider.runtimes.guest.memory_watch import MemoryWatch
 from outrider.runtimes.guest.msgpack import Unpacker
+from outrider.runtimes.guest.next_host import NextHost
 from outrider.runtimes.guest.poll_loop import Loop
 from outrider.runtimes.guest.processes import kill_tree, read_or_empty
 from outrider.runtimes.guest.shells.shell import Shell
@@ -55,10 +56,18 @@ class Server:
         self.calls = Calls(loop, connection)
         self.shells: dict[int, Shell] = {}
         self.restores: dict[int, Restore] = {}
+        self.kept: dict[str, Command] = {}
+        """The commands that outlive the host, by name."""
+        self.newest_call = 0
+        self.bridge: Bridge | None = None
+        self.next_host: NextHost | None = None
+        """Who is waited for when the connection ends; nobody if None."""
         connection.on_frame = self.dispatch
+        connection.on_end = self.lose_host
 
     def dispatch(self, frame: bytes) -> None:
         call, method, args = Unpacker(frame).message()
+        self.newest_call = max(self.newest_call, call)
         try:
             getattr(self, "do_" + method)(call, args)
         except FileNotFoundError as error:
@@ -101,7 +110,40 @@ class Server:
         self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
-        Command(self.calls, call, args)
+        if not args["name"]:
+            Command(self.calls, call, args)
+        elif args["name"] in self.kept:
+            self.kept[args["name"]].answer(call)
+        else:
+            self.kept[args["name"]] = Command(self.calls, call, args)
+
+    def do_outlive(self, call: int, args: dict[str, Any]) -> None:
+        """From now on wait for another host when this one is gone."""
+        seconds = args["ms"] / 1000
+        self.next_host = NextHost(self.loop, args["path"], args["secret"], seconds)
+        if self.bridge is not None:
+            self.bridge.patience = seconds
+        self.calls.reply(call, {})
+
+    def lose_host(self) -> None:
+        """End with the host, or end all that is only of use to it and wait for the next."""
+        if self.next_host is None:
+            self.loop.stop()
+            return
+        kept = {command.call for command in self.kept.values()}
+        for call, cancel in list(self.calls.running.items()):
+            if call not in kept:
+                cancel()
+        for shell in self.shells.values():
+            shell.close()
+        self.shells.clear()
+        self.restores.clear()
+        self.next_host.look_for(self.newest_call, self.meet)
+
+    def meet(self, connection: Connection) -> None:
+        self.calls.connection = connection
+        connection.on_frame = self.dispatch
+        connection.on_end = self.lose_host
 
     def do_cancel(self, call: int, args: dict[str, Any]) -> None:
         cancel = self.calls.running.get(args["call"])

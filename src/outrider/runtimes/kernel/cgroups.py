@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.node_host import PREFIX, Host, lives
+from outrider.runtimes.node_host import PREFIX, Host, lives, same_folder
 from outrider.spec import MEBIBYTE, Resources
 
 log = logging.getLogger("outrider.node")
@@ -109,6 +109,10 @@ class Group:
         self._folders = folders
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        return self._folders
+
+    @property
     def entrances(self) -> tuple[str, ...]:
         """The files to which a process writes "0" to enter the group, with all that it starts from then on."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
@@ -188,7 +192,11 @@ class Cgroups:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        await asyncio.to_thread(_remove_node, self._parents(), self._name)
+        parents = self._parents()
+        # Its own, and those of earlier nodes whose sandboxes it has taken over.
+        names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
+        for name in {self._name} | {name for name in names if same_folder(name, self._name)}:
+            await asyncio.to_thread(_remove_node, parents, name)
 
     def make(self, sandbox: str, resources: Resources) -> Group:
         """A group with those limits of `resources` for which there are controllers. Raises RuntimeFailure."""

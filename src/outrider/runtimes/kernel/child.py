@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes.kernel.process_marks import started
 
 LOG_TAIL = 4096
 END_SECONDS = 5.0
@@ -63,6 +64,17 @@ class Child:
             os.waitpid(pid, 0)
             os.close(log)
             raise
+
+    @classmethod
+    def found(cls, pid: int, since: str) -> Child:
+        """A process that an earlier node has started, and was started at `since` (`process_marks.started`). Raises
+        RuntimeFailure when it is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            if started(pid) == since:
+                return cls(pid, pidfd, os.memfd_create("stderr"))
+            os.close(pidfd)
+        raise RuntimeFailure(f"process {pid} of the sandbox has ended")
 
     def stopped_by_signal(self) -> bool:
         """Whether a signal has stopped it, or a debugger. Call it before `close`."""

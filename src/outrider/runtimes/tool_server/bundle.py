@@ -55,6 +55,7 @@ MODULES = (
     "child_reply",
     "shells.shell",
     "bridge",
+    "next_host",
     "filesystem.trees",
     "filesystem.tree_writer",
     "filesystem.files",

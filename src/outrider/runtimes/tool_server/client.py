@@ -115,15 +115,16 @@ class ToolClient(asyncio.Protocol):
     """One connection. `log_tail` gives the end of the server's standard error, which failures carry. `loss` is None as
     long as the connection is not lost."""
 
-    def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
-        """`end` is one end of a Unix stream connection to the server; this object closes it."""
+    def __init__(self, end: socket.socket, log_tail: Callable[[], str], *, newest_call: int = 0) -> None:
+        """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
+        highest number of a call that the server has had of an earlier host."""
         self._end: socket.socket | None = end
         """None once the transport has it."""
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, Call] = {}
-        self._number = 0
+        self._number = newest_call
         self._received = bytearray()
         self._stray = STRAY_MAX
         self._lost: str | None = None

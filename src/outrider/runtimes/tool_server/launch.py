@@ -14,7 +14,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -53,7 +53,8 @@ class RunningServer:
     sandbox is not stopped: `ended_inside` tells whether programs inside ended the tool server, whose connection is
     gone; `stopped_inside`, whether they sent it a signal to stop, as it does not answer; `image_is_current`, whether a
     sandbox that is started now would have the same image. `layer_limit` is the maximum size in bytes of an archive of
-    the writable layer, 0 where the runtime cannot save it.
+    the writable layer, 0 where the runtime cannot save it. `next_host` is the path inside at which the server finds its
+    next host, if the sandbox can outlive this one, and `handle` is what that must know of it.
     """
 
     tools: ToolClient
@@ -62,6 +63,8 @@ class RunningServer:
     stopped_inside: Callable[[], bool] = lambda: False
     image_is_current: Callable[[], Awaitable[bool]] = always
     layer_limit: int = 0
+    next_host: str = ""
+    handle: Mapping[str, str] = field(default_factory=dict)
 
     def starved(self) -> bool:
         """Whether the kernel has killed a process of this sandbox for want of the host's memory, not of its own."""

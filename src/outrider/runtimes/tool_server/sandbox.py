@@ -37,6 +37,7 @@ from outrider.runtimes.base import (
     ShellKind,
     ShellResult,
 )
+from outrider.runtimes.kernel.process_marks import OUTLIVE_SECONDS
 from outrider.runtimes.tool_server.archive_download import download_archive
 from outrider.runtimes.tool_server.bundle import shell_program
 from outrider.runtimes.tool_server.client import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
@@ -64,6 +65,8 @@ DISPLAYS = msgspec.msgpack.Decoder(
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The first bytes of text in msgpack."""
 KILLED = 128 + signal.SIGKILL
+SECRET = "secret"
+"""In the handle of a sandbox that may outlive its node: what its tool server shows to the next one."""
 NAMED_MIN = 16
 """Minimum bytes of a patch for each file that it changes."""
 
@@ -187,6 +190,15 @@ class ToolServerSandbox:
         """See `TellsImage`."""
         return await self.server.image_is_current()
 
+    async def may_outlive(self) -> Mapping[str, str]:
+        """See `Outlives`."""
+        server, secret = self.server, secrets.token_hex(16)
+        if not server.next_host:
+            raise RuntimeFailure(f"{self._spec.kind!r} sandboxes end with their node")
+        args = {"path": server.next_host, "secret": secret, "ms": round(OUTLIVE_SECONDS * 1000)}
+        await server.tools.call("outlive", args, Done)
+        return {**server.handle, SECRET: secret}
+
     async def save_layer(self, target: Path) -> None:
         """See `SavesLayers`. What runs inside is ended first. Only this user can read the file."""
         limit = self.server.layer_limit
@@ -204,9 +216,35 @@ class ToolServerSandbox:
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
+        return await self._exec("", command, env=env, cwd=cwd, stdin=stdin, merged=merged, seconds=seconds)
+
+    async def exec_once(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        stdin: bytes = b"",
+        seconds: float,
+    ) -> ExecResult:
+        """See `Outlives`."""
+        return await self._exec(name, command, env=env, stdin=stdin, seconds=seconds)
+
+    async def _exec(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        stdin: bytes,
+        merged: bool = False,
+        seconds: float,
+    ) -> ExecResult:
         server = self.server
         by_shell = isinstance(command, str)
         args: dict[str, Any] = {
+            "name": name,
             "argv": [] if by_shell else list(command),
             "script": command if by_shell else "",
             "merged": merged,

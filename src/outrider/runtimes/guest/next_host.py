@@ -1,0 +1,60 @@
+"""The wait for another host, in a sandbox that may outlive its own.
+
+The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to it,
+so the server proves itself with a secret that it was told by the host before. It does not know what goes on in the
+sandbox. Invariant: if no host answers in time, the loop is stopped, and with it the sandbox.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.connection import Connection
+from outrider.runtimes.guest.poll_loop import Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOK_EVERY = 0.1
+
+
+class NextHost:
+    """Looks for a host at `path` for up to `seconds`."""
+
+    def __init__(self, loop: Loop, path: str, secret: str, seconds: float) -> None:
+        self.loop = loop
+        self.path = path
+        self.secret = secret
+        self.seconds = seconds
+
+    def look_for(self, newest_call: int, found: Callable[[Connection], object]) -> None:
+        """Call `found` with the connection to a host that has answered. It is told `newest_call`, because its own calls
+        need other numbers."""
+        deadline = time.monotonic() + self.seconds
+
+        def look() -> None:
+            import _socket
+
+            if time.monotonic() > deadline:
+                self.loop.stop()
+                return
+            end = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+            try:
+                end.connect(self.path)
+            except OSError:
+                end.close()
+                self.loop.at(self, LOOK_EVERY, look)
+                return
+            fd = end.detach()
+            connection = Connection(self.loop, fd, fd)
+            # One that goes away before its first call was no host, or has died as well: the time runs on.
+            connection.on_end = lambda: self.loop.at(self, LOOK_EVERY, look)
+            connection.on_frame = lambda frame: self._meet(connection, frame, found)
+            connection.send([newest_call, "here", {"secret": self.secret}])
+
+        look()
+
+    def _meet(self, connection: Connection, frame: bytes, found: Callable[[Connection], object]) -> None:
+        found(connection)
+        connection.on_frame(frame)
