@@ -7,6 +7,7 @@ conversation, and uses up none of its limits.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -28,10 +29,16 @@ if TYPE_CHECKING:
 
 class SessionModels:
     """The conversations of an attempt: with the policy, and with each frozen model by its name. `bodies` are those of
-    all their calls, and `under_way` is how many calls are not answered yet: whoever receives them counts."""
+    all their calls, and `under_way` is how many calls are not answered yet: whoever receives them counts.
 
-    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}) -> None:
+    `goes_on`: calls wait until `restore` has returned, because their agent has outlived an earlier node."""
+
+    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}, *, goes_on: bool = False) -> None:
         self.policy = policy
+        self._known = asyncio.Event()
+        """Set when the conversations are known as far as they have come."""
+        if not goes_on:
+            self._known.set()
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
         self._frozen = frozen
@@ -39,6 +46,7 @@ class SessionModels:
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive a request to any of the models. Raises as `Conversation.receive`."""
+        await self._known.wait()
         if not self._frozen:
             return await self.policy.receive(body, parts)
 
@@ -106,6 +114,7 @@ class SessionModels:
             await conversation.restore(frozen.get(name, ()))
         # A call may have been cut off. The agent has come over that when it makes another one.
         self.policy.failure = ServiceError("the node of the session died while its agent ran")
+        self._known.set()
 
     def begin_step(self) -> None:
         """Take calls again, after `close`: those of the task's next step."""
@@ -116,6 +125,7 @@ class SessionModels:
         """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""
         for one in self._all:
             one.end()
+        self._known.set()  # calls that wait are refused
         async with AsyncExitStack() as stack:
             for one in self._all:
                 stack.push_async_callback(one.close)

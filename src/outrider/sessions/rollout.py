@@ -173,7 +173,9 @@ class Rollout:
             on_limit=self._at_limit.cut,
         )
         self.models = SessionModels(
-            self.conversation, {model.backend.model: _talk_to(model, attempt, node.store) for model in node.frozen}
+            self.conversation,
+            {model.backend.model: _talk_to(model, attempt, node.store) for model in node.frozen},
+            goes_on=outlived is not None,
         )
 
     async def run(self) -> SessionResult:

@@ -163,7 +163,7 @@ async def take_over(
         undo.callback(shared.stop_listening)
 
         async def runs() -> bool:
-            return not await child.ends_within(0)
+            return child.runs()
 
         tools = await shared.meet(handle[SECRET], runs)
         undo.push_async_callback(undone, name, tools.close)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,9 @@ class Child:
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def runs(self) -> bool:
+        return not select.select([self.pidfd], [], [], 0)[0]
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
