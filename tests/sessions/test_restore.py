@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outrider.errors import EngineUnavailable, ServiceError
+from outrider.errors import EngineRejected, EngineUnavailable, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import image_from_bytes
 from outrider.sessions.calls.request_settings import MAX_SEEDED_CALLS, calls_seeded, derived_seed
@@ -90,10 +90,10 @@ async def test_the_token_limit_counts_the_tokens_before(tmp_path: Path) -> None:
 
 
 async def test_seeds_go_on_behind_those_of_calls_that_failed(tmp_path: Path) -> None:
-    replies = ["x<|im_end|>", {"reply": "x", "fail": "unavailable", "after": 0}, "x<|im_end|>"]
-    async with a_world(tmp_path, replies, sampling=Sampling(seed=7), sample_index=3, patience=0.1) as world:
+    replies = ["x<|im_end|>", {"reply": "x", "fail": "rejected", "after": 0}, "x<|im_end|>"]
+    async with a_world(tmp_path, replies, sampling=Sampling(seed=7), sample_index=3) as world:
         await world.ask(USER)
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineRejected):
             await world.ask(USER)
         await world.ask(USER)
         await world.restart()

@@ -218,6 +218,15 @@ def test_a_fork_whose_first_call_failed_is_counted() -> None:
     assert talk.twins.tree.forks == {ForkCause.SIBLING: 1}
 
 
+def test_a_fork_beside_a_call_that_failed_is_counted_as_it_was_recorded() -> None:
+    talk = Talk()
+    talk.join([*talk.history, NOW])
+    talk.ask(talk.history, "Done.")
+    assert talk.twins.turns[-1].cause is ForkCause.SIBLING
+    talk.twins.begin()  # compares the counts
+    assert talk.twins.tree.forks == {ForkCause.SIBLING: 1}
+
+
 def test_of_equal_answers_that_came_side_by_side_the_same_is_gone_on_from() -> None:
     """With a clock that tells nothing, too."""
     twins = Twins(family_renderer("qwen3"))
