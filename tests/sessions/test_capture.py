@@ -88,16 +88,21 @@ async def told(
 
     async with EnginePool(patience=1.0) as pool:
         await pool.add_engine(engine or Told(ids))
-        conversation = Conversation(
-            ModelBackend(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
-            session_key="s-1-1",
-            limits=Limits(),
-            sampling=Sampling(),
-            history="recorded",
-            record=record,
-        )
-        yield World(conversation, None, turns), turns  # type: ignore[arg-type]  # it has no scripted engine
-        await conversation.close()
+        backend = ModelBackend(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy")
+
+        def new() -> Conversation:
+            return Conversation(
+                backend,
+                session_key="s-1-1",
+                limits=Limits(),
+                sampling=Sampling(),
+                history="recorded",
+                record=record,
+            )
+
+        world = World(new, None, turns)  # type: ignore[arg-type]  # it has no scripted engine
+        yield world, turns
+        await world.conversation.close()
 
 
 async def test_a_prompt_that_extends_the_record_is_appended(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ async def test_captured_replies_keep_the_limit_too(tmp_path: Path) -> None:
             history="recorded",
             record=record,
         )
-        world = World(conversation, None, turns)  # type: ignore[arg-type]  # it has no scripted engine
+        world = World(lambda: conversation, None, turns)  # type: ignore[arg-type]  # it has no scripted engine
         replies = await all_of(world, 20)
         assert lengths(turns) == [10, 10, 10, 10, 5]
         assert [isinstance(reply, LimitReached) for reply in replies] == [False] * 5 + [True] * 15

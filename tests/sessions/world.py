@@ -21,6 +21,7 @@ from outrider.sessions.calls.call import ModelBackend, Step
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
+from outrider.store.rows import pack, turn_from
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import History, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -42,15 +43,23 @@ def call_markup(command: str) -> str:
 class World:
     """One conversation, its engine, and the turns it recorded."""
 
-    def __init__(self, conversation: Conversation, engine: ScriptedEngine, turns: list[Turn]) -> None:
-        self.conversation = conversation
-        self.models = SessionModels(conversation)
+    def __init__(self, new: Callable[[], Conversation], engine: ScriptedEngine, turns: list[Turn]) -> None:
+        self._new = new
+        self.conversation = new()
+        self.models = SessionModels(self.conversation)
         self.engine = engine
         self.turns = turns
         self.limits_told: list[StopReason | None] = []
         """`conversation.limit` at each call of `on_limit`."""
         self.store_failure: Exception | None = None
         self.storing = asyncio.Event()
+
+    async def restart(self) -> None:
+        """Go on with a conversation that is restored from the turns, as they are stored."""
+        await self.conversation.close()
+        self.conversation = self._new()
+        self.models = SessionModels(self.conversation)
+        await self.conversation.restore([turn_from(pack(turn)) for turn in self.turns])
 
     async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
         """All steps of one Chat call."""
@@ -125,18 +134,22 @@ async def a_world(
     tokenizer = Tokenizer.load(folder)
     async with EnginePool(patience=patience, vocabulary=tokenizer.vocabulary) as pool:
         await pool.add_engine(engine)
-        conversation = Conversation(
-            ModelBackend(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy"),
-            session_key="s-1-1",
-            limits=limits or Limits(),
-            sampling=sampling or Sampling(),
-            history=history,
-            record=record,
-            sample_index=sample_index,
-            on_limit=lambda: world.limits_told.append(world.conversation.limit) if world else None,
-        )
+        backend = ModelBackend(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy")
+
+        def new() -> Conversation:
+            return Conversation(
+                backend,
+                session_key="s-1-1",
+                limits=limits or Limits(),
+                sampling=sampling or Sampling(),
+                history=history,
+                record=record,
+                sample_index=sample_index,
+                on_limit=lambda: world.limits_told.append(world.conversation.limit) if world else None,
+            )
+
+        world = World(new, engine, turns)
         try:
-            world = World(conversation, engine, turns)
             yield world
         finally:
-            await conversation.close()
+            await world.conversation.close()

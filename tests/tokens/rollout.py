@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
+from outrider.store.rows import pack, turn_from
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
@@ -68,16 +69,31 @@ class Rollout:
         self.logprobs: list[list[float]] = []
         self.causes: Counter[ForkCause] = Counter()
         self._said: dict[int, list[Message]] = {}
+        # What prompts show: of those with a turn by their first one, of the others by their ids.
+        self._asked: dict[int, list[Message]] = {}
         self._meant: dict[int, list[Message]] = {}
-        self._sent: dict[int, list[Message]] = {}
         self._prompts: list[PromptNode] = []
+        self._ticks = 0
+        self._came: list[tuple[Joined, tuple[ToolSpec, ...], int]] = []
 
     def join(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Joined:
-        raw = json.dumps(list(tools)).encode() if tools else b""
-        joined = run_inline(self.tree.join(ParsedMessages(messages), tools, raw))
+        joined = run_inline(self.tree.join(ParsedMessages(messages), tools, raw_of(tools)))
         self._check(joined, list(messages), tools)
-        self._sent[id(joined.prompt)] = list(messages)
+        self._came.append((joined, tuple(tools), self._tick()))
         return joined
+
+    def _tick(self) -> int:
+        """The time, which goes on by one with all that happens."""
+        self._ticks += 1
+        return self._ticks
+
+    def restart(self) -> None:
+        """Go on with a tree that is restored from the turns, as they are stored. Calls in flight are lost."""
+        before = self.tree.forks
+        self.tree = restored(self.renderer, self.history, self.turns)
+        assert all(count <= before[cause] for cause, count in self.tree.forks.items())
+        self.causes = Counter(self.tree.forks)
+        self._prompts.clear()
 
     def answer(
         self,
@@ -104,7 +120,7 @@ class Rollout:
         assert node.index == len(self.turns)
         logprobs = [-(len(self.turns) + index / 1000) for index in range(len(output))]
         half = len(output) // 2
-        first_added = prompt.parent.prompt.message_count + 1 if prompt.parent else 0
+        offered, received = next((tools, came) for one, tools, came in self._came if one is joined)
         self.turns.append(
             Turn(
                 index=node.index,
@@ -124,21 +140,25 @@ class Rollout:
                 dialect="test",
                 engine="test",
                 sampling={},
-                messages=tuple(self._sent[id(prompt)][first_added:]),
+                messages=joined.added,
                 reply=None if aborted else reply,
-                timings=TurnTimings(received=0.0, first_token=None, finished=0.0),
+                tool_specs=() if prompt.parent else offered,
+                timings=TurnTimings(received=received, first_token=None, finished=self._tick()),
             )
         )
+        assert prompt.first_turn is not None
+        if prompt.first_turn == node.index:
+            self._asked[node.index] = self._meant[id(prompt)]
         self.given.append(given)
         self.gave.append(list(output))
         self.logprobs.append(logprobs)
         if not aborted:
-            self._said[node.index] = [*self._meant[id(prompt)], reply]
+            self._said[node.index] = [*self._asked[prompt.first_turn], reply]
         return reply
 
     def _check(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> None:
         prompt = joined.prompt
-        again = any(prompt is known for known in self._prompts)
+        again = prompt.first_turn is not None or any(prompt is known for known in self._prompts)
         if again or joined.kind is JoinKind.RETRY:
             assert again
             assert joined.kind is JoinKind.RETRY or (prompt.first_turn is None and joined.cause in HEAD_CHANGES)
@@ -147,7 +167,7 @@ class Rollout:
             check = self._checked_splice if behind_another else self._checked_ids
             self._meant[id(prompt)] = check(joined, messages, tools)
             self._prompts.append(prompt)
-        meant = self._meant[id(prompt)]
+        meant = self._meant[id(prompt)] if prompt.first_turn is None else self._asked[prompt.first_turn]
         trims = self.renderer.family in TRIMMING
         for sent, known in zip(messages, meant, strict=True):
             assert says(sent, known, trims=trims), "the prompt says something that the client did not"
@@ -311,6 +331,17 @@ class Rollout:
         context = [at for at, mask in enumerate(sample.loss_mask) if not mask]
         assert all(sample.logprobs[at] == 0.0 and sample.versions[at] == -1 for at in context)
         return trained
+
+
+def raw_of(tools: Sequence[ToolSpec]) -> bytes:
+    return json.dumps(list(tools)).encode() if tools else b""
+
+
+def restored(renderer: Renderer, history: History, turns: Sequence[Turn]) -> TokenTree:
+    """A tree that is made from the turns once they were stored and read."""
+    tree = TokenTree(renderer, history)
+    run_inline(tree.restore([turn_from(pack(turn)) for turn in turns]))
+    return tree
 
 
 def leading(messages: Sequence[Message]) -> list[Message]:

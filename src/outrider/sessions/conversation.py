@@ -8,7 +8,7 @@ those in the store are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -33,6 +33,7 @@ from outrider.sessions.calls.call import Call, ModelBackend, Step
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
+    calls_seeded,
     check_constraint,
     client_may_be_at_fault,
     derived_seed,
@@ -45,6 +46,7 @@ from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.request_index import parse_messages
+from outrider.tokens.tree.stored_turns import cannot_go_on
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
@@ -111,6 +113,34 @@ class Conversation:
         self._open = True
         self._memories: dict[str, Memory] = {}
         self._reading = asyncio.Lock()
+
+    async def restore(self, turns: Sequence[Turn]) -> None:
+        """Go on where an earlier conversation was, given all turns that it stored, by their indexes from 0: later calls
+        join, count and are seeded as its own would have been. To be called once, before any call. Calls that left no
+        turn are forgotten: an agent that makes them again is answered as for the first time.
+
+        Raises ServiceError if that cannot be done; the conversation is then of no use.
+        """
+        assert not self.turns
+        assert not self._calls
+        modes = {turn.mode for turn in turns}
+        if any(turn.step for turn in turns):
+            raise cannot_go_on("it was in a later step of its task, before which its calls were ended")
+        if TokenMode.TEXT in modes:
+            raise cannot_go_on("its engine reported no token ids, so the tokens that it has used up are not known")
+        if len(modes) > 1:
+            raise cannot_go_on("only some of its turns were sampled by an engine that takes token ids")
+        record = self._captured if modes == {TokenMode.CAPTURE} else self.tree
+        await self.backend.offload.run_steps(record.restore(turns))
+        if self._sampling.seed is not None:
+            seed, seeds = self._sampling.seed, {turn.sampling["seed"] for turn in turns}
+            seeded = await self.backend.offload.run(lambda: calls_seeded(seed, self._sample_index, seeds))
+            if seeded is None:
+                raise cannot_go_on("its calls did not have the seeds that the task gives them")
+            self._seeded_calls = seeded
+        self._allowance.restore(sum(len(turn.output_ids) // 4 for turn in turns))
+        self.turns = self.step_turns = len(turns)
+        self.replies = sum(turn.reply is not None for turn in turns)
 
     async def capacity(self) -> Capacity:
         """The limits of a call's body. Raises RunEnded and EngineError."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from outrider.concurrency.offload import Steps
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.pool.pool import PoolReply
@@ -20,6 +21,8 @@ from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
 from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.tree.canonical import digest, extend, message_key
+from outrider.tokens.tree.request_index import parse_messages
+from outrider.tokens.tree.stored_turns import StoredRequest, cannot_go_on, check_complete
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -111,11 +114,12 @@ class MessageCall:
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         prompt = last.prompt_ids or [] if captured else []
+        tools = digest(self._request.tools_raw) if self._request.tools else b""
         placed = self._record.place(
             prompt,
             output,
             shown=_image_paths(self._messages),
-            opening=_opening(self._messages, self._request.tools_raw),
+            opening=_opening(self._messages, tools),
             messages=self._messages,
             reply=last.reply,
         )
@@ -127,7 +131,7 @@ class MessageCall:
             cause=placed.cause,
             forked_from=placed.forked_from,
             conversation=placed.conversation,
-            tools=digest(self._request.tools_raw) if self._request.tools else b"",
+            tools=tools,
             agent_id=self._request.caller.agent_id,
             parent_agent_id=self._request.caller.parent_id,
             purpose=self._request.caller.purpose,
@@ -282,6 +286,27 @@ class CapturedTurns:
             forked_from=before,
         )
 
+    def restore(self, turns: Sequence[Turn]) -> Steps[None]:
+        """Place the turns again that an earlier attempt had stored, by their indexes from 0. Raises ServiceError if any
+        are missing, or come to another place now."""
+        check_complete(turns)
+        for turn in turns:
+            request = StoredRequest(turns, turn)
+            messages = yield from parse_messages(request)
+            before = b"" if turn.parent is None else self._ends[turn.parent]
+            yield len(before) + len(turn.prompt_delta)
+            placed = self.place(
+                unpack_ids(before + turn.prompt_delta).tolist(),
+                unpack_ids(turn.output_ids).tolist(),
+                shown=_image_paths(messages),
+                opening=_opening(messages, turn.tools),
+                messages=messages,
+                reply=turn.reply,
+            )
+            known = placed.parent, placed.join, placed.cause, placed.forked_from, placed.conversation
+            if known != (turn.parent, turn.join, turn.cause, turn.forked_from, turn.conversation):
+                raise cannot_go_on(f"turn {turn.index} does not follow from the turns before it")
+
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
         """The turn whose reply the messages quote last, if no turn with this `opening` gave the same reply."""
         for message in reversed(messages):
@@ -303,7 +328,7 @@ def _image_paths(messages: Sequence[Message]) -> list[bytes]:
     return paths
 
 
-def _opening(messages: Sequence[Message], tools_raw: bytes) -> ConversationStart:
+def _opening(messages: Sequence[Message], tools: bytes) -> ConversationStart:
     system, first = b"", b""
     for message in messages:
         body = message_key(message).body
@@ -311,4 +336,4 @@ def _opening(messages: Sequence[Message], tools_raw: bytes) -> ConversationStart
             first = body
             break
         system = extend(system, body)
-    return ConversationStart(digest(tools_raw), system, first)
+    return ConversationStart(tools, system, first)

@@ -6,6 +6,7 @@ left out without its name being kept with the turn.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -22,6 +23,10 @@ T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
 """Every engine takes 31 bits: llama.cpp's seeds have 32, those of vLLM 64 with a sign."""
+
+MAX_SEEDED_CALLS = 1 << 17
+"""A session may have made more calls than it may have turns, for those that fail leave none. To look through so many
+seeds takes a quarter of a second."""
 
 UNNAMED_TOKENS = 32_768
 """Tokens a call may sample that names no number, of a model whose context length is not known."""
@@ -70,6 +75,17 @@ def derived_seed(seed: int, *numbers: int) -> int:
     one seed for all calls the samples of a group would be copies of each other."""
     text = "/".join(map(str, (seed, *numbers)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
+
+
+def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | None:
+    """How many of a session's calls had been given seeds, when the last one got one of these; None if they are not all
+    among the first MAX_SEEDED_CALLS. Calls that failed had seeds, too."""
+    missing = set(seeds)
+    for call in range(MAX_SEEDED_CALLS):
+        if not missing:
+            return call
+        missing.discard(derived_seed(seed, sample_index, call + 1))
+    return None
 
 
 def client_may_be_at_fault(asked: AskedSampling) -> bool:

@@ -44,6 +44,10 @@ class Allowance:
         """How many tokens nobody has sampled yet, promised or not."""
         return self._limit - self.sampled
 
+    def restore(self, sampled: int) -> None:
+        """Before any call: so many tokens had been sampled by calls that are over."""
+        self.sampled = self._take_free(sampled)
+
     async def share(self, promised: int) -> Share:
         """The share of one call, to be used in a `with` block: at least so many tokens, or all there are when nothing
         else runs. Calls get theirs in the order they came. Raises LimitReached when all are sampled."""

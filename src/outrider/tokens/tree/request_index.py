@@ -20,7 +20,6 @@ from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import ThinkingSwitch
 from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, extend, message_key, tools_key
 from outrider.tokens.tree.nodes import PromptNode, Splice, TurnNode, rendered_replies_agree
-from outrider.trajectory import pack_ids
 
 MIN_REMEMBERED = 16
 """Messages from which on a prefix is remembered. Shorter requests are as fast to index anew."""
@@ -131,13 +130,13 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
     def make_prompt(
         self,
         parent: TurnNode | None,
-        added: list[int],
+        delta: bytes,
         *,
         splice: Splice | None = None,
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
-        """The request's prompt: the ids of the parent, then `added`. `sampled` are the positions of assistant messages
-        among these whose ids were sampled, with the digests of their recorded reasoning."""
+        """The request's prompt: the ids of the parent, then `delta` (packed). `sampled` are the positions of assistant
+        messages among these whose ids were sampled, with the digests of their recorded reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -150,7 +149,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
             history, history_start = before.history_digest, before.message_count
         return PromptNode(
             parent,
-            pack_ids(self.with_switch(added)),
+            delta,
             matched=self.matched,
             prefix_digest=self.prefixes[-1],
             rendered_replies=tuple(replies.items()),

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.concurrency.offload import Steps
-from outrider.errors import ContextOverflow, TooLarge
+from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
@@ -43,7 +43,8 @@ from outrider.tokens.tree.nodes import (
     recorded_reasoning,
 )
 from outrider.tokens.tree.request_index import IndexedRequest, RequestIndexer
-from outrider.trajectory import ForkCause, JoinKind, pack_ids, unpack_ids
+from outrider.tokens.tree.stored_turns import StoredRequest, arrivals, cannot_go_on, check_complete, size_of
+from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
 """Characters from which on a text is first measured in parts. Encoding a text of many megabytes in one piece takes
@@ -77,12 +78,12 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's ids: those of `parent`, then `added`. `match` is set if its history was recorded behind another head;
-    `splice` too, if that history's ids are among these, and `sampled` are then the positions of the replies in it with
-    the digests of their reasoning."""
+    """A request's ids: those of `parent`, then `delta` (packed). `match` is set if its history was recorded behind
+    another head; `splice` too, if that history's ids are among these, and `sampled` are then the positions of the
+    replies in it with the digests of their reasoning."""
 
     parent: TurnNode | None
-    added: list[int]
+    delta: bytes
     match: _HistoryMatch | None = None
     splice: Splice | None = None
     sampled: Sequence[tuple[int, bytes | None]] = ()
@@ -122,7 +123,8 @@ class TokenTree:
         repeated = self._repeated(request)
         if repeated is None:
             yield from self._check_long_texts(request, context)
-            joined = yield from self._place(request)
+            layout = yield from self._lay_out(request)
+            joined = self._place(request, layout)
         else:
             yield request.size_from(0)  # its added messages are parsed again: the tree does not keep them
             if repeated.first_turn is None and repeated.fork is not None:
@@ -149,9 +151,9 @@ class TokenTree:
             return repeated.length
         yield from self._check_long_texts(request, None)
         layout = yield from self._lay_out(request)
-        return (layout.parent.length if layout.parent is not None else 0) + len(request.with_switch(layout.added))
+        return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
-    def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
+    def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message that the client was given; None if it hung up before,
         and then no request can continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
@@ -164,6 +166,68 @@ class TokenTree:
             self._turns[prefix] = (*self._turns.get(prefix, ()), turn)
             self._histories.add(turn)
         return turn
+
+    def restore(self, turns: Sequence[Turn]) -> Steps[None]:
+        """Make this new tree what the tree was that recorded these turns, by their indexes from 0. Calls that left no
+        turn are forgotten: their requests join as if they came for the first time.
+
+        Raises ServiceError if turns are missing, or were not recorded with this renderer; the tree is then of no use.
+        """
+        check_complete(turns)
+        nodes: list[TurnNode] = []
+        prompts: dict[int, PromptNode] = {}
+        try:
+            for turn, came in zip(turns, arrivals(turns), strict=True):
+                for other in came:
+                    prompts[other.index] = yield from self._rejoin(other, turns, nodes)
+                nodes.append(self.commit(prompts.pop(turn.index), unpack_ids(turn.output_ids), turn.reply))
+        except RequestError as error:  # nobody has asked for anything
+            raise cannot_go_on(error.message) from error
+        # The bytes by which stored messages were known never come again.
+        self._indexer = RequestIndexer(self._renderer.printed)
+
+    def _rejoin(self, turn: Turn, turns: Sequence[Turn], nodes: Sequence[TurnNode]) -> Steps[PromptNode]:
+        """The prompt of a stored turn. Its ids and how it joined are taken from the turn; what decides how later
+        requests join comes from its messages, by the same rules as for any request."""
+        yield len(turn.prompt_delta) + len(turn.output_ids) + sum(map(size_of, turn.messages))
+        parent = nodes[turn.parent] if turn.parent is not None else None
+        if turn.join is JoinKind.RETRY and turn.forked_from is not None:
+            prompt = nodes[turn.forked_from].prompt
+        else:
+            prompt = yield from self._recorded_prompt(StoredRequest(turns, turn), turn, parent, nodes)
+        if (prompt.parent, prompt.delta, prompt.length) != (parent, turn.prompt_delta, turn.prompt_length):
+            raise cannot_go_on(f"the prompt of turn {turn.index} does not follow from the turns before it")
+        return prompt
+
+    def _recorded_prompt(
+        self, stored: StoredRequest, turn: Turn, parent: TurnNode | None, nodes: Sequence[TurnNode]
+    ) -> Steps[PromptNode]:
+        """The prompt of a stored turn's request: one that was asked for before, or a new one."""
+        request = yield from self._index(stored, stored.tools, stored.tools_raw, turn.sampling.get("thinking"))
+        if request.tools_digest != turn.tools:
+            raise cannot_go_on(f"the tools of turn {turn.index} are not stored as they were")
+        if not self._prompts and self._rendered(request) != turn.prompt_delta:
+            raise cannot_go_on("its first prompt is rendered otherwise now, as by another tokenizer or chat template")
+        if parent is not None:  # a newer turn may have said the same
+            request.matched, request.covered = parent, parent.prompt.message_count + 1
+        repeated = self._repeated(request)
+        if repeated is not None and (repeated.parent, repeated.delta) == (parent, turn.prompt_delta):
+            return repeated
+        layout = _Layout(parent=parent, delta=turn.prompt_delta)
+        if turn.cause in HEAD_CHANGES and turn.forked_from is not None:
+            source = nodes[turn.forked_from]
+            covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
+            match = _HistoryMatch(source, covered, turn.cause)
+            # The turn does not say whether its history's ids are the recorded ones: they are, if that gives its prompt.
+            spliced = self._spliced(request, match)
+            is_spliced = spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta)
+            layout = spliced if spliced is not None and is_spliced else msgspec.structs.replace(layout, match=match)
+        joined = self._place(request, layout)
+        if turn.join is not JoinKind.RETRY:  # that of a call which left no turn is not known
+            joined = msgspec.structs.replace(joined, kind=turn.join, cause=turn.cause, forked_from=turn.forked_from)
+        joined.prompt.conversation = turn.conversation
+        self._record(request, joined)
+        return joined.prompt
 
     def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
@@ -196,11 +260,10 @@ class TokenTree:
                     if context is not None and tokens > context:
                         raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
 
-    def _place(self, request: IndexedRequest) -> Steps[Joined]:
+    def _place(self, request: IndexedRequest, layout: _Layout) -> Joined:
         """Make the request's prompt, and say where it joined and why it could not simply append."""
-        layout = yield from self._lay_out(request)
         parent, match = layout.parent, layout.match
-        prompt = request.make_prompt(parent, layout.added, splice=layout.splice, sampled=layout.sampled)
+        prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
         if parent is not None and not request.is_rewritten:
             prompt.conversation = parent.prompt.conversation
             if parent.children:
@@ -253,9 +316,13 @@ class TokenTree:
                 parent.prompt.tail(self._renderer.tail_start), parent.output, request, request.covered
             )
             if added is not None:
-                return _Layout(parent=parent, added=added, match=match)
+                return _Layout(parent=parent, delta=pack_ids(request.with_switch(added)), match=match)
         yield request.size_from(0)
-        return _Layout(parent=None, added=self._renderer.render(request.parse_from(0), request.tools), match=match)
+        return _Layout(parent=None, delta=self._rendered(request), match=match)
+
+    def _rendered(self, request: IndexedRequest) -> bytes:
+        """The request's whole prompt, packed."""
+        return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
         """The request's own head, then the ids of the history that was recorded behind another head. None unless the
@@ -278,19 +345,19 @@ class TokenTree:
         added = self._continued(tail, turn.output, request, match.covered)
         if added is None:
             return None
-        ids = [*prompt, *unpack_ids(turn.output).tolist(), *added]
+        ids = pack_ids(request.with_switch([*prompt, *unpack_ids(turn.output).tolist(), *added]))
         shift = request.system_count - turn.prompt.system_count
         layout = _Layout(
             parent=None,
-            added=ids,
+            delta=ids,
             match=match,
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
         # An agent that takes over again continues its own last turn: its ids are then one append-only row.
         own = request.matched
-        if own is not None and ids[: own.length] == [*own.prompt.ids().tolist(), *unpack_ids(own.output).tolist()]:
-            return msgspec.structs.replace(layout, parent=own, added=ids[own.length :])
+        if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
+            return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
