@@ -86,7 +86,9 @@ class Child:
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def runs(self) -> bool:
-        return not select.select([self.pidfd], [], [], 0)[0]
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        return not ended.poll(0)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
