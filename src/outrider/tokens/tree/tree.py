@@ -206,8 +206,12 @@ class TokenTree:
         request = yield from self._index(stored, stored.tools, stored.tools_raw, turn.sampling.get("thinking"))
         if request.tools_digest != turn.tools:
             raise cannot_go_on(f"the tools of turn {turn.index} are not stored as they were")
-        if not self._prompts and self._rendered(request) != turn.prompt_delta:
-            raise cannot_go_on("its first prompt is rendered otherwise now, as by another tokenizer or chat template")
+        if not self._prompts:
+            yield request.size_from(0)
+            if self._rendered(request) != turn.prompt_delta:
+                raise cannot_go_on(
+                    "its first prompt is rendered otherwise now, as by another tokenizer or chat template"
+                )
         if parent is not None:  # a newer turn may have said the same
             request.matched, request.covered = parent, parent.prompt.message_count + 1
         repeated = self._repeated(request)
@@ -218,10 +222,13 @@ class TokenTree:
             source = nodes[turn.forked_from]
             covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
             match = _HistoryMatch(source, covered, turn.cause)
+            yield request.size_from(0)
             # The turn does not say whether its history's ids are the recorded ones: they are, if that gives its prompt.
             spliced = self._spliced(request, match)
-            is_spliced = spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta)
-            layout = spliced if spliced is not None and is_spliced else msgspec.structs.replace(layout, match=match)
+            if spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta):
+                layout = spliced
+            else:
+                layout = msgspec.structs.replace(layout, match=match)
         joined = self._place(request, layout)
         if turn.join is not JoinKind.RETRY:  # that of a call which left no turn is not known
             joined = msgspec.structs.replace(joined, kind=turn.join, cause=turn.cause, forked_from=turn.forked_from)
