@@ -24,7 +24,7 @@ from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import Hello
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.nodes.telling import Telling
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
@@ -36,7 +36,7 @@ from .test_processes import ends, node_processes, replies_of, result_of, served
 LENGTH = 4
 HEARD_OF_SECONDS = 12.0
 """Three times what may pass between two heartbeats of a node."""
-CAPACITY = ResourceAmount(cpus=4.0, memory_mb=4096)
+CAPACITY = Capacity(cpus=4.0, memory_mb=4096)
 
 
 class Machine:
@@ -177,8 +177,7 @@ class Dialling:
             instance=instance * 16,
             machine=machine,
             host="",
-            cpus=1.0,
-            memory_mb=100,
+            capacity=Capacity(cpus=1.0, memory_mb=100),
             received=received,
         )
         self._come: asyncio.Queue[bytes | None] = asyncio.Queue()

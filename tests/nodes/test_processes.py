@@ -21,6 +21,7 @@ from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.nodes import processes, remote_node, spawning, telling
+from outrider.sessions.resources import Capacity
 from outrider.schemas import GroupView, SessionView
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.engine_servers.app import engine_app, serving
@@ -450,7 +451,8 @@ def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) 
         callbacks=CallbacksConfig(secret=SecretStr(f"whsec_{SECRET}")),
         engines=(EngineSpec(kind="vllm", url="http://127.0.0.1:1", options={"api_key": "hidden-key"}),),
     )
-    setups = [processes.setup_of(config, f"n-{number}", number, cpus=4.0, memory_mb=100) for number in range(3)]
+    capacity = Capacity(cpus=4.0, memory_mb=100)
+    setups = [processes.setup_of(config, f"n-{number}", number, capacity) for number in range(3)]
     assert all(word not in setup.config for setup in setups for word in (b"hidden", SECRET.encode()))
     configs = [Config.model_validate_json(setup.config) for setup in setups]
     assert [(each.sandboxes.warm, each.sandboxes.warm_memory_mb) for each in configs] == [(1, 16), (1, 16), (0, 16)]

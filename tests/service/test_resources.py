@@ -100,7 +100,7 @@ async def test_who_waits_can_be_cancelled(world: MakeWorld) -> None:
 @pytest.mark.parametrize(("name", "value"), [("cpus", 2.5), ("memory_mb", 1025)])
 async def test_more_than_the_node_has_is_refused_at_once(world: MakeWorld, name: str, value: float) -> None:
     async with world(sandboxes=SMALL) as w:
-        with pytest.raises(InvalidField, match="2 cpus and 1024 MiB") as refused:
+        with pytest.raises(InvalidField, match="2 cpus, 1024 MiB") as refused:
             await w.submit("ask", runtime=needing(**{name: value}))
         assert refused.value.field == f"task.runtime.resources.{name}"
         assert f"sandboxes.{name}" in str(refused.value.hint)

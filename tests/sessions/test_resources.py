@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.sessions.resources import NodeResources, ResourceAmount, free_of, machine_capacity, required
+from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, free_of, machine_capacity, required
 from outrider.spec import MEBIBYTE, Resources
 
 
 def some_resources(cpus: float = 4.0, memory_mb: int = 1000) -> NodeResources:
-    return NodeResources(ResourceAmount(cpus=cpus, memory_mb=memory_mb))
+    return NodeResources(Capacity(cpus=cpus, memory_mb=memory_mb))
 
 
 def cpus(number: float) -> ResourceAmount:
@@ -132,7 +132,7 @@ async def test_both_must_be_there() -> None:
 
 @pytest.mark.parametrize("amount", [cpus(4.5), ResourceAmount(memory_mb=1001)])
 async def test_more_than_the_whole_is_never_waited_for(amount: ResourceAmount) -> None:
-    with pytest.raises(RuntimeUnavailable, match="the node has 4 and 1000"):
+    with pytest.raises(RuntimeUnavailable, match="the node has 4 cpus, 1000 MiB"):
         await some_resources().take(amount)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from outrider.errors import RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.gpu_locks import lock_gpus
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
 
@@ -39,6 +40,12 @@ class Sandbox:
         self._files = files
         self._ready = False
         self._stopped = False
+        self._locks = ExitStack()
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names of the GPUs that it alone may use."""
+        return self._context.gpus
 
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless that is done. Raises RuntimeFailure.
@@ -49,11 +56,13 @@ class Sandbox:
         if self._ready:
             return
         try:
+            self._locks = await lock_gpus(self.gpus)
             await self.runtime.start()
             if self._context.layer is None:
                 await prepare(self.runtime, self._spec.prepare, files=self._files)
         except BaseException:  # also a cancellation
             await self.stop()
+            self._locks.close()  # it may have been stopped while it waited for them
             raise
         self._ready = True
 
@@ -65,6 +74,7 @@ class Sandbox:
         try:
             await shielded(self.runtime.stop)
         finally:
+            self._locks.close()
             await shielded(partial(asyncio.to_thread, remove_tree, self._context.directory))
 
 
@@ -90,7 +100,14 @@ class Sandboxes:
             self._gateway_url = before
 
     def make(
-        self, spec: RuntimeSpec, name: str, attempt: int, *, mounts: tuple[Path, ...] = (), layer: Path | None = None
+        self,
+        spec: RuntimeSpec,
+        name: str,
+        attempt: int,
+        *,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> Sandbox:
         """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
         its runtime is not installed any more."""
@@ -106,6 +123,7 @@ class Sandboxes:
             gateway_socket=self.gateway_socket,
             mounts=mounts,
             layer=layer,
+            gpus=gpus,
         )
         try:
             return Sandbox(kind.create(spec, context), spec, context, self.files)

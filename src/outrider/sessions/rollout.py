@@ -214,14 +214,15 @@ class Rollout:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
-            await held.enter_async_context(await self._node.resources.take(needs, priority))
+            share = await self._node.resources.take(needs, priority)
+            await held.enter_async_context(share)
             ready = await held.enter_async_context(await lanes.ready.take(priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
             self._stopwatch.lap("queued")
             try:
                 async with self._budget.spend():
                     sandbox = await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
-                        self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
+                        self._task.runtime, self._session.id, self._session.attempt, mounts=mounts, gpus=share.gpus
                     )
                     held.push_async_callback(sandbox.stop)
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
@@ -498,14 +499,16 @@ class Rollout:
         priority = self._attempt.priority
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
-            await held.enter_async_context(await self._node.resources.take(needs, priority))
+            share = await self._node.resources.take(needs, priority)
+            await held.enter_async_context(share)
             await held.enter_async_context(await self._node.lanes.eval.take(priority))
             self._stopwatch.lap("queued")
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)
             self._graded = ended
             outcome = await self._outcome(cast(Runtime, NothingKept()), ended)
-            return _graded(ended, await grading.grade_again(outcome, fetch if stored.carried else None))
+            carried = fetch if stored.carried else None
+            return _graded(ended, await grading.grade_again(outcome, carried, gpus=share.gpus))
 
     async def _outcome(self, runtime: Runtime, ended: AgentRun) -> Outcome:
         turns = await self._turns(images=True)
