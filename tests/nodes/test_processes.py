@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.nodes import processes, remote_node, spawning, telling
-from outrider.sessions.resources import Capacity
 from outrider.schemas import GroupView, SessionView
+from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.engine_servers.app import engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
@@ -328,6 +329,54 @@ async def test_all_processes_share_the_machines_resources(start: Starts, tokeniz
             most = max(most, at_once)
         assert (len(lines), most) == (8, 2)
         assert {node.stats().resources.cpus_set_aside for node in running.nodes} == {0.0}
+
+
+def some_gpus(number: int) -> tuple[str, ...]:
+    """Of this process: other tests on this machine may use others at the same time."""
+    return tuple(f"{os.getpid()}-{each}" for each in range(number))
+
+
+@pytest.mark.deep
+async def test_no_gpu_is_used_by_two_sessions_whichever_process_they_are_in(start: Starts, tokenizer: Path) -> None:
+    gpus = some_gpus(3)
+    async with start(sandboxes=SandboxesConfig(gpus=gpus)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        groups = [
+            await running.submit("ask", "use times 0.2", n=6, runtime={"resources": {"gpus": number}})
+            for number in (1, 2, 3)
+        ]
+        views = [await running.done(group) for group in groups]
+        assert [ends(view) for view in views] == [{StopReason.COMPLETED: 6}] * 3
+        assert len({process for view in views for process in process_of(view)}) == 2
+        uses = [line.split() for line in (running.folder / "times").read_text().splitlines()]
+        assert len(uses) == 18
+        for name in gpus:
+            spans = sorted((float(began), float(ended)) for had, began, ended in uses if name in had.split(","))
+            assert len(spans) >= 6
+            assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        resources = [node.stats().resources for node in running.nodes]
+        assert {(each.gpus, each.gpus_set_aside, each.waiting) for each in resources} == {(3, 0, 0)}
+
+
+async def test_the_gpus_of_a_process_that_dies_are_given_to_the_next(start: Starts, tokenizer: Path) -> None:
+    gpus = some_gpus(2)
+    async with start(sandboxes=SandboxesConfig(gpus=gpus)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = await running.submit("ask", "wait door", "use times 0", runtime={"resources": {"gpus": 2}})
+        await running.here("door")
+        assert [node.stats().resources.gpus_set_aside for node in running.nodes] == [2, 2], "one account"
+        (running.folder / "door.here").unlink()
+        for process in node_processes():
+            os.kill(process, signal.SIGKILL)
+        await running.here("door")
+        running.open("door")
+        view = await running.done(submitted)
+        assert ends(view) == {StopReason.COMPLETED: 1}
+        assert view.sessions[0].attempt == 2
+        assert (running.folder / "times").read_text().split()[0] == ",".join(gpus)
+        async with asyncio.timeout(30):
+            while any(node.stats().resources.gpus_set_aside for node in running.nodes):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.deep

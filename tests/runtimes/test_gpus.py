@@ -282,9 +282,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.real
 @pytest.mark.timeout(180)
-async def test_a_container_has_the_devices_that_it_was_given_and_no_other(
-    world: World, kind: str, maker: str
-) -> None:
+async def test_a_container_has_the_devices_that_it_was_given_and_no_other(world: World, kind: str, maker: str) -> None:
     first = world.create(kind, gpus=(f"{maker}a", f"{maker}c"))
     second = world.create(kind, gpus=(f"{maker}b",))
     without = world.create(kind)

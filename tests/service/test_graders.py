@@ -14,8 +14,8 @@ from outrider.evaluators.base import Outcome
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
-from outrider.sessions.resources import Capacity
 from outrider.service.allow_lists import AllowLists
+from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec
 from outrider.trajectory import Verdict
 from support.service import call, running_service, say

@@ -38,8 +38,10 @@ class Plain:
         return runtime.image in self._images
 
 
-def needing(cpus: float, memory_mb: int | None = None, image: str | None = None) -> RuntimeSpec:
-    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
+def needing(
+    cpus: float | None = None, memory_mb: int | None = None, image: str | None = None, gpus: int = 0
+) -> RuntimeSpec:
+    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb, gpus=gpus), image=image)
 
 
 GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
@@ -100,6 +102,26 @@ def test_only_nodes_that_could_take_it_are_held() -> None:
     assert put(places, needing(8)) == put(places, needing(8)) == "large"
     assert put(places, needing(8)) is None
     assert put(places, needing(1)) == "little"
+
+
+def test_sessions_that_wait_for_gpus_hold_up_those_that_want_none_only_for_the_first_of_them() -> None:
+    places = Places([Plain("a", 99, gpus=2), Plain("plain", 99)])
+    with_gpu = needing(cpus=1, gpus=1)
+    assert [put(places, with_gpu) for _ in range(4)] == ["a"] * 4
+    places.look_again()
+    assert [put(places, with_gpu) for _ in range(9)] == [None] * 9
+    assert [put(places, needing(cpus=4)) for _ in range(3)] == ["plain", "plain", None], "one of the four left is kept"
+    places.look_again()
+    assert [put(places, with_gpu), put(places, needing(cpus=3)), put(places, needing(cpus=1))] == [None, "a", None]
+    GIVE_BACK["a"].pop(0)()
+    places.look_again()
+    assert put(places, with_gpu) == "a"
+
+
+def test_gpus_that_are_free_now_come_first_and_no_node_without_is_asked() -> None:
+    busy, free = Plain("busy", 9, gpus=2, gpus_set_aside=2), Plain("free", 2, gpus=1)
+    assert put(Places([busy, Plain("none", 50), free]), needing(gpus=1)) == "free"
+    assert put(Places([busy, Plain("none", 50)]), needing(gpus=2)) == "busy"
 
 
 def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
