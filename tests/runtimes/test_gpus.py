@@ -24,9 +24,12 @@ import pytest
 from outrider.errors import RuntimeUnavailable
 from outrider.runtimes.apptainer import runtime as apptainer
 from outrider.runtimes.base import Runtime
+from outrider.runtimes.containers.create_request import ContainerRequest, Shown
 from outrider.runtimes.containers.daemon import ask
+from outrider.runtimes.containers.libpod_request import libpod_body
 from outrider.runtimes.namespace import runtime as namespace
 from outrider.runtimes.nvidia import NvidiaDriver, driver_libraries
+from outrider.spec import Resources
 
 from . import engines, sif_images
 from .world import CONTAINERS, KindOf, World
@@ -242,6 +245,68 @@ async def test_an_apptainer_sandbox_is_shown_its_gpus_alone(world: World, tmp_pa
     sandbox = world.create_with(made, gpus=("1", "2"), env={"LD_LIBRARY_PATH": "/opt/lib"}, **fields)
     await sandbox.start()
     await has_its_gpus_and_no_other(sandbox)
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    """The body of a request of Docker's."""
+    made: dict[str, Any] = {
+        "image": "sha256:1",
+        "command": ["/p", "-c", "x"],
+        "env": {"A": "b=c"},
+        "labels": {"l": "m"},
+        "shown": [Shown(Path("/a:b"), "/c")],
+        "resources": Resources(memory_mb=64, cpus=0.5, pids=32, disk_mb=16),
+        "limits": True,
+    }
+    return ContainerRequest(**made | fields).body(sized=True)
+
+
+def test_docker_is_asked_for_gpus_by_their_names() -> None:
+    nvidia, cdi = request(gpus=("3", "GPU-8f2a", "amd.com/gpu=0", "nvidia.com/gpu=1"))["HostConfig"]["DeviceRequests"]
+    assert nvidia == {"Driver": "nvidia", "DeviceIDs": ["3", "GPU-8f2a"], "Capabilities": [["gpu"]]}
+    assert cdi == {"Driver": "cdi", "DeviceIDs": ["amd.com/gpu=0", "nvidia.com/gpu=1"]}
+
+
+@pytest.mark.parametrize("gpus", [(), ("3",)])
+def test_no_image_gets_gpus_by_a_variable(gpus: tuple[str, ...]) -> None:
+    body = request(gpus=gpus)
+    assert "NVIDIA_VISIBLE_DEVICES=void" in body["Env"]
+    assert ("DeviceRequests" in body["HostConfig"]) == bool(gpus)
+
+
+def test_podman_is_asked_for_the_same_container_by_its_own_api() -> None:
+    asked = libpod_body(request(gpus=("3", "amd.com/gpu=0"), oci_runtime="crun"), ("3", "amd.com/gpu=0"))
+    assert asked["devices"] == [{"path": "nvidia.com/gpu=3"}, {"path": "amd.com/gpu=0"}]
+    assert (asked["image"], asked["entrypoint"], asked["command"]) == ("sha256:1", ["/p"], ["-c", "x"])
+    assert (asked["env"]["A"], asked["labels"], asked["oci_runtime"]) == ("b=c", {"l": "m"}, "crun")
+    assert asked["mounts"] == [
+        {"type": "bind", "source": "/a:b", "destination": "/c", "options": ["rbind", "rprivate", "ro"]}
+    ]
+    assert (asked["cap_drop"], asked["no_new_privileges"], asked["netns"]) == (["ALL"], True, {"nsmode": "none"})
+    assert asked["resource_limits"] == {
+        "pids": {"limit": 32},
+        "memory": {"limit": 64 << 20, "swap": 64 << 20},
+        "cpu": {"quota": 50_000, "period": 100_000},
+    }
+    assert asked["storage_opts"] == {"size": "16m"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"Tty": True},
+        {"HostConfig": {"Privileged": True}},
+        {"HostConfig": {"NetworkMode": "bridge"}},
+        {"HostConfig": {"SecurityOpt": ["no-new-privileges", "label=disable", "seccomp=x"]}},
+        {"HostConfig": {"Mounts": [{"Type": "tmpfs", "Source": "", "Target": "/x", "ReadOnly": False}]}},
+    ],
+    ids=str,
+)
+def test_what_has_no_translation_into_podmans_request_is_an_error(changed: dict[str, Any]) -> None:
+    body = request(gpus=("0",))
+    host = {**body["HostConfig"], **changed.pop("HostConfig", {})}
+    with pytest.raises(ValueError, match="translat"):
+        libpod_body({**body, **changed, "HostConfig": host}, ("0",))
 
 
 DESCRIBED = Path("/etc/cdi")
