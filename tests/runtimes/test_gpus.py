@@ -267,10 +267,10 @@ def test_docker_is_asked_for_gpus_by_their_names() -> None:
     assert cdi == {"Driver": "cdi", "DeviceIDs": ["amd.com/gpu=0", "nvidia.com/gpu=1"]}
 
 
-@pytest.mark.parametrize("gpus", [(), ("3",)])
-def test_no_image_gets_gpus_by_a_variable(gpus: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("gpus", "told"), [((), "void"), (("3", "1"), "3,1"), (("amd.com/gpu=0",), "void")])
+def test_no_image_gets_gpus_by_a_variable(gpus: tuple[str, ...], told: str) -> None:
     body = request(gpus=gpus)
-    assert "NVIDIA_VISIBLE_DEVICES=void" in body["Env"]
+    assert f"NVIDIA_VISIBLE_DEVICES={told}" in body["Env"]
     assert ("DeviceRequests" in body["HostConfig"]) == bool(gpus)
 
 

@@ -124,6 +124,12 @@ def test_gpus_that_are_free_now_come_first_and_no_node_without_is_asked() -> Non
     assert put(Places([busy, Plain("none", 50)]), needing(gpus=2)) == "busy"
 
 
+def test_who_needs_no_gpu_takes_the_slot_of_a_node_without_but_not_for_want_of_its_image() -> None:
+    with_gpus, without = Plain("with", 50, gpus=2, images=("i",)), Plain("without", 1, images=("j",))
+    places = Places([with_gpus, without])
+    assert [put(places, RuntimeSpec(image="i")), put(places, ANY), put(places, ANY)] == ["with", "without", "with"]
+
+
 def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
     assert put(Places([Plain("a"), Plain("b", 9)]), needing(400)) == "b"
 

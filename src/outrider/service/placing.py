@@ -135,7 +135,8 @@ class Places(Generic[N]):
 
     def find(self, runtime: RuntimeSpec) -> N | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
-        one that has its image, then the one with the most free slots. None if the session must wait."""
+        one that has its image, then one without GPUs unless it needs some, then the one with the most free slots. None
+        if the session must wait."""
         needs = required(runtime.resources)
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
@@ -148,9 +149,10 @@ class Places(Generic[N]):
                 for machine in {place.machine for place in able}:
                     machine.waiting.append(needs.quantities)
 
-        def fitness(place: _Place[N]) -> tuple[bool, bool, int]:
-            free = needs.within(free_of(place.node.stats().resources))
-            return free, place.node.has_image(runtime), self._slots(place)
+        def fitness(place: _Place[N]) -> tuple[bool, bool, bool, int]:
+            resources = place.node.stats().resources
+            free = needs.within(free_of(resources))
+            return free, place.node.has_image(runtime), bool(needs.gpus or not resources.gpus), self._slots(place)
 
         return max(found, key=fitness).node if found else None
 

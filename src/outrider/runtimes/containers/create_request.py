@@ -57,6 +57,9 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, sized: bool) -> dict[str, Any]:
         """The JSON body. `sized`: the daemon can bound the size of a container's file system."""
+        env = {**NEUTRAL, **self.env}
+        if plain := [name for name in self.gpus if "/" not in name]:  # docker says so, too, but behind what is here
+            env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
             "AutoRemove": True,
             "NetworkMode": "none",
@@ -90,7 +93,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "Image": self.image,
             "Entrypoint": list(self.command[:1]),
             "Cmd": list(self.command[1:]),
-            "Env": [f"{name}={value}" for name, value in {**NEUTRAL, **self.env}.items()],
+            "Env": [f"{name}={value}" for name, value in env.items()],
             "Labels": dict(self.labels),
             "Hostname": "sandbox",
             "User": "0:0",

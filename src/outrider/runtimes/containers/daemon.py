@@ -37,7 +37,7 @@ SESSION_LABEL = "outrider.session"
 REMOVE_SECONDS = 60.0
 PAUSE_SECONDS = 0.02
 PROBE_SECONDS = 3.0
-NO_GPU = ("device driver", "CDI device", "nvidia")
+NO_GPU = ("device driver", "CDI device", "unknown device")
 """Words of the errors by which daemons refuse a GPU."""
 SIZE_REFUSED = ("storage-opt", "storage opt", "overlay.size", "pquota", "quota")
 """Words of the errors by which daemons refuse a bound on the size of a container's file system."""
