@@ -18,7 +18,7 @@ from outrider.trajectory import Verdict
 from support.clock import pass_time
 
 from .conftest import MakeWorld
-from .world import World, result_of
+from .world import World, group, result_of
 
 SMALL = SandboxesConfig(cpus=2.0, memory_mb=1024, gpus=())
 
@@ -147,6 +147,13 @@ async def test_gpus_are_given_back_however_a_session_ends(
         await w.done(cancelled.id)
         assert resources(w).gpus_set_aside == 0
         assert result_of(await w.run("ask", runtime=needing(gpus=3))).stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.parametrize("gpus", [-1, 65, 1.5, True, "1", None])
+def test_gpus_are_a_whole_number(gpus: Any) -> None:
+    with pytest.raises(InvalidField) as refused:
+        group(runtime=needing(gpus=gpus))
+    assert refused.value.field == "task.runtime.resources.gpus"
 
 
 async def look(outcome: Outcome) -> Verdict:
