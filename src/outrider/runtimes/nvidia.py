@@ -1,8 +1,8 @@
 """The NVIDIA GPUs of this machine, and what a sandbox that no container engine makes has to be shown to use some.
 
-The driver is asked by its files alone: no library of it is loaded, and no GPU is opened. What is found was checked
-against the driver's documentation and not on a machine with a GPU. Invariant: of the GPUs a sandbox is shown those that
-it was given and no other.
+The driver is asked by its files alone: no library of it is loaded, and no GPU is opened. Their form is what other
+programs read of them; it was not tried on a machine with a GPU. Invariant: of the GPUs a sandbox is shown those that it
+was given and no other.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ WAIT_SECONDS = 20.0
 PAUSE_SECONDS = 0.1
 
 
-async def lock_gpus(names: Sequence[str], *, wait: float = WAIT_SECONDS) -> ExitStack:
+async def lock_gpus(names: Sequence[str]) -> ExitStack:
     """Lock these GPUs; closing what is returned unlocks them. Raises RuntimeFailure when another program of this
-    machine does not unlock one within `wait` seconds."""
+    machine does not unlock one within WAIT_SECONDS."""
     clock = asyncio.get_running_loop().time
-    end = clock() + wait
+    end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
             # A name of the kernel's and no file: it is free when its process is dead, and may be any user's.
