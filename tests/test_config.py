@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from outrider.config import load_config, unknown_variables
+from outrider.config import SandboxesConfig, load_config, unknown_variables
 from outrider.errors import InvalidField
 
 
@@ -98,3 +99,24 @@ def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(monkeypatch: py
         "OUTRIDER_TOKENS": "OUTRIDER_TOKEN",
         "OUTRIDER_XYZZY": None,
     }
+
+
+@pytest.mark.parametrize("gpus", [(), ("0", "3"), ("GPU-8f2a-11", "amd.com/gpu=0"), ("nvidia.com/gpu=1:0",)])
+def test_gpus_are_named_as_their_makers_do(gpus: tuple[str, ...]) -> None:
+    assert SandboxesConfig(gpus=gpus).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [("0", "0"), ("0", "nvidia.com/gpu=0"), ("all",), ("nvidia.com/gpu=all",), ("none",), ("",), ("a b",), ("/x=1",)],
+)
+def test_what_is_not_the_name_of_one_gpu_is_refused(gpus: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError):
+        SandboxesConfig(gpus=gpus)
+
+
+def test_gpus_of_the_environment_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_SANDBOXES__GPUS", '["0", "2"]')
+    assert load_config({}).sandboxes.gpus == ("0", "2")
+    monkeypatch.setenv("OUTRIDER_SANDBOXES__GPUS", "[]")
+    assert load_config({}).sandboxes.gpus == ()

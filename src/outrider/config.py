@@ -66,11 +66,16 @@ class QueueConfig(Section):
     expires_seconds: Seconds | None = None
 
 
+GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=256)]
+
+
 class SandboxesConfig(Section):
     """What tasks may use of this node.
 
     `allow`: files and folders of the host that tasks may name, with everything below them. `cpus` and `memory_mb`:
-    how much all sandboxes together may reserve (None: all that the machine has). `warm`: how many sandboxes of each
+    how much all sandboxes together may reserve (None: all that the machine has). `gpus`: names of the GPUs that they
+    may use, plain for NVIDIA's (an index or a UUID), `vendor/class=device` for others (None: the NVIDIA GPUs of the
+    machine that CUDA_VISIBLE_DEVICES, if it is set, lets this process see). `warm`: how many sandboxes of each
     recently used kind are started ahead of time, within `warm_memory_mb` in all. `runtimes`: the kinds that tokens of
     the role submit may use. `images`: how the names of images begin that tasks may use (None: of all that are here).
     """
@@ -88,8 +93,21 @@ class SandboxesConfig(Section):
     images: tuple[str, ...] | None = None
     cpus: Annotated[float, Field(gt=0)] | None = None
     memory_mb: Annotated[int, Field(ge=16)] | None = None
+    gpus: tuple[GpuName, ...] | None = None
     warm: Annotated[int, Field(ge=0, le=1024)] = 0
     warm_memory_mb: Annotated[int, Field(ge=16)] = 4096
+
+    @field_validator("gpus")
+    @classmethod
+    def _single(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Each name must be that of one GPU, and no two of the same one."""
+        devices = [name.rpartition("=")[2] for name in value or ()]
+        if wide := {"all", "none", "void"}.intersection(devices):
+            raise ValueError(f"{wide.pop()!r} is not the name of one GPU: name each")
+        plain = [name.removeprefix("nvidia.com/gpu=") for name in value or ()]
+        if twice := [name for name in plain if plain.count(name) > 1]:
+            raise ValueError(f"GPU {twice[0]} is named twice")
+        return value
 
 
 class ModelConfig(Section):

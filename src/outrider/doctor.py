@@ -1,4 +1,4 @@
-"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files.
+"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
 
 It starts nothing that outlives it. Invariant: every finding that is not ok says what to do about it.
 """
@@ -19,6 +19,7 @@ from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.plugins import names, resolve
 from outrider.runtimes.base import Availability, RuntimeKind
+from outrider.runtimes.nvidia import NVIDIA
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
@@ -52,6 +53,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[Finding, ...]
     ports: tuple[Finding, ...]
     limits: tuple[Finding, ...]
+    gpus: tuple[Finding, ...]
 
 
 def diagnose() -> Diagnosis:
@@ -81,6 +83,7 @@ def diagnose() -> Diagnosis:
         stores=(Finding(name="sqlite", ok=True, detail=NOTHING_MORE), _libraries("postgresql")),
         ports=(_port(Config().host, Config().port),),
         limits=(_open_files(),),
+        gpus=_gpus(),
     )
 
 
@@ -131,6 +134,18 @@ def _open_files() -> Finding:
         "in limits.conf, or with --ulimit of a container"
     )
     return Finding(name="open files", ok=False, detail=f"{detail}, which is few", hint=hint)
+
+
+def _gpus() -> tuple[Finding, ...]:
+    """Those that sandboxes may use by default."""
+    if found := NVIDIA.visible():
+        return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
+    if not (there := NVIDIA.gpus()):
+        hint = "only tasks that ask for GPUs need some; name those of another maker with --sandbox-gpu"
+        return (Finding(name="NVIDIA", ok=False, detail="no GPU that this user may open", hint=hint),)
+    hint = "unset CUDA_VISIBLE_DEVICES, or name those that sandboxes may use: --sandbox-gpu 0"
+    detail = f"{len(there)}, of which CUDA_VISIBLE_DEVICES leaves none"
+    return (Finding(name="NVIDIA", ok=False, detail=detail, hint=hint),)
 
 
 def _port(host: str, port: int) -> Finding:

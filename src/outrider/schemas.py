@@ -31,12 +31,14 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a node has for its sandboxes, and how much of it is reserved (`..._set_aside`): processors' worth of time,
-    and MiB of memory. `waiting` sessions ask for more than is free; `served` and `waited_seconds` are totals."""
+    MiB of memory, and GPUs. `waiting` sessions ask for more than is free; `served` and `waited_seconds` are totals."""
 
     cpus: float
     cpus_set_aside: float = 0.0
     memory_mb: int
     memory_mb_set_aside: int = 0
+    gpus: int = 0
+    gpus_set_aside: int = 0
     waiting: int = 0
     served: int = 0
     waited_seconds: float = 0.0

@@ -180,17 +180,18 @@ two, and a compiler or test suite as much again."""
 
 
 class Resources(Spec):
-    """Maximum resources of a sandbox. Cpus and memory are also reserved for it on its node.
+    """Maximum resources of a sandbox. Cpus, memory and GPUs are also reserved for it on its node.
 
     cpus: processors' worth of time. memory_mb: MiB of memory, including written files if they are kept in memory; if it
     is left out, the limit is disk_mb + PROGRAMS_MB, and nothing is reserved. disk_mb: MiB of files that it may write.
-    pids: processes and threads at once.
+    pids: processes and threads at once. gpus: whole GPUs, which nobody else has at that time.
     """
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
     memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
     disk_mb: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
     pids: Annotated[int, Field(ge=8, le=1 << 20)] = 4096
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
 
     @property
     def most_memory_mb(self) -> int:

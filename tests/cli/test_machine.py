@@ -42,6 +42,12 @@ def test_doctor_says_what_to_do(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert "run: outrider harness install mini-swe-agent" in shown
 
 
+def test_doctor_looks_for_gpus(cli: Cli) -> None:
+    found = diagnosis(cli).gpus
+    assert found
+    assert all(each.ok or "--sandbox-gpu" in (each.hint or "") for each in found)
+
+
 def test_doctor_sees_a_taken_port(cli: Cli) -> None:
     with socket.socket() as taken:
         try:

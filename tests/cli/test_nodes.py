@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.world import Cli
+from outrider.config import SandboxesConfig
 from outrider.rootfs.store import ImageStore
 from support.service import running_service
 from support.skopeo import fake_skopeo
@@ -25,6 +26,14 @@ async def test_a_node_is_listed_drained_and_resumed(cli: Cli, tmp_path: Path) ->
         assert [node["drained"] for node in json.loads(resumed.out)["nodes"]] == [False]
         unknown = await cli("nodes", "drain", "elsewhere", "--url", url)
         assert (unknown.code, "no node 'elsewhere'" in unknown.err, "'local'" in unknown.err) == (2, True, True)
+
+
+async def test_gpus_are_listed_where_there_are_some(cli: Cli, tmp_path: Path) -> None:
+    settings = SandboxesConfig(cpus=2.0, memory_mb=1024, gpus=("0", "amd.com/gpu=1"))
+    async with running_service(tmp_path=tmp_path, sandboxes=settings) as (_, url):
+        assert "0/2 cpus, 0/1,024 MiB, 0/2 GPUs" in (await cli("nodes", "list", "--url", url)).out
+        [node] = (await cli("nodes", "list", "--url", url, "--json")).document["nodes"]
+        assert (node["resources"]["gpus"], node["resources"]["gpus_set_aside"]) == (2, 0)
 
 
 async def test_an_image_is_pulled_on_every_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ OWN = {
     "callbacks.secret",
 }
 """Settings that the chart sets itself, from other values."""
-OF_NODES = {"lanes", "sandboxes.cpus", "sandboxes.memory_mb", "sandboxes.warm", "sandboxes.warm_memory_mb"}
+OF_NODES = {"lanes", *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "warm", "warm_memory_mb"))}
 
 
 def settings_of(model: type[BaseModel], above: str = "") -> set[str]:

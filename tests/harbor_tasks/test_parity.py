@@ -31,7 +31,7 @@ trajectories = pytest.importorskip("harbor.models.trajectories", reason=WHY)
 NOT_DONE = re.compile(r"and Outrider does not do (.+)$")
 """Our refusal of what is valid: docs/datasets.md lists these."""
 DOCUMENTED = (
-    *("steps.0.verifier", "environment.os", "environment.gpus", "environment.tpu", "environment.mcp_servers"),
+    *("steps.0.verifier", "environment.os", "environment.gpu_types", "environment.tpu", "environment.mcp_servers"),
     *("environment.skills_dir", "environment.network_mode", "agent.network_mode", "verifier.network_mode"),
     *("agent.user", "verifier.user", "verifier.environment", "verifier.collect.0.service", "verifier.collect.0.user"),
     "artifacts.0.service",

@@ -149,7 +149,7 @@ timeout_sec = 5
 SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
 REFUSED: dict[str, str] = {
     "[[steps]]\nname = 'a'\nverifier = {environment_mode = 'separate'}\n[[steps]]\nname = 'b'": "steps.0.verifier",
-    "[environment]\ngpus = 1": "environment.gpus",
+    "[environment]\ngpus = 1\ngpu_types = ['H100']": "environment.gpu_types",
     "[environment]\nos = 'Windows'": "environment.os",
     "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
     "[environment]\nnetwork_mode = 'allowlist'": "environment.network_mode",

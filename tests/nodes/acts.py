@@ -21,6 +21,7 @@ GRADER = "nodes.acts:grade"
 class Agent:
     """Carries out the steps in `do`: ask: a model call · wait NAME: until the folder has such a file; `NAME.here` says
     that it waits · write NAME: a file in the sandbox · hold NAME SECONDS: write when it began and ended into NAME ·
+    use NAME SECONDS: the same, and the names of its GPUs ·
     leave with N: an exit code · exit: the process dies."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -49,6 +50,12 @@ class Agent:
                     await asyncio.sleep(float(seconds))
                     with (self._folder / name).open("a") as file:
                         file.write(f"{os.getpid()} {began} {time.monotonic()}\n")
+                case ["use", name, seconds]:
+                    told = await context.runtime.exec("echo $NVIDIA_VISIBLE_DEVICES", seconds=30)
+                    began = time.monotonic()
+                    await asyncio.sleep(float(seconds))
+                    with (self._folder / name).open("a") as file:
+                        file.write(f"{told.stdout.decode().strip()} {began} {time.monotonic()}\n")
                 case ["leave", "with", number]:
                     base, _, power = number.partition("**")
                     return HarnessOutcome(exit_code=int(base) ** int(power))

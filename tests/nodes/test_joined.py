@@ -24,7 +24,7 @@ from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import Hello
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.nodes.telling import Telling
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
@@ -36,7 +36,7 @@ from .test_processes import ends, node_processes, replies_of, result_of, served
 LENGTH = 4
 HEARD_OF_SECONDS = 12.0
 """Three times what may pass between two heartbeats of a node."""
-CAPACITY = ResourceAmount(cpus=4.0, memory_mb=4096)
+CAPACITY = Capacity(cpus=4.0, memory_mb=4096, gpus=(f"{os.getpid()}-far",))
 
 
 class Machine:
@@ -104,7 +104,10 @@ async def test_a_machine_joins_and_runs_sessions(
             view = await running.done(await running.submit("ask", "ask", n=4, **kept))
             assert {session.node for session in view.sessions} == {"far-0", "far-1"}
             processes = {node.name: node.resources for node in running.service.nodes().nodes}
-            assert {(each.cpus, each.memory_mb) for each in processes.values()} == {(4.0, 4096)}
+            assert {(each.cpus, each.memory_mb, each.gpus) for each in processes.values()} == {(4.0, 4096, 1)}
+            with_gpu = await running.submit("ask", "use gpus 0", runtime={"resources": {"gpus": 1}})
+            assert ends(await running.done(with_gpu)) == {StopReason.COMPLETED: 1}
+            assert (running.folder / "gpus").read_text().split()[0] == CAPACITY.gpus[0]
         replies = [reply for sample in view.samples or () for reply in replies_of(sample, engine)]
         assert [len(reply) for reply in replies] == [LENGTH + 1] * 8
         for session in view.sessions:
@@ -177,8 +180,7 @@ class Dialling:
             instance=instance * 16,
             machine=machine,
             host="",
-            cpus=1.0,
-            memory_mb=100,
+            capacity=Capacity(cpus=1.0, memory_mb=100),
             received=received,
         )
         self._come: asyncio.Queue[bytes | None] = asyncio.Queue()

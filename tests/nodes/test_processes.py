@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.nodes import processes, remote_node, spawning, telling
 from outrider.schemas import GroupView, SessionView
+from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.engine_servers.app import engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
@@ -329,6 +331,54 @@ async def test_all_processes_share_the_machines_resources(start: Starts, tokeniz
         assert {node.stats().resources.cpus_set_aside for node in running.nodes} == {0.0}
 
 
+def some_gpus(number: int) -> tuple[str, ...]:
+    """Of this process: other tests on this machine may use others at the same time."""
+    return tuple(f"{os.getpid()}-{each}" for each in range(number))
+
+
+@pytest.mark.deep
+async def test_no_gpu_is_used_by_two_sessions_whichever_process_they_are_in(start: Starts, tokenizer: Path) -> None:
+    gpus = some_gpus(3)
+    async with start(sandboxes=SandboxesConfig(gpus=gpus)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        groups = [
+            await running.submit("ask", "use times 0.2", n=6, runtime={"resources": {"gpus": number}})
+            for number in (1, 2, 3)
+        ]
+        views = [await running.done(group) for group in groups]
+        assert [ends(view) for view in views] == [{StopReason.COMPLETED: 6}] * 3
+        assert len({process for view in views for process in process_of(view)}) == 2
+        uses = [line.split() for line in (running.folder / "times").read_text().splitlines()]
+        assert len(uses) == 18
+        for name in gpus:
+            spans = sorted((float(began), float(ended)) for had, began, ended in uses if name in had.split(","))
+            assert len(spans) >= 6
+            assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        resources = [node.stats().resources for node in running.nodes]
+        assert {(each.gpus, each.gpus_set_aside, each.waiting) for each in resources} == {(3, 0, 0)}
+
+
+async def test_the_gpus_of_a_process_that_dies_are_given_to_the_next(start: Starts, tokenizer: Path) -> None:
+    gpus = some_gpus(2)
+    async with start(sandboxes=SandboxesConfig(gpus=gpus)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = await running.submit("ask", "wait door", "use times 0", runtime={"resources": {"gpus": 2}})
+        await running.here("door")
+        assert [node.stats().resources.gpus_set_aside for node in running.nodes] == [2, 2], "one account"
+        (running.folder / "door.here").unlink()
+        for process in node_processes():
+            os.kill(process, signal.SIGKILL)
+        await running.here("door")
+        running.open("door")
+        view = await running.done(submitted)
+        assert ends(view) == {StopReason.COMPLETED: 1}
+        assert view.sessions[0].attempt == 2
+        assert (running.folder / "times").read_text().split()[0] == ",".join(gpus)
+        async with asyncio.timeout(30):
+            while any(node.stats().resources.gpus_set_aside for node in running.nodes):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.deep
 async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(start: Starts, tokenizer: Path) -> None:
     engines = [StampingEngine(tokenizer, name=f"engine-{number}", length=4) for number in range(4)]
@@ -450,7 +500,8 @@ def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) 
         callbacks=CallbacksConfig(secret=SecretStr(f"whsec_{SECRET}")),
         engines=(EngineSpec(kind="vllm", url="http://127.0.0.1:1", options={"api_key": "hidden-key"}),),
     )
-    setups = [processes.setup_of(config, f"n-{number}", number, cpus=4.0, memory_mb=100) for number in range(3)]
+    capacity = Capacity(cpus=4.0, memory_mb=100)
+    setups = [processes.setup_of(config, f"n-{number}", number, capacity) for number in range(3)]
     assert all(word not in setup.config for setup in setups for word in (b"hidden", SECRET.encode()))
     configs = [Config.model_validate_json(setup.config) for setup in setups]
     assert [(each.sandboxes.warm, each.sandboxes.warm_memory_mb) for each in configs] == [(1, 16), (1, 16), (0, 16)]

@@ -130,8 +130,8 @@ async def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[F
     await runner.cleanup()
 
 
-def body(daemon: ContainerDaemon) -> Any:
-    plan = ContainerRequest(
+def plan(daemon: ContainerDaemon, **fields: Any) -> ContainerRequest:
+    return ContainerRequest(
         image=IMAGE,
         command=["/p", "-c", "x"],
         env={"A": "1"},
@@ -139,13 +139,13 @@ def body(daemon: ContainerDaemon) -> Any:
         shown=[Shown(Path("/a:b"), "/c")],
         resources=Resources(memory_mb=64, cpus=0.5, pids=32, disk_mb=16),
         limits=True,
+        **fields,
     )
-    return plan.body
 
 
 async def test_what_a_container_is_asked_to_be(world: World, fake: FakeDaemon) -> None:
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
-    await daemon.run("name", body(daemon))
+    await daemon.run("name", plan(daemon))
     (asked,) = fake.bodies
     host = asked["HostConfig"]
     assert (asked["Image"], asked["Entrypoint"], asked["Cmd"]) == (IMAGE, ["/p"], ["-c", "x"])
@@ -162,17 +162,17 @@ async def test_a_daemon_that_cannot_bound_disks_is_asked_once(world: World, fake
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
     async with asyncio.TaskGroup() as group:
         for number in range(4):
-            group.create_task(daemon.run(f"n{number}", body(daemon)))
+            group.create_task(daemon.run(f"n{number}", plan(daemon)))
     assert len(fake.containers) == 4
     tries = len(fake.bodies)
-    await daemon.run("one more", body(daemon))
+    await daemon.run("one more", plan(daemon))
     assert len(fake.bodies) == tries + 1
     assert "StorageOpt" not in fake.bodies[-1]["HostConfig"]
 
 
 async def test_removal_by_somebody_else_is_waited_for(world: World, fake: FakeDaemon) -> None:
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
-    await daemon.run("name", body(daemon))
+    await daemon.run("name", plan(daemon))
     fake.busy = 3
     await daemon.remove("name")
     assert fake.containers == {}
@@ -184,7 +184,7 @@ async def test_a_lost_reply_leaves_no_container(world: World, fake: FakeDaemon, 
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.loses = {lost}
     with pytest.raises(RuntimeFailure):
-        await daemon.run("name", body(daemon))
+        await daemon.run("name", plan(daemon))
     assert "name" in fake.containers
     await daemon.remove("name")
     assert fake.containers == {}
@@ -195,7 +195,7 @@ async def test_a_cancellation_waits_for_what_was_asked(world: World, fake: FakeD
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.slow = {slow}
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(daemon.run("name", body(daemon)))
+        task = group.create_task(daemon.run("name", plan(daemon)))
         await fake.arrived.wait()
         task.cancel()
         await asyncio.sleep(0)
@@ -213,7 +213,7 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
             fake.containers[f"x-{node}"] = {"Labels": {NODE_LABEL: node}}
         daemon = await host.part(DOCKER_ENGINE.daemon)
         assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
-        await daemon.run("ours", body(daemon))
+        await daemon.run("ours", plan(daemon))
         fake.containers["lost"] = {"Labels": {NODE_LABEL: host.name}}
         assert await daemon.sweep() == 1
         assert "ours" in fake.containers
@@ -226,7 +226,7 @@ async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> Non
     daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.starved.add("b")
     for name in ("a", "b"):
-        await daemon.run(name, body(daemon))
+        await daemon.run(name, plan(daemon))
     assert [await daemon.out_of_memory(name) for name in ("a", "b", "c")] == [False, True, None]
 
 

@@ -100,6 +100,7 @@ class World:
             gateway_socket=self.socket,
             mounts=fields.pop("mounts", ()),
             layer=fields.pop("layer", None),
+            gpus=fields.pop("gpus", ()),
         )
         fields["mounts"] = fields.pop("named", [])
         runtime = by.create(RuntimeSpec(**fields), context)

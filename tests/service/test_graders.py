@@ -15,6 +15,7 @@ from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
+from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec
 from outrider.trajectory import Verdict
 from support.service import call, running_service, say
@@ -156,7 +157,7 @@ async def test_a_task_names_only_graders_of_the_settings(world: MakeWorld) -> No
 
 def test_nodes_in_other_processes_know_the_graders() -> None:
     config = Config(graders=(GraderConfig(name="mine", url="https://x.example/v1", key_variable="MY_KEY"),))
-    setup = setup_of(config, "local-0", 0, cpus=1, memory_mb=100)
+    setup = setup_of(config, "local-0", 0, Capacity(cpus=1, memory_mb=100))
     assert Config.model_validate_json(setup.config).graders == config.graders
 
 

@@ -38,8 +38,10 @@ class Plain:
         return runtime.image in self._images
 
 
-def needing(cpus: float, memory_mb: int | None = None, image: str | None = None) -> RuntimeSpec:
-    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
+def needing(
+    cpus: float | None = None, memory_mb: int | None = None, image: str | None = None, gpus: int = 0
+) -> RuntimeSpec:
+    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb, gpus=gpus), image=image)
 
 
 GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
@@ -102,6 +104,32 @@ def test_only_nodes_that_could_take_it_are_held() -> None:
     assert put(places, needing(1)) == "little"
 
 
+def test_sessions_that_wait_for_gpus_hold_up_those_that_want_none_only_for_the_first_of_them() -> None:
+    places = Places([Plain("a", 99, gpus=2), Plain("plain", 99)])
+    with_gpu = needing(cpus=1, gpus=1)
+    assert [put(places, with_gpu) for _ in range(4)] == ["a"] * 4
+    places.look_again()
+    assert [put(places, with_gpu) for _ in range(9)] == [None] * 9
+    assert [put(places, needing(cpus=4)) for _ in range(3)] == ["plain", "plain", None], "one of the four left is kept"
+    places.look_again()
+    assert [put(places, with_gpu), put(places, needing(cpus=3)), put(places, needing(cpus=1))] == [None, "a", None]
+    GIVE_BACK["a"].pop(0)()
+    places.look_again()
+    assert put(places, with_gpu) == "a"
+
+
+def test_gpus_that_are_free_now_come_first_and_no_node_without_is_asked() -> None:
+    busy, free = Plain("busy", 9, gpus=2, gpus_set_aside=2), Plain("free", 2, gpus=1)
+    assert put(Places([busy, Plain("none", 50), free]), needing(gpus=1)) == "free"
+    assert put(Places([busy, Plain("none", 50)]), needing(gpus=2)) == "busy"
+
+
+def test_who_needs_no_gpu_takes_the_slot_of_a_node_without_but_not_for_want_of_its_image() -> None:
+    with_gpus, without = Plain("with", 50, gpus=2, images=("i",)), Plain("without", 1, images=("j",))
+    places = Places([with_gpus, without])
+    assert [put(places, RuntimeSpec(image="i")), put(places, ANY), put(places, ANY)] == ["with", "without", "with"]
+
+
 def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
     assert put(Places([Plain("a"), Plain("b", 9)]), needing(400)) == "b"
 
@@ -144,23 +172,25 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
     assert places.free_share() == min(reserved, 1)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 99)), max_size=60))
-def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int]]) -> None:
-    nodes = [Plain("a", 3), Plain("b", 9, cpus=2.0)]
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 2), st.integers(0, 99)), max_size=60))
+def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int, int]]) -> None:
+    nodes = [Plain("a", 3, gpus=2), Plain("b", 9, cpus=2.0, gpus=1)]
     places = Places(nodes)
     placed: list[tuple[str, RuntimeSpec, Callable[[], None]]] = []
-    for arrives, cpus, number in steps:
-        places.look_again()
+    for arrives, cpus, gpus, number in steps:
+        if number % 3:  # else those that found no room before are remembered
+            places.look_again()
         if arrives:
-            runtime = needing(cpus) if cpus else ANY
+            runtime = needing(cpus or None, gpus=gpus)
             if (node := places.find(runtime)) is not None:
                 placed.append((node.name, runtime, places.take(node, runtime, reserved=False)))
         elif placed:
             placed.pop(number % len(placed))[2]()
         for each in nodes:
-            here = [runtime.resources.cpus or 0 for name, runtime, _ in placed if name == each.name]
+            here = [runtime.resources for name, runtime, _ in placed if name == each.name]
             assert len(here) <= each.capacity
-            assert sum(here) <= OVERBOOKING * each.resources.cpus
+            assert sum(resources.cpus or 0 for resources in here) <= OVERBOOKING * each.resources.cpus
+            assert sum(resources.gpus for resources in here) <= OVERBOOKING * each.resources.gpus
 
 
 def test_nodes_come_and_go_with_sessions_on_them() -> None:

@@ -25,7 +25,7 @@ from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import SqliteDatabase
@@ -154,7 +154,7 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
                 store=store,
                 artifacts=kept,
                 lanes=lanes,
-                resources=NodeResources(ResourceAmount(cpus=2.0, memory_mb=1024)),
+                resources=NodeResources(Capacity(cpus=2.0, memory_mb=1024)),
                 files=tmp_path,
             ) as node:
                 await put(store, "g", "s")

@@ -13,7 +13,7 @@ from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.node_host import PREFIX
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources
 from support.node_folders import dead_folder, temporary
 from support.threads import cancelled_late
 
@@ -29,7 +29,7 @@ def a_node(files: Path) -> LocalNode:
         store=nothing,
         artifacts=nothing,
         lanes=lanes,
-        resources=NodeResources(ResourceAmount(cpus=1.0, memory_mb=64)),
+        resources=NodeResources(Capacity(cpus=1.0, memory_mb=64)),
         files=files,
     )
 

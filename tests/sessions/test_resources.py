@@ -1,4 +1,4 @@
-"""Resources are never given out twice, nobody is overtaken by who asks for less, and how much a machine has."""
+"""Resources are never given out twice, nobody is delayed by who asks for less, and how much a machine has."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outrider.errors import RuntimeUnavailable
-from outrider.sessions.resources import NodeResources, ResourceAmount, free_of, machine_capacity, required
+from outrider.config import SandboxesConfig
+from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.runtimes.nvidia import NvidiaDriver
+from outrider.sessions.resources import (
+    Capacity,
+    NodeResources,
+    ResourceAmount,
+    Share,
+    capacity_of,
+    free_of,
+    machine_capacity,
+    required,
+)
 from outrider.spec import MEBIBYTE, Resources
+
+GPUS = ("0", "1", "2")
 
 
 def some_resources(cpus: float = 4.0, memory_mb: int = 1000) -> NodeResources:
-    return NodeResources(ResourceAmount(cpus=cpus, memory_mb=memory_mb))
+    return NodeResources(Capacity(cpus=cpus, memory_mb=memory_mb, gpus=GPUS))
 
 
 def cpus(number: float) -> ResourceAmount:
@@ -130,9 +145,107 @@ async def test_both_must_be_there() -> None:
         await line.leaves("both")
 
 
-@pytest.mark.parametrize("amount", [cpus(4.5), ResourceAmount(memory_mb=1001)])
+async def test_who_wants_nothing_of_what_others_wait_for_passes_and_delays_nobody() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("all gpus", ResourceAmount(gpus=3))
+        await line.comes("next gpu", ResourceAmount(gpus=1, cpus=2))
+        await line.comes("later gpu", ResourceAmount(gpus=1, cpus=2))
+        await line.comes("too many cpus", cpus(3))  # the first in line is to find two of the four
+        await line.comes("few cpus", cpus(1))  # there would be room, but the one before it waits for cpus
+        await line.comes("memory", ResourceAmount(memory_mb=500))
+        assert line.served == ["all gpus", "memory"]
+        await line.leaves("all gpus")
+        assert line.served == ["all gpus", "memory", "next gpu", "later gpu"]
+        await line.leaves("next gpu")
+        await line.leaves("later gpu")
+        assert line.served[4:] == ["too many cpus", "few cpus"]
+        for name in ("too many cpus", "few cpus", "memory"):
+            await line.leaves(name)
+    assert free_of(line.resources.stats()) == line.resources.total
+
+
+async def test_cpus_are_given_out_while_many_wait_for_gpus() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        names = [f"gpu {number}" for number in range(9)]
+        for name in names:
+            await line.comes(name, ResourceAmount(gpus=1, cpus=0.5))
+        await line.comes("cpus", cpus(2))  # all that three have left, but for what the first in line needs
+        assert line.served == [*names[:3], "cpus"]
+        for name in [*names, "cpus"]:
+            await line.leaves(name)
+    assert line.served == [*names[:3], "cpus", *names[3:]]
+
+
+async def test_those_who_pass_do_not_starve_who_waits_for_gpus_and_cpus() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("gpus", ResourceAmount(gpus=3))
+        await line.comes("large", ResourceAmount(gpus=1, cpus=4))
+        for number in range(3):
+            await line.comes(f"small {number}", cpus(1))
+        assert line.served == ["gpus"]
+        await line.leaves("gpus")
+        assert line.served == ["gpus", "large"]
+        await line.leaves("large")
+        for number in range(3):
+            await line.leaves(f"small {number}")
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 9)), max_size=40))
+def test_no_gpu_is_given_to_two_at_once(steps: list[tuple[int, int, int, int]]) -> None:
+    """Takers come, give up and leave in any order."""
+
+    async def play() -> None:
+        resources = some_resources()
+        held: list[Share] = []
+        waiting: list[asyncio.Task[Share]] = []
+        for wanted_cpus, wanted, priority, choice in steps:
+            match choice:
+                case 0 | 1 if held:
+                    held.pop(choice % len(held)).release()
+                case 2 if waiting:
+                    waiting[0].cancel()  # perhaps as it is served
+                case 3 if (share := resources.try_take(ResourceAmount(gpus=wanted, cpus=wanted_cpus))) is not None:
+                    held.append(share)
+                case _:
+                    amount = ResourceAmount(gpus=wanted, cpus=wanted_cpus)
+                    waiting.append(asyncio.create_task(resources.take(amount, priority)))
+            if choice % 2:
+                await settled()
+            held += [task.result() for task in waiting if task.done() and not task.cancelled()]
+            waiting = [task for task in waiting if not task.done()]
+            names = [name for share in held for name in share.gpus]
+            assert len(names) == len(set(names))
+            assert set(names) <= set(GPUS)
+        for task in waiting:
+            task.cancel()
+        await settled()
+        held += [task.result() for task in waiting if not task.cancelled()]
+        for share in held:
+            share.release()
+        assert free_of(resources.stats()) == resources.total
+        everything = await resources.take(ResourceAmount(gpus=3))
+        assert everything.gpus == GPUS
+
+    asyncio.run(play())
+
+
+async def test_a_share_names_its_gpus() -> None:
+    resources = some_resources()
+    first, second = [await resources.take(ResourceAmount(gpus=number)) for number in (2, 1)]
+    assert (first.gpus, second.gpus) == (("0", "1"), ("2",))
+    assert resources.stats().gpus_set_aside == 3
+    assert (await resources.take(cpus(1))).gpus == ()
+    first.release()
+    first.release()
+    assert (await resources.take(ResourceAmount(gpus=1))).gpus == ("0",)
+
+
+@pytest.mark.parametrize("amount", [cpus(4.5), ResourceAmount(memory_mb=1001), ResourceAmount(gpus=4)])
 async def test_more_than_the_whole_is_never_waited_for(amount: ResourceAmount) -> None:
-    with pytest.raises(RuntimeUnavailable, match="the node has 4 and 1000"):
+    with pytest.raises(RuntimeUnavailable, match="the node has 4 cpus, 1000 MiB"):
         await some_resources().take(amount)
 
 
@@ -148,11 +261,14 @@ async def test_the_sum_never_exceeds_the_whole() -> None:
     resources, chance = some_resources(), random.Random(7)
 
     async def taker() -> None:
-        amount = ResourceAmount(cpus=chance.choice([0, 0.5, 1, 4]), memory_mb=chance.choice([0, 100, 1000]))
+        amount = ResourceAmount(
+            cpus=chance.choice([0, 0.5, 1, 4]), memory_mb=chance.choice([0, 100, 1000]), gpus=chance.randrange(4)
+        )
         async with await resources.take(amount, chance.randrange(3)):
             stats = resources.stats()
             assert 0 <= stats.cpus_set_aside <= stats.cpus
             assert 0 <= stats.memory_mb_set_aside <= stats.memory_mb
+            assert 0 <= stats.gpus_set_aside <= stats.gpus
             for _ in range(chance.randrange(5)):
                 await asyncio.sleep(0)
 
@@ -240,3 +356,28 @@ def test_no_bound_of_version_1(tmp_path: Path) -> None:
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
     }
     assert found(laid_out(tmp_path, "3:cpu,cpuacct:/\n2:memory:/\n", files)) == whole
+
+
+def gpus_of(folder: Path, *, settings: SandboxesConfig) -> tuple[str, ...]:
+    """Of a machine with two GPUs."""
+    for number, bus in enumerate(("0000:07:00.0", "0000:0a:00.0")):
+        (folder / "proc/gpus" / bus).mkdir(parents=True)
+        text = f"Model: Test\nGPU UUID: GPU-{number}{number}\nDevice Minor: {number}\n"
+        (folder / "proc/gpus" / bus / "information").write_text(text)
+        (folder / "dev").mkdir(exist_ok=True)
+        (folder / f"dev/nvidia{number}").touch()
+    return capacity_of(settings, NvidiaDriver(proc=folder / "proc", dev=folder / "dev")).gpus
+
+
+def test_a_machine_has_the_gpus_that_are_found_or_those_of_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_of(tmp_path / "a", settings=SandboxesConfig()) == ("0", "1")
+    assert gpus_of(tmp_path / "b", settings=SandboxesConfig(gpus=())) == ()
+    assert gpus_of(tmp_path / "c", settings=SandboxesConfig(gpus=("1", "amd.com/gpu=0"))) == ("1", "amd.com/gpu=0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert gpus_of(tmp_path / "d", settings=SandboxesConfig()) == ("1",)
+    with pytest.raises(InvalidField, match=r"'1' and 'nvidia.com/gpu=GPU-11' are the same GPU") as refused:
+        gpus_of(tmp_path / "e", settings=SandboxesConfig(gpus=("0", "1", "nvidia.com/gpu=GPU-11")))
+    assert refused.value.field == "sandboxes.gpus"

@@ -14,7 +14,7 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
     """Show what works on this machine, and how to get what does not.
 
     Looks at runtimes, harnesses, engines, file formats, stores, the service's
-    port and the limit of open files.
+    port, the limit of open files, and GPUs for sandboxes.
 
     Exit code 1: no sandbox can be made here.
 
@@ -40,6 +40,7 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
         ("stores", diagnosis.stores),
         ("ports", diagnosis.ports),
         ("limits", diagnosis.limits),
+        ("GPUs", diagnosis.gpus),
     )
     rows = [
         (part if index == 0 else "", found.name, word("yes" if found.ok else "no"), printable(found.detail))

@@ -21,6 +21,7 @@ from outrider.cli.machine_options import (
     ReadyLane,
     RunLane,
     SandboxCpus,
+    SandboxGpu,
     SandboxMemory,
     StopSeconds,
     Verbose,
@@ -63,6 +64,7 @@ def join(
     eval_lane: EvalLane = None,
     sandbox_cpus: SandboxCpus = None,
     sandbox_memory_mb: SandboxMemory = None,
+    sandbox_gpu: SandboxGpu = None,
     warm: Warm = None,
     warm_memory_mb: WarmMemory = None,
     ray: Annotated[
@@ -120,6 +122,7 @@ def join(
         "sandboxes": {
             "cpus": sandbox_cpus,
             "memory_mb": sandbox_memory_mb,
+            "gpus": sandbox_gpu or None,
             "warm": warm,
             "warm_memory_mb": warm_memory_mb,
         },

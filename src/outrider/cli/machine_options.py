@@ -47,6 +47,15 @@ SandboxMemory = Annotated[
         rich_help_panel=SANDBOXES,
     ),
 ]
+SandboxGpu = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A GPU that tasks may set aside. May be repeated.",
+        show_default="the machine's",
+        rich_help_panel=SANDBOXES,
+    ),
+]
 Warm = Annotated[
     int | None,
     typer.Option(

@@ -28,7 +28,6 @@ from outrider.nodes.pipe import Pipe
 from outrider.nodes.service_end import ServiceEnd
 from outrider.nodes.spawning import END_SECONDS
 from outrider.rootfs.store import ImageStore
-from outrider.sessions.resources import ResourceAmount
 
 log = logging.getLogger("outrider.node")
 
@@ -157,7 +156,7 @@ async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None 
     images = None if starter is None else ImageStore().names
     service = ServiceEnd(
         socket,
-        ResourceAmount(cpus=setup.cpus, memory_mb=setup.memory_mb),
+        setup.capacity,
         images=images,
         ending=None if starter is None else starter.ending,
     )

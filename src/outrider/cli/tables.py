@@ -207,7 +207,9 @@ def node_table(node: NodeStats) -> RenderableType:
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
-    rows.append(("set aside", f"{resources.cpus_set_aside:g}/{resources.cpus:g} cpus, {memory}", *_passage(resources)))
+    gpus = f", {resources.gpus_set_aside}/{resources.gpus} GPUs" if resources.gpus else ""
+    set_aside = f"{resources.cpus_set_aside:g}/{resources.cpus:g} cpus, {memory}{gpus}"
+    rows.append(("set aside", set_aside, *_passage(resources)))
     warm = node.warm
     if warm.ready or warm.taken or warm.misses:
         rows.append(("warm", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))

@@ -297,8 +297,8 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
         yield Unsupported(f"{at}.os", "sandboxes of Windows")
     if environment.network_mode == "allowlist":
         yield Unsupported(f"{at}.network_mode", "a network allowlist: sandboxes have no network")
-    if environment.gpus:
-        yield Unsupported(f"{at}.gpus", "GPUs in sandboxes")
+    if environment.gpus and environment.gpu_types:
+        yield Unsupported(f"{at}.gpu_types", "GPUs of a certain type")
     if environment.tpu is not None:
         yield Unsupported(f"{at}.tpu", "TPUs in sandboxes")
     if environment.mcp_servers:

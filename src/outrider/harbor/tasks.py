@@ -162,6 +162,7 @@ class HarborFolder:
             "cpus": environment.cpus,
             "memory_mb": environment.memory_mb,
             "disk_mb": environment.storage_mb,
+            "gpus": environment.gpus,
         }
         prepare = [{"run": f"mkdir -p {' '.join(FOLDERS)}"}]
         if environment.healthcheck is not None:

@@ -128,8 +128,7 @@ class Dialled:
                     instance=self._instance,
                     machine=join.machine,
                     host=host_id(),
-                    cpus=join.own.cpus,
-                    memory_mb=join.own.memory_mb,
+                    capacity=join.own.capacity,
                     received=self.socket.received,
                 )
                 async with asyncio.timeout(CONNECT_SECONDS):

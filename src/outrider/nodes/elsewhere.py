@@ -18,7 +18,7 @@ import msgspec
 
 from outrider.config import CallbacksConfig, Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import Setup
-from outrider.sessions.resources import ResourceAmount
+from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
 
 M = TypeVar("M", ModelConfig, FrozenConfig)
@@ -30,7 +30,7 @@ OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 """Settings that are the machine's own."""
 
 
-def setup_elsewhere(config: Config, name: str, total: ResourceAmount) -> Setup:
+def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
     """The service's settings without secrets, and its tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
@@ -43,8 +43,7 @@ def setup_elsewhere(config: Config, name: str, total: ResourceAmount) -> Setup:
     return Setup(
         name=name,
         config=config.model_copy(update=changes).model_dump_json().encode(),
-        cpus=total.cpus,
-        memory_mb=total.memory_mb,
+        capacity=capacity,
         level=0,
         folders={
             folder: {path.name: path.read_bytes() for path in (Path(folder, name) for name in FILES) if path.exists()}

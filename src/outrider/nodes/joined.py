@@ -26,7 +26,7 @@ from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
 from outrider.nodes.telling import Telling
 from outrider.sessions.attempt import Node
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources
 
 log = logging.getLogger("outrider.node")
 
@@ -97,17 +97,16 @@ class JoinedNodes:
         await member.carry(socket, hello.received)
 
     def _admit(self, name: str, hello: Hello) -> Member:
-        amount = ResourceAmount(cpus=hello.cpus, memory_mb=hello.memory_mb)
-        resources = self._machines.setdefault(hello.machine, NodeResources(amount))
+        resources = self._machines.setdefault(hello.machine, NodeResources(hello.capacity))
         parts = msgspec.structs.replace(self._parts, resources=resources)
         node = RemoteNode(name, hello.machine, parts, elsewhere=hello.host != host_id())
         node.on_room = self.on_room
         member = Member(node, hello)
         self._members[name] = member
-        member.serving = self._tasks.create_task(self._serve(member, resources.total), name=f"node {name}")
+        member.serving = self._tasks.create_task(self._serve(member, resources.capacity), name=f"node {name}")
         return member
 
-    async def _serve(self, member: Member, total: ResourceAmount) -> None:
+    async def _serve(self, member: Member, capacity: Capacity) -> None:
         node = member.node
 
         def ready(error: ErrorRecord | None) -> None:
@@ -127,7 +126,7 @@ class JoinedNodes:
 
         how: object = "the service ends"
         try:
-            setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, total)
+            setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, capacity)
             how = await node.serve(member.socket, setup, ready=ready, ended=ended, heard=lambda: member.socket.heard)
         except Exception as error:  # a bug, which must not end the service
             log.exception("node %s failed", node.name)

@@ -21,7 +21,7 @@ from outrider.errors import ErrorRecord, InvalidField, error_from
 from outrider.nodes.messages import TO_STARTER, Join, Leave
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
-from outrider.sessions.resources import ResourceAmount
+from outrider.sessions.resources import Capacity
 
 
 class JoiningMachine:
@@ -31,7 +31,7 @@ class JoiningMachine:
     def __init__(
         self,
         config: Config,
-        capacity: ResourceAmount,
+        capacity: Capacity,
         *,
         url: str,
         token: str | None,
@@ -49,7 +49,7 @@ class JoiningMachine:
                 token=token,
                 ca=ca,
                 machine=machine,
-                own=setup_of(config, each, number, cpus=capacity.cpus, memory_mb=capacity.memory_mb),
+                own=setup_of(config, each, number, capacity),
             )
             for number, each in enumerate(names)
         ]

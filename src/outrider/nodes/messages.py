@@ -19,6 +19,7 @@ from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.rootfs.store import Image
 from outrider.schemas import ArtifactList, NodeStats
+from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, StoredRun, Turn
 
@@ -31,15 +32,14 @@ MAX_MESSAGE = 1 << 30
 
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: what the node is. `config` is the JSON of its settings, without secrets; `path` is
-    where Python looks for modules; `cpus` and `memory_mb` are what the machine has for all its nodes; `level` is that
-    of its log. `folders` has what a node on another machine needs of the folders that the settings name: the files'
-    bytes by name."""
+    where Python looks for modules; `capacity` is what the machine has for all its nodes; `level` is that of its log.
+    `folders` has what a node on another machine needs of the folders that the settings name: the files' bytes by
+    name."""
 
     name: str
     config: bytes
     path: tuple[str, ...] = ()
-    cpus: float
-    memory_mb: int
+    capacity: Capacity
     level: int
     folders: dict[str, dict[str, bytes]] = {}
 
@@ -61,15 +61,15 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """The first message on each connection of a node that joins. `instance` is a random name of its process,
-    `machine` of the program that has started it; `host` says on which machine and network it is (`host_id`); `version`
-    is that of Outrider; `received` counts the pieces that came over earlier connections."""
+    `machine` of the program that has started it; `host` says on which machine and network it is (`host_id`);
+    `capacity` is what that machine has for all its nodes; `version` is that of Outrider; `received` counts the pieces
+    that came over earlier connections."""
 
     version: str
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     machine: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     host: Annotated[str, msgspec.Meta(max_length=256)]
-    cpus: Annotated[float, msgspec.Meta(gt=0)]
-    memory_mb: Annotated[int, msgspec.Meta(gt=0)]
+    capacity: Capacity
     received: Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -131,6 +131,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defau
     digest: str = ""
     frozen: dict[str, tuple[Turn, ...]] = {}
     data: bytes = b""
+    gpus: tuple[str, ...] = ()
 
 
 class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
@@ -251,8 +252,7 @@ class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
     """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
 
     call: int
-    cpus: float
-    memory_mb: int
+    amount: ResourceAmount
     priority: int
 
 

@@ -21,6 +21,7 @@ from outrider.errors import ErrorRecord, ServiceError, error_from
 from outrider.nodes.messages import Setup
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.spawning import NodeProcess, one_after_another
+from outrider.sessions.resources import Capacity
 
 log = logging.getLogger("outrider.node")
 
@@ -86,8 +87,7 @@ class NodeProcesses:
                 started.set_exception(ServiceError(message, hint="its own words are above, in the log"))
             return True
 
-        total = self._parts.resources.total
-        setup = setup_of(self._config, node.name, number, cpus=total.cpus, memory_mb=total.memory_mb)
+        setup = setup_of(self._config, node.name, number, self._parts.resources.capacity)
 
         async def live(process: NodeProcess) -> None:
             await node.serve(process.pipe, setup, ready=ready, ended=process.end)
@@ -95,7 +95,7 @@ class NodeProcesses:
         await one_after_another(node.name, live, ended)
 
 
-def setup_of(config: Config, name: str, number: int, *, cpus: float, memory_mb: int) -> Setup:
+def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setup:
     """What the node of that number is told that it is, of `config.processes` that share what the settings give."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
     sizes = {"init": lanes.init, "ready": lanes.ready, "run": lanes.run, "eval": lanes.eval}
@@ -119,8 +119,7 @@ def setup_of(config: Config, name: str, number: int, *, cpus: float, memory_mb: 
         name=name,
         config=config.model_copy(update=changes).model_dump_json().encode(),
         path=tuple(sys.path),
-        cpus=cpus,
-        memory_mb=memory_mb,
+        capacity=capacity,
         level=logging.getLogger().level,
     )
 

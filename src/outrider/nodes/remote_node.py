@@ -65,7 +65,7 @@ from outrider.rootfs.store import Image, has_image
 from outrider.schemas import NodeStats
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.sessions.priority_semaphore import Slot
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import NodeResources
 from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
@@ -396,8 +396,9 @@ class Connection:
                         raise Conflict(f"no run of session {call.session_id} is graded again on this node")
                     answer = Answer(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
                 case Take():
-                    amount = ResourceAmount(cpus=call.cpus, memory_mb=call.memory_mb)
-                    self._slots[call.call] = await self._parts.resources.take(amount, call.priority)
+                    share = await self._parts.resources.take(call.amount, call.priority)
+                    self._slots[call.call] = share
+                    answer = Answer(call=call.call, gpus=share.gpus)
         except Exception as error:
             if not isinstance(error, OutriderError):
                 log.exception("what node %s asked for failed", self._name)

@@ -63,8 +63,7 @@ from outrider.nodes.remote_node import HEARTBEAT_SECONDS
 from outrider.schemas import ArtifactList
 from outrider.sessions.attempt import Attempt, NodeLost, session_result
 from outrider.sessions.node import LocalNode
-from outrider.sessions.priority_semaphore import Slot
-from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, Share
 from outrider.spec import TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
@@ -102,7 +101,7 @@ class ServiceEnd:
     def __init__(
         self,
         socket: Socket,
-        resources: ResourceAmount,
+        capacity: Capacity,
         *,
         images: Callable[[], frozenset[str]] | None = None,
         ending: asyncio.Event | None = None,
@@ -112,7 +111,7 @@ class ServiceEnd:
         self._ending_together = ending
         self.store = RemoteStore(self)
         self.artifacts = RemoteArtifacts(self)
-        self.resources = SharedResources(self, resources)
+        self.resources = SharedResources(self, capacity)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._generations: dict[int, asyncio.Queue[Generated]] = {}
@@ -384,30 +383,30 @@ class RemoteArtifacts:
 class SharedResources(NodeResources):
     """The machine's resources, which the service sets aside for all nodes on it."""
 
-    def __init__(self, service: ServiceEnd, total: ResourceAmount) -> None:
-        super().__init__(total)
+    def __init__(self, service: ServiceEnd, capacity: Capacity) -> None:
+        super().__init__(capacity)
         self._service = service
 
-    async def take(self, amount: ResourceAmount, priority: int = 0) -> Slot:
+    async def take(self, amount: ResourceAmount, priority: int = 0) -> Share:
         if not any(amount.quantities):
             return await super().take(amount, priority)
         asked: list[int] = []
 
         def ask(number: int) -> Take:
             asked.append(number)
-            return Take(call=number, cpus=amount.cpus, memory_mb=amount.memory_mb, priority=priority)
+            return Take(call=number, amount=amount, priority=priority)
 
         def give_back() -> None:
             self._service.send(GiveBack(asked[0]))
 
         try:
-            await self._service.call(ask)
+            answer = await self._service.call(ask)
         except asyncio.CancelledError:
             give_back()
             raise
-        return Slot(give_back)
+        return Share(give_back, answer.gpus)
 
-    def try_take(self, amount: ResourceAmount) -> Slot | None:
+    def try_take(self, amount: ResourceAmount) -> Share | None:
         """None for any amount: what can be done without does not wait for the service."""
         return None if any(amount.quantities) else super().try_take(amount)
 

@@ -35,8 +35,10 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     empty (the node removes it after `stop`), and where the model gateway listens on the host.
 
     `mounts` are host folders to show read-only at the same path inside (the harness programs). `host` is what all
-    sandboxes of the node share, open for as long as any of them runs. `layer` is what `save_layer` of another sandbox
-    of the same spec wrote, to start from; None for a new one. Only a `SavesLayers` runtime is given any.
+    sandboxes of the node share, open for as long as any of them runs. `gpus` are the names, as in the setting
+    `sandboxes.gpus`, of the GPUs that this sandbox alone may use; only a kind that `gives_gpus` is given any. `layer`
+    is what `save_layer` of another sandbox of the same spec wrote, to start from; None for a new one. Only a
+    `SavesLayers` runtime is given any.
     """
 
     session_id: str
@@ -47,6 +49,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     gateway_socket: Path
     mounts: tuple[Path, ...] = ()
     layer: Path | None = None
+    gpus: tuple[str, ...] = ()
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,9 +138,10 @@ class RuntimeKind(Protocol):
     """A kind of sandbox, as `task.runtime.kind` names it: any object with these methods. A class may be both the kind,
     by class methods, and the `Runtime` that it creates.
 
-    Two attributes are optional. `shows_mounts` is False for a kind in which programs cannot find what is in
-    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `SavesLayers`. A kind whose sandboxes
-    can outlive their node is a `TakesOver`, too.
+    Three attributes are optional. `shows_mounts` is False for a kind in which programs cannot find what is in
+    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `SavesLayers`; `gives_gpus` is True for
+    one in which programs can use the GPUs of `SandboxContext.gpus`, and no other. A kind whose sandboxes can outlive
+    their node is a `TakesOver`, too.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from outrider.errors import RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.gpu_locks import lock_gpus
 from outrider.sandboxes.kept_run import Outlived
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
@@ -40,11 +41,14 @@ class Sandbox:
         layer of one that was."""
         self.runtime = runtime
         self.directory = context.directory
+        self.gpus = context.gpus
+        """The names of the GPUs that it alone may use."""
         self._spec = spec
         self._files = files
         self._prepared = prepared
         self._ready = False
         self._stopped = False
+        self._locks = ExitStack()
 
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless that is done. Raises RuntimeFailure.
@@ -54,11 +58,13 @@ class Sandbox:
         if self._ready:
             return
         try:
+            self._locks = await lock_gpus(self.gpus)
             await self.runtime.start()
             if not self._prepared:
                 await prepare(self.runtime, self._spec.prepare, files=self._files)
         except BaseException:  # also a cancellation
             await self.stop()
+            self._locks.close()  # it may have been stopped while it waited for them
             raise
         self._ready = True
 
@@ -70,6 +76,7 @@ class Sandbox:
         try:
             await shielded(self.runtime.stop)
         finally:
+            self._locks.close()
             await shielded(partial(asyncio.to_thread, remove_tree, self.directory))
 
 
@@ -95,14 +102,21 @@ class Sandboxes:
             self._gateway_url = before
 
     def make(
-        self, spec: RuntimeSpec, name: str, attempt: int, *, mounts: tuple[Path, ...] = (), layer: Path | None = None
+        self,
+        spec: RuntimeSpec,
+        name: str,
+        attempt: int,
+        *,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> Sandbox:
         """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
         its runtime is not installed any more."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
-        context = self._context(directory, name, attempt, mounts, layer)
+        context = self._context(directory, name, attempt, mounts, layer, gpus)
         try:
             return Sandbox(kind.create(spec, context), spec, context, self.files, prepared=layer is not None)
         except BaseException:
@@ -118,7 +132,13 @@ class Sandboxes:
         return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.files, prepared=True)
 
     def _context(
-        self, directory: Path, name: str, attempt: int, mounts: tuple[Path, ...] = (), layer: Path | None = None
+        self,
+        directory: Path,
+        name: str,
+        attempt: int,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> SandboxContext:
         return SandboxContext(
             session_id=name,
@@ -129,6 +149,7 @@ class Sandboxes:
             gateway_socket=self.gateway_socket,
             mounts=mounts,
             layer=layer,
+            gpus=gpus,
         )
 
 

@@ -137,8 +137,8 @@ class WarmPool:
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
         """A ready sandbox, which the caller stops from now on. None if there is none; then some are started for the
-        sessions that come next."""
-        if not self._limits.each:
+        sessions that come next. Those that use GPUs are not: a warm one would keep them from others."""
+        if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.files)
         if key is None:

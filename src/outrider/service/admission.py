@@ -70,6 +70,8 @@ NO_FIELDS = STEP_KINDS | {"[key]"}
 """Location parts of pydantic that are not field names."""
 LIST_OF = "list["
 """Prefix of the location part that pydantic adds where one member of a union is a list."""
+RESOURCES = ("cpus", "memory_mb", "gpus")
+"""What is set aside of a node."""
 CHECK_SECONDS = 120.0
 """How long a submission may wait for its evaluator to be checked."""
 
@@ -145,11 +147,11 @@ def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     needs = required(resources)
     if not nodes or any(needs.within(total_of(node.resources)) for node in nodes):
         return
-    most_cpus = max(node.resources.cpus for node in nodes)
-    name, wanted = ("cpus", needs.cpus) if needs.cpus > most_cpus else ("memory_mb", needs.memory_mb)
-    have = " or ".join(f"{node.resources.cpus:g} cpus and {node.resources.memory_mb} MiB of memory" for node in nodes)
+    short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
+    name = short[0] if short else "memory_mb"  # each alone is there, but not together
+    have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
-        f"{wanted:g} is more than a node has: {have}",
+        f"{getattr(needs, name):g} is more than a node has: {have}",
         field=f"task.runtime.resources.{name}",
         hint=f"ask for less, or serve with more: the setting sandboxes.{name}",
     )
@@ -175,6 +177,12 @@ def check_group(
     runtime: RuntimeKind = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
     if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
         raise InvalidField(f"{task.runtime.kind!r} is not a runtime", field="task.runtime.kind")
+    if task.runtime.resources.gpus and not getattr(runtime, "gives_gpus", False):
+        raise InvalidField(
+            f"{task.runtime.kind!r} sandboxes cannot be given GPUs that are theirs alone",
+            field="task.runtime.resources.gpus",
+            hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
+        )
     harness = make_harness(task.harness)
     steps = steps_of(task)
     evaluators = []

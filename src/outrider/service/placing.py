@@ -1,9 +1,9 @@
 """Where sessions run: the nodes, what was placed on each, and the rule by which a session gets one.
 
-It knows no queue and no store. The sessions on a machine may ask together for twice the processors and memory that it
-has: so many wait there, and take over what becomes free. A session that finds no such room stays in the queue and
-keeps its place. Until it has room, no other session that asks for resources goes to a machine that could take it, so
-that small ones cannot starve it; those that ask for nothing pass.
+It knows no queue and no store. The sessions on a machine may ask together for twice the processors, memory and GPUs
+that it has: so many wait there, and take over what becomes free. A session that finds no such room stays in the queue
+and keeps its place. Until it has room, no other session that asks for what it is short of goes to a machine that could
+take it, so that small ones cannot starve it; those that ask for none of that pass (see `room_behind`).
 Invariant: no more sessions are on a node than it has slots, but for those that it had when it lost some.
 """
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import add, le, sub
+from dataclasses import dataclass, field
+from operator import add, sub
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from outrider.errors import NotFound
 from outrider.schemas import NodeStats
-from outrider.sessions.priority_semaphore import Quantities
+from outrider.sessions.priority_semaphore import Quantities, fits, room_behind
 from outrider.sessions.resources import ResourceAmount, free_of, required, total_of
 from outrider.spec import RuntimeSpec
 
@@ -51,8 +51,8 @@ class _Machine:
     """What the sessions on all nodes of a machine ask for in all."""
 
     needs: Quantities = ResourceAmount().quantities
-    held: bool = False
-    """Whether a session that asks for resources waits for room on it."""
+    waiting: list[Quantities] = field(default_factory=list)
+    """What each session asks for that waits for room on it, in the order of the queue."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,10 @@ class _Place(Generic[N]):
 
     def has_room(self, needs: Quantities) -> bool:
         most = total_of(self.node.stats().resources).quantities
-        return all(a + b <= OVERBOOKING * c for a, b, c in zip(self.machine.needs, needs, most, strict=True))
+        room = tuple(OVERBOOKING * has - taken for has, taken in zip(most, self.machine.needs, strict=True))
+        for number, others in enumerate(self.machine.waiting):
+            room = room_behind(others, room, first=not number)
+        return fits(needs, room)
 
 
 class Places(Generic[N]):
@@ -131,11 +134,12 @@ class Places(Generic[N]):
     def look_again(self) -> None:
         """Forget which sessions have found no room: the queue is read from its beginning."""
         for place in self._places.values():
-            place.machine.held = False
+            place.machine.waiting.clear()
 
     def find(self, runtime: RuntimeSpec) -> N | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
-        one that has its image, then the one with the most free slots. None if the session must wait."""
+        one that has its image, then one without GPUs unless it needs some, then the one with the most free slots. None
+        if the session must wait."""
         needs = required(runtime.resources)
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
@@ -143,14 +147,15 @@ class Places(Generic[N]):
         # One that fits on no node was accepted when there was more: any node will tell it so.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
-            found = [place for place in found if not place.machine.held and place.has_room(needs.quantities)]
+            found = [place for place in found if place.has_room(needs.quantities)]
             if not found:
-                for place in able:
-                    place.machine.held = True
+                for machine in {place.machine for place in able}:
+                    machine.waiting.append(needs.quantities)
 
-        def fitness(place: _Place[N]) -> tuple[bool, bool, int]:
-            free = needs.within(free_of(place.node.stats().resources))
-            return free, place.node.has_image(runtime), self._slots(place)
+        def fitness(place: _Place[N]) -> tuple[bool, bool, bool, int]:
+            resources = place.node.stats().resources
+            free = needs.within(free_of(resources))
+            return free, place.node.has_image(runtime), bool(needs.gpus or not resources.gpus), self._slots(place)
 
         return max(found, key=fitness).node if found else None
 
@@ -160,7 +165,7 @@ class Places(Generic[N]):
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
-        return any(all(map(le, needs.quantities, has)) for has in (*here, *self._gone))
+        return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: N, runtime: RuntimeSpec, *, reserved: bool) -> Callable[[], None]:
         """Count a session on a node; what is returned gives its place back, and is to be called once."""

@@ -104,6 +104,8 @@ class Grading:
         self._second_share: Slot | None = None
         """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
         self._ahead: GraderSandbox | None = None
+        self._gpus: tuple[str, ...] = ()
+        """The session's, once no sandbox uses them: those that follow do, one after another."""
         self._numbers = numbers
         self._undo = AsyncExitStack()
 
@@ -116,8 +118,9 @@ class Grading:
         await shielded(self._undo.aclose)  # one step that raises does not keep the others from being done
 
     def start_ahead(self) -> None:
-        """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free."""
-        if isinstance(self._carry, list | DiffSpec):
+        """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free.
+        Not one that needs GPUs, of which the agent has those of the session."""
+        if isinstance(self._carry, list | DiffSpec) and not self._task.runtime.resources.gpus:
             self._second_share = self._resources.try_take(required(self._task.runtime.resources))
             if self._second_share is not None:
                 self._undo.callback(self._second_share.release)
@@ -155,9 +158,13 @@ class Grading:
         assert verdict is not None
         return Grade(verdict=verdict, excess=False, patch=self._patch)
 
-    async def grade_again(self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None) -> Grade:
+    async def grade_again(
+        self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
+    ) -> Grade:
         """Grade a run whose sandbox is gone. `fetch` writes what it carried into a file; None if that was not kept:
-        then the evaluator has what the agent said, and `Outcome.beside`. Raises as `grade`."""
+        then the evaluator has what the agent said, and `Outcome.beside`. `gpus` are set aside for this. Raises as
+        `grade`."""
+        self._gpus = gpus
         if fetch is None:
             self._carry = None
             return Grade(verdict=await self._verdict(outcome), excess=False)
@@ -176,6 +183,7 @@ class Grading:
 
     async def _stop(self, sandbox: Sandbox) -> None:
         await sandbox.stop()
+        self._gpus = sandbox.gpus
         self._stopwatch.lap("stop")
 
     async def _take_out(self, runtime: Runtime) -> None:
@@ -282,7 +290,7 @@ class Grading:
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None
-        sandbox = ahead or self._start(layer)
+        sandbox = ahead or self._start(layer, self._gpus)
         try:
             yield await sandbox.ready()
         finally:
@@ -290,19 +298,22 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. It sets nothing aside and waits for no resources; the task's limits hold in it, too."""
+        """See `Outcome.beside`. It sets nothing aside and waits for no resources; the task's limits hold in it, too. It
+        has no GPUs: those of the session are the other sandbox's."""
         sandbox = self._start()
         try:
             yield await sandbox.ready()
         finally:
             await shielded(sandbox.close)
 
-    def _start(self, layer: Path | None = None) -> GraderSandbox:
+    def _start(self, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
         session = self._attempt.session
         name = f"{session.id}-g{next(self._numbers)}"
 
         def make() -> Sandbox:
-            return self._sandboxes.make(self._task.runtime, name, session.attempt, mounts=self._mounts, layer=layer)
+            return self._sandboxes.make(
+                self._task.runtime, name, session.attempt, mounts=self._mounts, layer=layer, gpus=gpus
+            )
 
         sandbox = GraderSandbox(
             make,

@@ -1,21 +1,23 @@
-"""The processors and the memory of a node: how much there is, and what is set aside for sandboxes that ask for some.
+"""The processors, memory and GPUs of a node: how much there is, and what is set aside for sandboxes that ask for some.
 
 Use is neither measured nor limited here: each runtime limits its sandbox, and this keeps the sum of the limits within
-what there is. Invariant: no more is set aside than there is.
+what there is. Invariants: no more is set aside than there is, and no GPU for two at a time.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 import msgspec
 
 from outrider.config import Config, SandboxesConfig
-from outrider.errors import RuntimeUnavailable
+from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
+from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
 from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
 from outrider.spec import MEBIBYTE, Resources
@@ -28,69 +30,120 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
-    """Processors' worth of time, and MiB of memory."""
+    """Processors' worth of time, MiB of memory, and GPUs."""
 
     cpus: float = 0.0
     memory_mb: int = 0
+    gpus: int = 0
 
     @property
     def quantities(self) -> Quantities:
-        """In millicpus and MiB."""
-        return round(self.cpus * MILLI), self.memory_mb
+        """In millicpus, MiB and GPUs."""
+        return round(self.cpus * MILLI), self.memory_mb, self.gpus
 
     def within(self, other: ResourceAmount) -> bool:
         return all(mine <= theirs for mine, theirs in zip(self.quantities, other.quantities, strict=True))
 
+    def in_words(self) -> str:
+        return f"{self.cpus:g} cpus, {self.memory_mb} MiB of memory and {self.gpus} GPUs"
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine has for its sandboxes. `gpus` are the names of its GPUs, by which a runtime finds them."""
+
+    cpus: Annotated[float, msgspec.Meta(gt=0)]
+    memory_mb: Annotated[int, msgspec.Meta(gt=0)]
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def amount(self) -> ResourceAmount:
+        return ResourceAmount(cpus=self.cpus, memory_mb=self.memory_mb, gpus=len(self.gpus))
+
 
 def required(resources: Resources) -> ResourceAmount:
     """What is set aside for a task's sandbox: its limits. A resource that the task does not limit counts as 0."""
-    return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0)
+    return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0, gpus=resources.gpus)
+
+
+class Share(Slot):
+    """What is set aside. `gpus` are the names of those that nobody else has until it is released."""
+
+    def __init__(self, give_back: Callable[[], None] = lambda: None, gpus: tuple[str, ...] = ()) -> None:
+        super().__init__(give_back)
+        self.gpus = gpus
 
 
 class NodeResources:
     """`await resources.take(amount, priority)` waits for its turn, in the order of `PrioritySemaphore`."""
 
-    def __init__(self, total: ResourceAmount) -> None:
-        self.total = total
-        self._taken = PrioritySemaphore(*total.quantities)
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.total = capacity.amount
+        self._taken = PrioritySemaphore(*self.total.quantities)
+        self._free_gpus = set(capacity.gpus)
 
-    async def take(self, amount: ResourceAmount, priority: int = 0) -> Slot:
+    async def take(self, amount: ResourceAmount, priority: int = 0) -> Share:
         """Set an amount aside; an empty one never waits. Raises RuntimeUnavailable for more than the total."""
         quantities = amount.quantities
         if not any(quantities):
-            return Slot(lambda: None)
+            return Share()
         if not amount.within(self.total):
             raise RuntimeUnavailable(
-                f"the sandbox needs {amount.cpus:g} cpus and {amount.memory_mb} MiB of memory; "
-                f"the node has {self.total.cpus:g} and {self.total.memory_mb}",
-                hint="submit the task again with less, or serve it with more: sandboxes.cpus, sandboxes.memory_mb",
+                f"the sandbox needs {amount.in_words()}; the node has {self.total.in_words()}",
+                hint="submit the task again with less, or serve it with more: see the settings sandboxes.cpus, "
+                "sandboxes.memory_mb and sandboxes.gpus",
             )
-        return await self._taken.take(quantities, priority)
+        return self._share(await self._taken.take(quantities, priority), amount.gpus)
 
-    def try_take(self, amount: ResourceAmount) -> Slot | None:
-        """None if not enough is free, or if others wait: for a use that can be done without."""
-        quantities = amount.quantities
-        return self._taken.try_take(quantities) if any(quantities) else Slot(lambda: None)
+    def try_take(self, amount: ResourceAmount) -> Share | None:
+        """None if not enough is free, or if others wait for it: for a use that can be done without."""
+        if not any(quantities := amount.quantities):
+            return Share()
+        slot = self._taken.try_take(quantities)
+        return None if slot is None else self._share(slot, amount.gpus)
+
+    def _share(self, slot: Slot, number: int) -> Share:
+        """So many GPUs that are free, of which the slot says that there are enough."""
+        gpus = tuple([name for name in self.capacity.gpus if name in self._free_gpus][:number])
+        self._free_gpus.difference_update(gpus)
+
+        def give_back() -> None:
+            self._free_gpus.update(gpus)  # before the next in line is served, who may be given these
+            slot.release()
+
+        return Share(give_back, gpus)
 
     def stats(self) -> ResourceStats:
-        millicpus, memory_mb = self._taken.taken
+        millicpus, memory_mb, gpus = self._taken.taken
         return ResourceStats(
             cpus=self.total.cpus,
             cpus_set_aside=millicpus / MILLI,
             memory_mb=self.total.memory_mb,
             memory_mb_set_aside=memory_mb,
+            gpus=self.total.gpus,
+            gpus_set_aside=gpus,
             waiting=self._taken.waiting,
             served=self._taken.served,
             waited_seconds=self._taken.waited_seconds,
         )
 
 
-def capacity_of(settings: SandboxesConfig) -> ResourceAmount:
-    """What the sandboxes of this machine may set aside in all: as the settings say, else all that it has."""
+def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Capacity:
+    """What the sandboxes of this machine may set aside in all: as the settings say, else all that it has. Raises
+    InvalidField for two names of one GPU."""
     machine = machine_capacity()
-    return ResourceAmount(
+    gpus = tuple(gpu.name for gpu in driver.visible()) if settings.gpus is None else settings.gpus
+    for gpu in driver.gpus():
+        if len(same := [name for name in gpus if gpu.known_as(name)]) > 1:
+            raise InvalidField(
+                f"{' and '.join(map(repr, same))} are the same GPU, a {gpu.model}",
+                field="sandboxes.gpus",
+                hint="name each GPU once",
+            )
+    return Capacity(
         cpus=machine.cpus if settings.cpus is None else settings.cpus,
         memory_mb=machine.memory_mb if settings.memory_mb is None else settings.memory_mb,
+        gpus=gpus,
     )
 
 
@@ -102,16 +155,20 @@ def with_processes(config: Config) -> Config:
 
 
 def total_of(stats: ResourceStats) -> ResourceAmount:
-    return ResourceAmount(cpus=stats.cpus, memory_mb=stats.memory_mb)
+    return ResourceAmount(cpus=stats.cpus, memory_mb=stats.memory_mb, gpus=stats.gpus)
 
 
 def free_of(stats: ResourceStats) -> ResourceAmount:
-    return ResourceAmount(cpus=stats.cpus - stats.cpus_set_aside, memory_mb=stats.memory_mb - stats.memory_mb_set_aside)
+    return ResourceAmount(
+        cpus=stats.cpus - stats.cpus_set_aside,
+        memory_mb=stats.memory_mb - stats.memory_mb_set_aside,
+        gpus=stats.gpus - stats.gpus_set_aside,
+    )
 
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
-    """What this process may use: the machine's, or less where a control group (v1 or v2) limits it. A limit that cannot
-    be read counts as none."""
+    """The processors and memory that this process may use: the machine's, or less where a control group (v1 or v2)
+    limits it. A limit that cannot be read counts as none."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

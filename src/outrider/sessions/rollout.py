@@ -229,13 +229,14 @@ class Rollout:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
-            await held.enter_async_context(await self._node.resources.take(needs, priority))
+            share = await self._node.resources.take(needs, priority)
+            await held.enter_async_context(share)
             ready = await held.enter_async_context(await lanes.ready.take(priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
             self._stopwatch.lap("queued")
             try:
                 async with self._budget.spend():
-                    sandbox = await self._sandbox(mounts)
+                    sandbox = await self._sandbox(mounts, share.gpus)
                     held.push_async_callback(sandbox.stop)
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
@@ -338,12 +339,12 @@ class Rollout:
         verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
         return msgspec.structs.replace(ending, verdict=verdict)
 
-    async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
+    async def _sandbox(self, mounts: tuple[Path, ...], gpus: tuple[str, ...]) -> Sandbox:
         """A warm one, a new one, or the one that has outlived the last node."""
         if self._outlived is not None:
             return self._node.sandboxes.take_over(self._outlived)
         return await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
-            self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
+            self._task.runtime, self._session.id, self._session.attempt, mounts=mounts, gpus=gpus
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
@@ -378,10 +379,11 @@ class Rollout:
     async def _outliving(self, sandbox: Sandbox, harness: Harness, clock: Budget) -> AsyncIterator[str | None]:
         """Within this block the sandbox and its agent may outlive this node, if they can: the name of the agent's run.
 
-        Only in tasks of one step: the verdicts of steps before are in no store."""
+        Only in tasks of one step, for the verdicts of steps before are in no store, and without GPUs, whose locks end
+        with the node."""
         kind = resolve("runtime", self._task.runtime.kind)
         able = self._node.may_outlive and isinstance(kind, TakesOver) and getattr(harness, "outlives_node", False)
-        if not able or len(self._steps) > 1:
+        if not able or len(self._steps) > 1 or self._task.runtime.resources.gpus:
             yield None
             return
         run = KeptRun(
@@ -568,14 +570,16 @@ class Rollout:
         priority = self._attempt.priority
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
-            await held.enter_async_context(await self._node.resources.take(needs, priority))
+            share = await self._node.resources.take(needs, priority)
+            await held.enter_async_context(share)
             await held.enter_async_context(await self._node.lanes.eval.take(priority))
             self._stopwatch.lap("queued")
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)
             self._graded = ended
             outcome = await self._outcome(cast(Runtime, NothingKept()), ended)
-            return _graded(ended, await grading.grade_again(outcome, fetch if stored.carried else None))
+            carried = fetch if stored.carried else None
+            return _graded(ended, await grading.grade_again(outcome, carried, gpus=share.gpus))
 
     async def _outcome(self, runtime: Runtime, ended: AgentRun) -> Outcome:
         turns = await self._turns(images=True)

@@ -56,14 +56,15 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`. A file system that is mounted in it needs a
-    bind of its own to be read-only too (see kernel/mounts.py)."""
+    """A folder, file or socket of the host, shown read-only at `target`; or a `device`, which can be used. A file
+    system that is mounted in it needs a bind of its own to be read-only too (see kernel/mounts.py)."""
 
     source: str
     target: str
+    device: bool = False
 
     def words(self) -> list[str]:
-        fields = ("type=bind", f"source={self.source}", f"destination={self.target}", "ro")
+        fields = ("type=bind", f"source={self.source}", f"destination={self.target}", *(() if self.device else ("ro",)))
         return ["--mount", ",".join('"' + field.replace('"', '""') + '"' for field in fields)]
 
 

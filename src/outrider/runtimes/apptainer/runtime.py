@@ -36,6 +36,7 @@ from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.kernel.process_marks import kill_marked, mark_of, started
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import ETC_MADE
+from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver, Shown
 from outrider.runtimes.tool_server.bundle import confined, delivery, portable_server
 from outrider.runtimes.tool_server.client import Part, ToolClient
 from outrider.runtimes.tool_server.launch import (
@@ -64,6 +65,8 @@ NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "T
 class ApptainerRuntime:
     """The kind `apptainer`. Paths are the sandbox's own. What is written anywhere lives in memory and is gone with
     `stop`."""
+
+    gives_gpus = True
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
@@ -106,22 +109,32 @@ def named_image(spec: RuntimeSpec) -> str:
 
 
 @asynccontextmanager
-async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
-    """Run `apptainer exec`. See tool_server/launch.py."""
+async def launch(
+    spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
+) -> AsyncIterator[RunningServer]:
+    """Run `apptainer exec`. See tool_server/launch.py.
+
+    Not with its `--nv`, which shows a container all GPUs of the machine."""
     name = context.directory.name
     image, stored_env = _image(spec)
     found = await asyncio.to_thread(APPTAINER.get)
+    gpus = await asyncio.to_thread(driver.shown, context.gpus)
     python, server_code = await asyncio.to_thread(portable_server)
     groups = await context.host.part(Cgroups)
     controllers = groups.hierarchies.folders
     resources = with_apptainer(spec.resources)
     memory = counted_memory(spec.resources, controllers)
     setup = partial(
-        rooted_setup, spec, context, memory=memory, python=portable_command(), bridge_socket=f"{SHARED_AT}/{GATEWAY}"
+        rooted_setup,
+        *(spec, context),
+        memory=memory,
+        python=portable_command(),
+        bridge_socket=f"{SHARED_AT}/{GATEWAY}",
+        libraries=gpus.libraries_at,
     )
     first = setup(stored_env)
     command = [
-        *exec_command(found, image, _binds(spec, context, python), first.marking()),
+        *exec_command(found, image, _binds(spec, context, python, gpus), first.marking()),
         *server_command(*writable_bounds(spec.resources), memory, rlimits(resources, controllers, own_users=True)),
     ]
     async with AsyncExitStack() as undo:
@@ -193,7 +206,7 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
     return named, {}
 
 
-def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path) -> list[Bind]:
+def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, gpus: Shown) -> list[Bind]:
     hosts = context.directory / "hosts"
     hosts.write_bytes(ETC_MADE["hosts"])
     shown = [
@@ -202,9 +215,11 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path) -> list[Bin
         (hosts, "/etc/hosts"),
         *((path, str(path)) for path in context.mounts),
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
+        *((Path(source), target) for source, target in gpus.libraries),
     ]
     # Each with what is mounted in it, before the next is shown, perhaps in the same place.
-    return [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
+    binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
+    return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
 
 def with_apptainer(resources: Resources) -> Resources:

@@ -21,8 +21,9 @@ MAX_PROCESSES = 1 << 15
 """Podman's own limit."""
 MIN_NANO_CPUS = 10_000_000
 """Daemons refuse less."""
-NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": ""}
-"""What an image sets of these must not load code into the tool server's interpreter."""
+NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+"""What an image sets of these must not load code into the tool server's interpreter; nor, where NVIDIA's runtime is the
+daemon's default, give the container GPUs: CUDA's images set NVIDIA_VISIBLE_DEVICES=all."""
 
 ROOT = ("DAC_OVERRIDE",)
 """Images have files of other users, and folders whose mode lets not even root write to them."""
@@ -52,9 +53,13 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     limits: bool
     users: int = 1
     oci_runtime: str | None = None
+    gpus: Sequence[str] = ()
 
     def body(self, sized: bool) -> dict[str, Any]:
         """The JSON body. `sized`: the daemon can bound the size of a container's file system."""
+        env = {**NEUTRAL, **self.env}
+        if plain := [name for name in self.gpus if "/" not in name]:  # docker says so, too, but behind what is here
+            env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
             "AutoRemove": True,
             "NetworkMode": "none",
@@ -77,6 +82,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             host["Runtime"] = self.oci_runtime
         if sized:
             host["StorageOpt"] = {"size": f"{self.resources.disk_mb}m"}
+        if self.gpus:
+            host["DeviceRequests"] = device_requests(self.gpus)
         if self.limits:
             host["PidsLimit"] = self.resources.pids
             host["Memory"] = host["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
@@ -86,7 +93,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "Image": self.image,
             "Entrypoint": list(self.command[:1]),
             "Cmd": list(self.command[1:]),
-            "Env": [f"{name}={value}" for name, value in {**NEUTRAL, **self.env}.items()],
+            "Env": [f"{name}={value}" for name, value in env.items()],
             "Labels": dict(self.labels),
             "Hostname": "sandbox",
             "User": "0:0",
@@ -95,6 +102,17 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "Healthcheck": {"Test": ["NONE"]},
             "HostConfig": host,
         }
+
+
+def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
+    """As docker takes them. A plain name is for NVIDIA's own driver of docker's, which needs no description of the
+    machine's devices; `vendor/class=device` is one of the Container Device Interface (CDI)."""
+    requests: list[dict[str, Any]] = []
+    if plain := [name for name in gpus if "/" not in name]:
+        requests.append({"Driver": "nvidia", "DeviceIDs": plain, "Capabilities": [["gpu"]]})
+    if described := [name for name in gpus if "/" in name]:
+        requests.append({"Driver": "cdi", "DeviceIDs": described})
+    return requests
 
 
 def ulimit(name: str, kind: int, most: int) -> dict[str, Any]:

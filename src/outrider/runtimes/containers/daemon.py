@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
@@ -25,6 +25,8 @@ from outrider.concurrency.cancellation import shielded
 from outrider.environment import environment
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
+from outrider.runtimes.containers.create_request import ContainerRequest
+from outrider.runtimes.containers.libpod_request import libpod_body
 from outrider.runtimes.node_host import Host, lives, same_folder, survives
 
 if TYPE_CHECKING:  # it needs aiodocker, which is optional
@@ -35,6 +37,8 @@ SESSION_LABEL = "outrider.session"
 REMOVE_SECONDS = 60.0
 PAUSE_SECONDS = 0.02
 PROBE_SECONDS = 3.0
+NO_GPU = ("device driver", "CDI device", "unknown device")
+"""Words of the errors by which daemons refuse a GPU."""
 SIZE_REFUSED = ("storage-opt", "storage opt", "overlay.size", "pquota", "quota")
 """Words of the errors by which daemons refuse a bound on the size of a container's file system."""
 
@@ -44,12 +48,15 @@ log = logging.getLogger("outrider.runtime")
 @dataclass(frozen=True)
 class Engine:
     """What tells docker from podman: its name, the environment variable and the usual `places` of its daemon's socket
-    (the likeliest first), and the hint for a machine that has none."""
+    (the likeliest first), the hint for a machine that has none, and the one for a daemon that cannot give a GPU.
+    `libpod`: it has Podman's own API beside Docker's."""
 
     name: str
     variable: str
     hint: str
+    gpu_hint: str
     places: Callable[[], Sequence[Path]]
+    libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
         """Not entered: use `await host.part(engine.daemon)`."""
@@ -113,12 +120,17 @@ DOCKER_ENGINE = Engine(
     name="docker",
     variable="DOCKER_HOST",
     hint="start dockerd and join the group docker, or set DOCKER_HOST=unix:///path/to/docker.sock",
+    gpu_hint="install the NVIDIA Container Toolkit and restart dockerd; for a GPU that is named vendor/class=device in "
+    "sandboxes.gpus, Docker 25 or newer with the feature cdi, and a description of it in /etc/cdi",
     places=docker_places,
 )
 PODMAN_ENGINE = Engine(
     name="podman",
     variable="CONTAINER_HOST",
     hint="systemctl --user start podman.socket (as root: without --user), or podman system service --time=0 &",
+    gpu_hint="it needs Podman 4.1 or newer and a description of the machine's GPUs: "
+    "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+    libpod=True,
     places=podman_places,
 )
 
@@ -174,26 +186,37 @@ class ContainerDaemon:
                 ) from error
             raise self._failure("look for the image", error) from error
 
-    async def run(self, name: str, body: Callable[[bool], Mapping[str, Any]]) -> None:
-        """Create and start a container; `body` is given `sized`. When this raises, or is cancelled, `remove` must
-        follow. A call once sent is waited for: only so is it known what there is to remove."""
+    async def run(self, name: str, plan: ContainerRequest) -> None:
+        """Create and start a container. When this raises, or is cancelled, `remove` must follow. A call once sent is
+        waited for: only so is it known what there is to remove. Raises RuntimeUnavailable where the daemon cannot give
+        the container its GPUs, and RuntimeFailure."""
         self._ours.add(name)
         sized = self.sized
         try:
             try:
-                await shielded(lambda: self._api.create(name, body(sized)))
+                await shielded(lambda: self._create(name, plan, sized))
             except self._error as error:
                 if not (sized and any(word in str(error).lower() for word in SIZE_REFUSED)):
                     raise
                 self.sized = False
-                await shielded(lambda: self._api.create(name, body(False)))
+                await shielded(lambda: self._create(name, plan, False))
             await shielded(lambda: self._api.start(name))
         except self._error as error:
+            if plan.gpus and any(word in str(error) for word in NO_GPU):
+                message = f"{self.engine.name} cannot give a container GPU {', '.join(plan.gpus)}: {error}"
+                raise RuntimeUnavailable(message, hint=self.engine.gpu_hint) from error
             raise self._failure("start a container", error) from error
 
     def take_over(self, name: str) -> None:
         """A container of an earlier node is this one's from now on. `remove` must follow."""
         self._ours.add(name)
+
+    async def _create(self, name: str, plan: ContainerRequest, sized: bool) -> None:
+        body = plan.body(sized)
+        if plan.gpus and self.engine.libpod:
+            await self._api.create_by_libpod(name, libpod_body(body, plan.gpus))
+        else:
+            await self._api.create(name, body)
 
     async def runs(self, name: str) -> bool:
         """Raises RuntimeFailure when the daemon does not answer."""

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from outrider.errors import InvalidField
 from outrider.pythons.portable import PORTABLE_AT
@@ -53,6 +53,7 @@ class ContainerRuntime:
 
     engine: Engine
     oci_runtime: str | None = None
+    gives_gpus: ClassVar[bool] = True
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(partial(launch, self), spec, context)
@@ -114,7 +115,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         name = f"{context.host.name}-{context.directory.name}"
         # Before the daemon is asked: where `run` fails, it may have half made the container.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
-        await daemon.run(name, plan.body)
+        await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
         yield _running(daemon, name, image_name, image.id, tools)
 
@@ -180,4 +181,5 @@ def _plan(
         limits=limits,
         users=spec.users,
         oci_runtime=kind.oci_runtime,
+        gpus=context.gpus,
     )

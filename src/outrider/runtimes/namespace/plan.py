@@ -1,7 +1,7 @@
 """What a namespace sandbox is made of, as plain data that guest/isolation/isolate.py carries out.
 
 It knows the host's folders, and makes nothing but the skeleton of a root. Invariant: of the host, a plan shows its
-system folders, a fixed list of harmless files below /etc, and what the caller names.
+system folders, a fixed list of harmless files below /etc and devices, and what the caller names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
 
     `layers` are pairs (folder of the host, path inside), the first of them the root; each is under a throw-away
-    writable layer. `shown` are pairs (path of the host, path inside), mounted read-only. `bytes` and `files` bound what
+    writable layer. `shown` are pairs (path of the host, path inside), mounted read-only; `devices` are such pairs of
+    device files beside the usual ones, which can be used. `bytes` and `files` bound what
     may be written. `gateway` is the path of the gateway's socket, `cgroups` are the files by which to enter the control
     groups (see `Group.entrances`). `memory` is `counted_memory`. `saved` is an archive of writable layers to begin
     with, "" for none. `uids` and `gids` say which users there are; `mappers` are the programs that can map more than
@@ -43,6 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     base: str
     layers: tuple[tuple[str, str], ...]
     shown: tuple[tuple[str, str], ...]
+    devices: tuple[tuple[str, str], ...] = ()
     bytes: int
     files: int
     gateway: str

@@ -29,6 +29,7 @@ from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, w
 from outrider.runtimes.namespace.plan import Plan, Root, image_root, unsupported
 from outrider.runtimes.namespace.user_ids import user_ids
 from outrider.runtimes.namespace.zygote import Zygote
+from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
 from outrider.runtimes.probe_cache import ProbeCache
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import (
@@ -64,6 +65,7 @@ class NamespaceRuntime:
     """The kind `namespace`. Paths are the sandbox's own. What is written anywhere is gone with `stop`."""
 
     saves_layers = True
+    gives_gpus = True
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
@@ -88,9 +90,12 @@ class NamespaceRuntime:
 
 
 @asynccontextmanager
-async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
+async def launch(
+    spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
+) -> AsyncIterator[RunningServer]:
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
+    gpus = await asyncio.to_thread(driver.shown, context.gpus)
     groups = await context.host.part(Cgroups)
     # After the control groups: on version 2 they move the processes of our own group out of the way, one by one, and a
     # process that starts meanwhile would be missed.
@@ -100,11 +105,12 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
     if not _has_python(root):
         shown = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
         root, python = Root(root.layers, (*root.shown, shown)), portable_command()
+    root = Root(root.layers, (*root.shown, *gpus.libraries))
     memory = counted_memory(spec.resources, groups.hierarchies.folders)
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
-        plan = _plan(spec, context, str(zygote.base), root, groups, group)
+        plan = _plan(spec, context, str(zygote.base), root, gpus.devices, groups, group)
         with connection() as (ours, theirs):
             child, zygote_lives = await zygote.fork(plan, theirs)
         tools = ToolClient(ours, child.log_tail)
@@ -112,7 +118,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
         undo.push_async_callback(undone, name, partial(_end, child, group))
         await tools.open()
         try:
-            await configure(tools, rooted_setup(spec, context, image_env, memory=memory, python=python))
+            setup = rooted_setup(spec, context, image_env, memory=memory, python=python, libraries=gpus.libraries_at)
+            await configure(tools, setup)
         except RuntimeFailure as error:
             # A layer that cannot be unpacked is the doing of the agent that left it, unless the host failed meanwhile.
             if context.layer is not None and not group.starved():
@@ -128,7 +135,15 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
         )
 
 
-def _plan(spec: RuntimeSpec, context: SandboxContext, base: str, root: Root, groups: Cgroups, group: Group) -> Plan:
+def _plan(
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    base: str,
+    root: Root,
+    devices: tuple[tuple[str, str], ...],
+    groups: Cgroups,
+    group: Group,
+) -> Plan:
     controllers = groups.hierarchies.folders
     size, files = writable_bounds(spec.resources)
     several = user_ids(spec.users)
@@ -140,6 +155,7 @@ def _plan(spec: RuntimeSpec, context: SandboxContext, base: str, root: Root, gro
             *((str(path), str(path)) for path in context.mounts),
             *((mount.source, mount.target or mount.source) for mount in spec.mounts),
         ),
+        devices=devices,
         bytes=size,
         files=files,
         gateway=str(context.gateway_socket),

@@ -23,6 +23,7 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import SandboxContext
 from outrider.runtimes.kernel.cgroups import Group
 from outrider.runtimes.kernel.process_marks import VARIABLE, mark_of
+from outrider.runtimes.nvidia import variables
 from outrider.runtimes.tool_server.client import Done, ToolClient
 from outrider.spec import RuntimeSpec
 
@@ -119,10 +120,15 @@ def rooted_setup(
     memory: int,
     python: Sequence[str] = (),
     bridge_socket: str = "",
+    libraries: str = "",
 ) -> Setup:
-    """The set-up of a sandbox that has a root of its own. The spec's variables win over those of its image."""
+    """The set-up of a sandbox that has a root of its own. The spec's variables win over those of its image, and what
+    tells of the sandbox's GPUs over both. `libraries` is a folder of it whose libraries win over the image's."""
+    env = {**image_env, **spec.env, **variables(context.gpus)}
+    if libraries:
+        env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
     return Setup(
-        env=clean_environment({**image_env, **spec.env}, HOME),
+        env=clean_environment(env, HOME),
         workdir=spec.workdir,
         folders=[HOME, "/tmp", "/var/tmp", spec.workdir],
         bridge_port=BRIDGE_PORT,

@@ -29,6 +29,7 @@ from outrider.runtimes.base import (
     ShellKind,
     ShellResult,
 )
+from outrider.runtimes.nvidia import variables
 from outrider.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 from outrider.testing.memory_runtime.files import MemoryFiles
@@ -63,6 +64,7 @@ class MemoryRuntime:
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
     saves_layers: ClassVar[bool] = True
+    gives_gpus: ClassVar[bool] = True
     scratch = "/tmp"
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
@@ -71,7 +73,8 @@ class MemoryRuntime:
         self._key = (context.session_id, context.attempt)
         self._layer = context.layer
         self._failing = set(filter(None, spec.env.get(FAIL_VARIABLE, "").split(",")))
-        self._env = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **spec.env}
+        env = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **spec.env}
+        self._env = {**env, **variables(context.gpus)}
         self._files = MemoryFiles()
         self._state: Literal["new", "running", "stopped"] = "new"
         self._ended = asyncio.Event()

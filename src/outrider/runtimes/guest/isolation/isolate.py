@@ -100,7 +100,8 @@ def change_root(plan: Plan) -> list[int]:
     base = plan["base"]
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here shall reach the host
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
-    devices = [(syscalls.clone_tree(f"/dev/{name}"), f"/dev/{name}") for name in DEVICES]
+    own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
+    devices = [(syscalls.clone_tree(source), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
@@ -179,7 +180,7 @@ def protect_proc() -> None:
 
 def make_dev(devices: list[tuple[int, str]]) -> None:
     make_root_folder("/dev")
-    syscalls.mount("none", "/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
+    syscalls.mount("none", "/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=755,size=64k,nr_inodes=256")
     for tree, target in devices:
         attach_at(tree, target)
     os.mkdir("/dev/pts")

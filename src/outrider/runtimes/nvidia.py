@@ -1,0 +1,175 @@
+"""The NVIDIA GPUs of this machine, and what a sandbox that no container engine makes has to be shown to use some.
+
+The driver is asked by its files alone: no library of it is loaded, and no GPU is opened. Their form is what other
+programs read of them; it was not tried on a machine with a GPU. Invariant: of the GPUs a sandbox is shown those that it
+was given and no other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from outrider.environment import environment
+from outrider.errors import RuntimeUnavailable
+
+CDI_KIND = "nvidia.com/gpu="
+"""Before the name of an NVIDIA GPU as container engines know it by the Container Device Interface."""
+CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+"""Devices that every CUDA program opens, whichever GPU it uses; the last one is for profilers."""
+LIBRARIES_AT = "/run/outrider-nvidia"
+"""Where a sandbox has the driver's libraries. They must be of the same version as the kernel's module, so that no image
+can have them."""
+LIBRARY = re.compile(r"(?:libcuda|libcudadebugger|libnvcuvid|libnvoptix|libnvidia-[\w-]+)\.so\.[\w.]+")
+LISTED = re.compile(r"\s*(\S+) \(([^)]*)\) => (/\S+)")
+MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
+"""How `ldconfig -p` names the libraries of this kind of processor."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """`index` counts in the order of the PCI bus, as nvidia-smi does; `minor` is that of its device file."""
+
+    index: int
+    minor: int
+    uuid: str = ""
+    model: str = "NVIDIA GPU"
+
+    @property
+    def name(self) -> str:
+        return str(self.index)
+
+    def known_as(self, name: str) -> bool:
+        name = name.removeprefix(CDI_KIND)
+        return name == self.name or (name.startswith("GPU-") and self.uuid.startswith(name))
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """Pairs of a path of this machine and one of the sandbox: device files, and the driver's libraries."""
+
+    devices: tuple[tuple[str, str], ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def libraries_at(self) -> str:
+        return LIBRARIES_AT if self.libraries else ""
+
+
+@dataclass(frozen=True)
+class NvidiaDriver:
+    """The driver, as the kernel shows it in these folders, and `ldconfig` its libraries."""
+
+    proc: Path = Path("/proc/driver/nvidia")
+    dev: Path = Path("/dev")
+    ldconfig: str = "/sbin/ldconfig"
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Those that this process may open. A batch job may have been given some of the machine's: then a control group
+        refuses the others, which `access` tells without opening one."""
+        known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
+        if not known:  # in a container there may be the device files alone
+            minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
+            known = [Gpu(index, minor) for index, minor in enumerate(minors)]
+        return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))
+
+    def visible(self) -> tuple[Gpu, ...]:
+        """Those that a CUDA program of this process would use: with CUDA_VISIBLE_DEVICES, what it names up to the first
+        name of none. (Its numbers count in the order of the PCI bus, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.)"""
+        here = self.gpus()
+        if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
+            return here
+        chosen: list[Gpu] = []
+        for name in map(str.strip, wanted.split(",")):
+            if name.isdigit():
+                found = here[int(name) : int(name) + 1]
+            else:
+                found = tuple(gpu for gpu in here if gpu.known_as(name))
+            if len(found) != 1 or found[0] in chosen:
+                break
+            chosen += found
+        return tuple(chosen)
+
+    def shown(self, names: Sequence[str]) -> Shown:
+        """What a sandbox is to be shown for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
+        return Shown(self._devices(names), self._libraries()) if names else Shown()
+
+    def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """The device files of these GPUs, and those that go with any."""
+        here = self.gpus()
+        files = []
+        for name in names:
+            found = [gpu for gpu in here if gpu.known_as(name)]
+            if len(found) != 1:
+                have = ", ".join(gpu.name for gpu in here) or "none"
+                raise RuntimeUnavailable(
+                    f"this machine has no NVIDIA GPU {name!r} that can be shown in a sandbox (there are: {have})",
+                    hint="see the setting sandboxes.gpus; GPUs of other makers can be given in docker and podman",
+                )
+            files.append(f"nvidia{found[0].minor}")
+        files += [name for name in CONTROL if (self.dev / name).exists()]
+        return tuple((str(self.dev / name), f"/dev/{name}") for name in files)
+
+    def _libraries(self) -> tuple[tuple[str, str], ...]:
+        try:
+            done = subprocess.run([self.ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RuntimeUnavailable(f"cannot see where the driver's libraries are: {error}") from error
+        found = driver_libraries(done.stdout, MACHINES.get(platform.machine(), ""))
+        if "libcuda.so.1" not in found:
+            raise RuntimeUnavailable(
+                f"there is no libcuda.so.1 in the list of {self.ldconfig} -p",
+                hint="install the NVIDIA driver's libraries for CUDA, and run ldconfig",
+            )
+        return tuple((os.path.realpath(path), f"{LIBRARIES_AT}/{name}") for name, path in found.items())
+
+
+NVIDIA = NvidiaDriver()
+
+
+def driver_libraries(listing: str, machine: str) -> dict[str, str]:
+    """The driver's libraries in what `ldconfig -p` has printed, by name, with their paths; the first path of several is
+    the one that programs load."""
+    found: dict[str, str] = {}
+    for line in listing.splitlines():
+        if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
+            found.setdefault(match[1], match[3])
+    return found
+
+
+def variables(names: Sequence[str]) -> Mapping[str, str]:
+    """What tells programs in a sandbox which GPUs it was given. CUDA counts those that it sees from 0."""
+    if not names or not all(is_nvidia(name) for name in names):
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(names)))),
+        "NVIDIA_VISIBLE_DEVICES": ",".join(name.removeprefix(CDI_KIND) for name in names),
+    }
+
+
+def is_nvidia(name: str) -> bool:
+    """Whether a name in the setting sandboxes.gpus is that of an NVIDIA GPU: plain, or with NVIDIA's kind before it."""
+    return "/" not in name or name.startswith(CDI_KIND)
+
+
+def _gpu(index: int, information: str) -> Gpu:
+    told = dict(line.split(":", 1) for line in information.splitlines() if ":" in line)
+    minor = told.get("Device Minor", "").strip()
+    return Gpu(
+        index=index,
+        minor=int(minor) if minor.isdigit() else index,
+        uuid=told.get("GPU UUID", "").strip(),
+        model=told.get("Model", "").strip() or "NVIDIA GPU",
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
