@@ -64,8 +64,8 @@ SILENT_SECONDS = 22.0
 service."""
 WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """In which directions a connection can be slow or silent."""
-REJOIN_SECONDS = 90.0
-"""In which machines that were killed have joined again: the service first has to give up those of their names."""
+JOIN_SECONDS = 90.0
+"""In which all machines have joined, or have again: the service first gives up those that were killed."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
@@ -168,6 +168,7 @@ class Run:
             ):
                 await self._start(service, tasks)
                 async with AsyncClient(self._url) as self._client:
+                    await self._until_joined()  # what is broken from the beginning has them to break
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -449,7 +450,10 @@ class Run:
 
     async def _stop(self) -> list[Finding]:
         """End all programs, the service and the machines first while they are idle; what they hold or leave."""
-        findings = await self._rejoined()
+        findings = [Finding(Harm.LOST, f"{node} has not joined again") for node in sorted(await self._until_joined())]
+        for machine in self._machines:
+            codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
+            findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
         findings += await leaks.held_by_idle_service(self._client, self._homes())
         after = leaks.footprint(self._service.pid)
         self._grown = (round(after.mib, 1), after.descriptors)
@@ -463,21 +467,17 @@ class Run:
         pids = {*self._service.pids, *self._nodes}
         return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
 
-    async def _rejoined(self) -> list[Finding]:
-        """Wait for all machines to be there again; those that are not, and those that had gone by themselves."""
+    async def _until_joined(self) -> set[str]:
+        """Wait for the nodes of all machines; returns those that do not come."""
         nodes = {node for machine in self._machines for node in machine.nodes}
         missing = nodes
-        deadline = time.monotonic() + REJOIN_SECONDS
+        deadline = time.monotonic() + JOIN_SECONDS
         while missing and time.monotonic() < deadline:
             status = await self._answered(self._client.status)
             assert status is not None
             missing = nodes - {node.name for node in status.nodes if node.capacity}
             await asyncio.sleep(LOOK_SECONDS)
-        findings = [Finding(Harm.LOST, f"{node} has not joined again") for node in sorted(missing)]
-        for machine in self._machines:
-            codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
-            findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
-        return findings
+        return missing
 
     def _read(self, name: str) -> Any:
         reader = Reader(self._folder / f"{name}.sqlite3")
