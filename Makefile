@@ -78,7 +78,7 @@ fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each di
 	$(foreach dialect,chat responses messages gemini,\
 		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
 
-campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --seed 1 --json" (15 seconds a run)
+campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --seed 1 --json" (half a minute a run)
 	$(ONE_THREAD) $(BIN)/python -m campaign $(ARGS)
 
 bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results

@@ -21,6 +21,7 @@ import msgspec
 from rich.console import Console
 
 from campaign.checks import Harm
+from campaign.fleet import Fleet, fleet_of
 from campaign.processes import Nursery, a_nursery
 from campaign.run import GROUPS, Run, RunReport
 from campaign.stores import Cluster, a_cluster
@@ -65,14 +66,14 @@ async def one_run(
     *,
     groups: int = GROUPS,
     program: str = "campaign.service",
-    processes: int | None = None,
+    fleet: Fleet | None = None,
     cluster: Cluster | None = None,
 ) -> RunReport:
-    """The report of one run, on SQLite where there is no cluster, and, unless it is said, in two processes for an odd
-    seed. Its folder is removed unless there is a finding, or the run itself fails."""
+    """The report of one run, on SQLite where there is no cluster, and, unless it is said, on the fleet of its seed. Its
+    folder is removed unless there is a finding, or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    number = 1 + seed % 2 if processes is None else processes
-    report = await Run(nursery, seed, folder, groups=groups, program=program, processes=number, cluster=cluster).run()
+    fleet = fleet_of(seed) if fleet is None else fleet
+    report = await Run(nursery, seed, folder, groups=groups, program=program, fleet=fleet, cluster=cluster).run()
     if report.findings:
         return msgspec.structs.replace(report, folder=str(folder))
     await asyncio.to_thread(shutil.rmtree, folder)
@@ -81,8 +82,9 @@ async def one_run(
 
 def show(report: RunReport, console: Console) -> None:
     endings = ", ".join(f"{number} {name}" for name, number in sorted(report.endings.items()))
+    joined = f"{len(report.fleet.machines)} machines joined, " if report.fleet.machines else ""
     console.print(
-        f"seed {report.seed}: {report.groups} groups, {report.kills} kills, {report.attempts} attempts, "
+        f"seed {report.seed}: {joined}{report.groups} groups, {report.kills} kills, {report.attempts} attempts, "
         f"{report.turns} turns in {report.seconds} s ({endings})",
         style="red" if report.findings else "dim",
     )

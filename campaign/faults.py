@@ -21,6 +21,12 @@ class FaultKind(StrEnum):
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
     NODE_KILLED = "node killed"  # one of the processes that run sessions; only in runs that have several
+    MACHINE_KILLED = "machine killed"  # all processes of one that has joined; it is started again
+    MACHINE_STOPPED = "machine stopped in order"
+    MACHINE_ENDED = "machine ended"  # SIGTERM for all its processes at once, those in sandboxes, too
+    CONNECTION_CUT = "connection cut"  # that of a machine, up to five times
+    CONNECTION_SLOW = "connection slow"  # nothing comes through for eight times its `seconds`, and then all
+    CONNECTION_SILENT = "connection silent"  # the same for so long that the service gives the machine up
     AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
     DISK_FULL = "disk full"  # for its `seconds`
@@ -34,8 +40,18 @@ class FaultKind(StrEnum):
 ON_FILES = frozenset({FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
 ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED})
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
-ON_SQLITE = tuple(kind for kind in FaultKind if kind not in ON_SERVERS | ON_NODES)
-ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in ON_FILES | ON_NODES)
+ON_MACHINES = (
+    FaultKind.MACHINE_KILLED,
+    FaultKind.MACHINE_STOPPED,
+    FaultKind.MACHINE_ENDED,
+    FaultKind.CONNECTION_CUT,
+    FaultKind.CONNECTION_SLOW,
+    FaultKind.CONNECTION_SILENT,
+)
+"""Those of machines that join. The `share` says which machine it is, and which way a connection is slow or silent."""
+_SOMETIMES = ON_SERVERS.union(ON_NODES, ON_MACHINES)
+ON_SQLITE = tuple(kind for kind in FaultKind if kind not in _SOMETIMES)
+ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in _SOMETIMES - ON_SERVERS | ON_FILES)
 
 
 class Fault(msgspec.Struct, frozen=True, order=True):
@@ -49,11 +65,14 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
 DRAWN = 6
 """Faults of any kind in a run, beside those that every run has."""
+DRAWN_ON_MACHINES = 3
+"""The same, of machines that join, where there are any."""
 
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
     """Of these kinds, in order. In every run the service is killed while groups are submitted, and once more later, the
-    engine is killed, and leases lapse; and a database server is killed, where there is one, and so are two nodes."""
+    engine is killed, and leases lapse; and a database server is killed, where there is one, and so are two nodes, and a
+    machine, and a connection is cut."""
     drawn = rng.choices(kinds, k=DRAWN)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
@@ -65,5 +84,7 @@ def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> l
         points.append((FaultKind.DATABASE_KILLED, rng.uniform(0.1, 0.9)))
     if FaultKind.NODE_KILLED in kinds:
         points += [(FaultKind.NODE_KILLED, rng.uniform(0.1, 0.9)) for _ in range(2)]
+    if FaultKind.MACHINE_KILLED in kinds:
+        drawn += [FaultKind.MACHINE_KILLED, FaultKind.CONNECTION_CUT, *rng.choices(ON_MACHINES, k=DRAWN_ON_MACHINES)]
     points += [(kind, rng.uniform(0.05, 0.95)) for kind in drawn]
     return sorted(Fault(at, kind, rng.uniform(0.3, 1.5), rng.random()) for kind, at in points)

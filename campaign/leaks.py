@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,12 +15,22 @@ from campaign.checks import Finding, Harm
 from campaign.nursery import descendants
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError
+from outrider.nodes import elsewhere
 from outrider.runtimes.kernel import cgroups, process_marks
 from outrider.runtimes.node_host import PREFIX
 
 SETTLE_SECONDS = 15.0
 """What a killed node had dies with it, but not in its last moment; its keeper takes some seconds."""
 LOOK_SECONDS = 0.1
+
+
+class Home(NamedTuple):
+    """A folder for temporary files, and how many nodes have theirs in it: of the service, or of a machine that has
+    joined."""
+
+    temporary: Path
+    nodes: int
+    joined: bool = False
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -34,16 +45,16 @@ def footprint(pid: int) -> Footprint:
     return Footprint(int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-def nodes_of(service: int) -> set[int]:
-    """The processes that run sessions for a service, beside its own."""
-    below = descendants(service).items()
+def nodes_of(program: int) -> set[int]:
+    """The processes that run sessions for a service, or for a machine that has joined, beside its own."""
+    below = descendants(program).items()
     return {pid for pid, command in below if "outrider.cli.node_process" in command}
 
 
-async def held_by_idle_service(client: AsyncClient, temporary: Path, processes: int) -> list[Finding]:
+async def held_by_idle_service(client: AsyncClient, homes: Collection[Home]) -> list[Finding]:
     """What a service without sessions still holds once it has had some time to put it down: slots, seats on engines,
-    folders and processes of sandboxes. `processes` is how many run its sessions."""
-    held = await _settled(lambda: _held(client, temporary, processes))
+    folders and processes of sandboxes."""
+    held = await _settled(lambda: _held(client, homes))
     return [Finding(Harm.LEAKED, f"the idle service holds {what}") for what in held]
 
 
@@ -56,7 +67,7 @@ async def _settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _held(client: AsyncClient, temporary: Path, processes: int) -> list[str]:
+async def _held(client: AsyncClient, homes: Collection[Home]) -> list[str]:
     try:
         status = await client.status()
     except OutriderError as error:
@@ -68,14 +79,17 @@ async def _held(client: AsyncClient, temporary: Path, processes: int) -> list[st
     for engine in status.engines:
         if engine.in_flight or engine.sessions or engine.assigned_tokens:
             held.append(f"{engine.in_flight} calls and {engine.sessions} seats on {engine.name}")
-    return held + await asyncio.to_thread(_sandboxes, temporary, processes)
+    for home in homes:
+        held += await asyncio.to_thread(_sandboxes, home)
+    return held
 
 
-def _sandboxes(temporary: Path, processes: int) -> list[str]:
+def _sandboxes(home: Home) -> list[str]:
     found = []
-    folders = sorted(temporary.iterdir())
-    if len(folders) != processes:
-        found.append(f"the folders {', '.join(folder.name for folder in folders)}")
+    folders = sorted(home.temporary.iterdir())
+    copies = [folder for folder in folders if folder.name.startswith(elsewhere.PREFIX)]
+    if (len(folders) - len(copies), len(copies)) != (home.nodes, home.nodes * home.joined):
+        found.append(f"the folders {', '.join(folder.name for folder in folders)} in {home.temporary}")
     for folder in folders:
         found += [f"the sandbox {path.name}" for path in folder.glob("s-*")]
         if marked := process_marks.marked(f"{folder.name}/s-"):
@@ -83,21 +97,23 @@ def _sandboxes(temporary: Path, processes: int) -> list[str]:
     return found
 
 
-async def left_behind(nursery: int, folder: Path, temporary: Path, services: Collection[int]) -> list[Finding]:
-    """What is left when all programs of a run have ended: processes, mounts, control groups, folders, sockets."""
-    left = await _settled(lambda: asyncio.to_thread(_left, nursery, folder, temporary, services))
+async def left_behind(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[Finding]:
+    """What is left when all programs of a run have ended: processes, mounts, control groups, folders, sockets. `hosts`
+    are all processes that have run sessions."""
+    left = await _settled(lambda: asyncio.to_thread(_left, nursery, folder, homes, hosts))
     return [Finding(Harm.LEAKED, f"left behind: {what}") for what in left]
 
 
-def _left(nursery: int, folder: Path, temporary: Path, services: Collection[int]) -> list[str]:
+def _left(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[str]:
     left = [f"process {pid} ({command})" for pid, command in descendants(nursery).items()]
-    left += [f"folder {path}" for path in temporary.iterdir()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    left += [f"mount {line.split()[4]}" for line in mounts if str(temporary) in line]
+    for home in homes:
+        left += [f"folder {path}" for path in home.temporary.iterdir()]
+        left += [f"mount {line.split()[4]}" for line in mounts if str(home.temporary) in line]
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     left += [f"socket {name}" for name in sockets if str(folder) in name]
     for parent in set(cgroups.find().folders.values()):
         for group in parent.glob(f"{PREFIX}*"):
-            if group.name.split("-")[2] in map(str, services):
+            if group.name.split("-")[2] in map(str, hosts):
                 left.append(f"control group {group}")
     return left

@@ -23,7 +23,7 @@ from typing import Any
 from campaign import seams
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
-PROGRAMS = ("campaign.engine", "campaign.reader", "campaign.service")
+PROGRAMS = ("campaign.engine", "campaign.machine", "campaign.reader", "campaign.service")
 
 
 def descendants(of: int) -> dict[int, str]:

@@ -80,10 +80,12 @@ async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
 
 
 class Program:
-    """A program that is kept running from `start` to `stop`. `pids` are its processes so far."""
+    """A program that is kept running from `start` to `stop`. `pids` are its processes so far; `statuses` are how those
+    ended that it has outlived."""
 
     def __init__(self, nursery: Nursery, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> None:
         self.pids: list[int] = []
+        self.statuses: list[int] = []
         self._nursery = nursery
         self._module = module
         self._arguments = arguments
@@ -95,25 +97,33 @@ class Program:
         await self._start()
         tasks.create_task(self._keep(), name=f"keep {self._module}")
 
+    @property
+    def pid(self) -> int:
+        """Of its last process, `alive` or not."""
+        return self.pids[-1]
+
+    @property
+    def alive(self) -> bool:
+        return self._nursery.alive(self.pid)
+
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to the process that is there now; whether one was."""
         with suppress(ProcessLookupError):
-            if self._nursery.alive(self.pids[-1]):
-                os.kill(self.pids[-1], number)
+            if self.alive:
+                os.kill(self.pid, number)
                 return True
         return False
 
     async def stop(self) -> bool:
         """End it for good; False if it had to be killed."""
         self._wanted = False
-        pid = self.pids[-1]
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._nursery.ended(pid)
+                await self._nursery.ended(self.pid)
         except TimeoutError:
             self.signal(signal.SIGKILL)
-            await self._nursery.ended(pid)
+            await self._nursery.ended(self.pid)
             return False
         return True
 
@@ -125,9 +135,9 @@ class Program:
     async def _keep(self) -> None:
         while True:
             started = time.monotonic()
-            await self._nursery.ended(self.pids[-1])
-            if not self._wanted:
-                return
+            self.statuses.append(await self._nursery.ended(self.pid))
             if time.monotonic() - started < SHORT_LIFE:
                 await asyncio.sleep(PAUSE_SECONDS)
+            if not self._wanted:
+                return
             await self._start()

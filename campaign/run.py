@@ -19,13 +19,15 @@ import msgspec
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
-from campaign.faults import ON_NODES, ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
+from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
+from campaign.fleet import Fleet, Machine, machines_of
 from campaign.processes import Nursery, Program
 from campaign.reader import Reader
 from campaign.receiver import receiving
 from campaign.seams import Knobs
 from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
 from campaign.tasks import draw_groups
+from campaign.way import Direction
 from outrider.client import AsyncClient
 from outrider.errors import NotFound, OutriderError, ServiceError
 from outrider.lifecycle import GroupState, SessionState
@@ -43,6 +45,8 @@ STALL_SECONDS = 60.0
 IDLE_SECONDS = 2.0
 BUSY_LOOKS = 30
 BUSY_SESSIONS = 8
+MACHINE_LOOKS = 200
+"""The same, for one machine, which may have to join first."""
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.1
 DISK_MIB = 64
@@ -50,6 +54,18 @@ FULLEST_COMMIT = 0.2
 DAY = 86_400.0
 LEAST_JUMP = 7200.0
 """A service takes a time that is an hour ahead for one that its receiver has asked for."""
+MOST_CUTS = 5
+CUT_PAUSE_SECONDS = 0.7
+"""Between two: as long as a node waits before it dials again, or longer."""
+SLOW = 8
+"""A slow connection stands still for so many times the `seconds` of its fault. After ten seconds a node dials again."""
+SILENT_SECONDS = 22.0
+"""The least that a silent connection is so. After twenty the service gives a node up, and after thirty the node the
+service."""
+WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
+"""In which directions a connection can be slow or silent."""
+JOIN_SECONDS = 90.0
+"""In which all machines have joined, or have again: the service first gives up those that were killed."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
@@ -60,6 +76,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     to its end. `left_out` are the faults that cannot be had on this machine."""
 
     seed: int
+    fleet: Fleet
     seconds: float
     groups: int
     kills: int
@@ -89,14 +106,18 @@ class Progress:
             async with self._changed:
                 self._changed.notify_all()
 
+    @property
+    def all_but_last(self) -> bool:
+        """Whether nothing is left but the group that is submitted when nothing more breaks."""
+        return self._done >= self._all - 4
+
     async def until(self, share: float) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._done >= share * self._all)
 
 
 class Run:
-    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service, and `processes` is
-    how many run its sessions."""
+    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service."""
 
     def __init__(
         self,
@@ -106,7 +127,7 @@ class Run:
         *,
         groups: int,
         program: str,
-        processes: int,
+        fleet: Fleet,
         cluster: Cluster | None = None,
     ) -> None:
         self._nursery = nursery
@@ -120,11 +141,15 @@ class Run:
         self._store: StoreUnderTest
         self._count = groups
         self._program = program
-        self._processes = processes
+        self._fleet = fleet
+        self._machines: list[Machine]
         self._nodes: set[int] = set()
-        """All processes of nodes that there were."""
+        """All processes of nodes that there were, but for the services' own."""
         kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
-        self._faults = draw_faults(self._rng, kinds if processes == 1 else (*kinds, *ON_NODES))
+        kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
+        self._faults = draw_faults(self._rng, kinds)
+        self._machines_leave = self._rng.random() < 0.5
+        """Whether machines that have joined leave before the service ends, or after."""
         self._left_out: list[str] = []
         self._progress = Progress(groups)
         self._accepted: dict[str, list[str]] = {}
@@ -135,9 +160,15 @@ class Run:
         begun = time.monotonic()
         findings: list[Finding] = []
         with a_disk(self._folder / "data", DISK_MIB) as self._disk:
-            async with receiving(self._rng) as self._receiver, asyncio.TaskGroup() as tasks:
-                await self._start(tasks)
+            service = free_port()
+            async with (
+                receiving(self._rng) as self._receiver,
+                machines_of(self._fleet, self._nursery, self._folder, service) as self._machines,
+                asyncio.TaskGroup() as tasks,
+            ):
+                await self._start(service, tasks)
                 async with AsyncClient(self._url) as self._client:
+                    await self._until_joined()  # what is broken from the beginning has them to break
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -156,6 +187,7 @@ class Run:
         results = [session.result for view in readers[READERS[0]] for session in view.sessions if session.result]
         return RunReport(
             seed=self._seed,
+            fleet=self._fleet,
             seconds=round(ended - begun, 1),
             groups=sum(1 for ids in self._accepted.values() if ids),
             kills=self._kills,
@@ -169,16 +201,17 @@ class Run:
             folder=None,
         )
 
-    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start(self, service: int, tasks: asyncio.TaskGroup) -> None:
         if self._cluster is None:
             self._store = SqliteUnderTest(self._folder / "data")
         else:
             self._store = await self._cluster.new_database(f"run_{self._seed}")
-        service, engine = free_port(), free_port()
+        engine = free_port()
         self._url = f"http://127.0.0.1:{service}"
         engine_url = f"http://127.0.0.1:{engine}"
         self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine))
-        arguments = (str(self._folder), str(service), engine_url, self._store.url, str(self._processes))
+        processes, elsewhere = str(self._fleet.processes), "elsewhere" * self._fleet.elsewhere
+        arguments = (str(self._folder), str(service), engine_url, self._store.url, processes, elsewhere)
         self._service = self._a_program(self._program, *arguments)
         crashing = self._folder / f"{READERS[1]}.sqlite3"
         self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
@@ -188,6 +221,8 @@ class Run:
         await _listening(service)
         await self._store.watch_turns()
         await self._crashing.start(tasks)
+        for machine in self._machines:
+            await machine.program.start(tasks)
 
     def _a_program(self, module: str, *arguments: str) -> Program:
         name = "service" if module == self._program else module.rpartition(".")[2]
@@ -265,8 +300,7 @@ class Run:
         """Follow the progress to its end; what is lost for certain ends it at once."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._processes > 1:
-                self._nodes |= await asyncio.to_thread(leaks.nodes_of, self._service.pids[-1])
+            self._nodes |= await asyncio.to_thread(self._nodes_now)
             for task in doing:
                 if task.done():
                     task.result()
@@ -302,6 +336,33 @@ class Run:
     async def _break(self, fault: Fault) -> None:
         await self._progress.until(fault.at)
         await asyncio.sleep(fault.seconds / 4)
+        if fault.kind in ON_MACHINES:
+            await self._break_machine(fault)
+        else:
+            await self._break_here(fault)
+        self._progress.moved = time.monotonic()  # from now on there is nothing to wait for
+
+    async def _break_machine(self, fault: Fault) -> None:
+        number, ways = divmod(int(fault.share * len(self._machines) * len(WAYS)), len(WAYS))
+        machine = self._machines[number]
+        await self._until_busy(machine)
+        match fault.kind:
+            case FaultKind.MACHINE_KILLED:
+                self._kills += await asyncio.to_thread(machine.kill)
+            case FaultKind.MACHINE_STOPPED:
+                machine.program.signal(signal.SIGTERM)
+            case FaultKind.MACHINE_ENDED:
+                await asyncio.to_thread(machine.end)
+            case FaultKind.CONNECTION_CUT:
+                for _ in range(1 + int(fault.share * MOST_CUTS)):
+                    machine.way.cut()
+                    await asyncio.sleep(CUT_PAUSE_SECONDS * fault.seconds)
+            case FaultKind.CONNECTION_SLOW:
+                await machine.way.hold(SLOW * fault.seconds, WAYS[ways])
+            case FaultKind.CONNECTION_SILENT:
+                await machine.way.hold(SILENT_SECONDS + SLOW * fault.seconds, WAYS[ways])
+
+    async def _break_here(self, fault: Fault) -> None:
         match fault.kind:
             case FaultKind.SERVICE_KILLED:
                 self._kill(self._service)
@@ -318,7 +379,7 @@ class Run:
                     self._engine.signal(signal.SIGCONT)
             case FaultKind.NODE_KILLED:
                 await self._until_busy()
-                if nodes := await asyncio.to_thread(leaks.nodes_of, self._service.pids[-1]):
+                if nodes := await asyncio.to_thread(self._nodes_now):
                     with suppress(ProcessLookupError):
                         os.kill(self._rng.choice(sorted(nodes)), signal.SIGKILL)
                         self._kills += 1
@@ -353,17 +414,34 @@ class Run:
     def _kill(self, program: Program) -> None:
         self._kills += program.signal(signal.SIGKILL)
 
-    async def _until_busy(self) -> None:
-        """Wait until some sessions run, unless it takes too long: they may all have ended."""
-        for _ in range(BUSY_LOOKS):
+    async def _until_busy(self, machine: Machine | None = None) -> None:
+        """Wait until some sessions run, or one on the machine, unless it takes too long: they may all have ended."""
+        for _ in range(BUSY_LOOKS if machine is None else MACHINE_LOOKS):
             status = await self._answered(self._client.status)
-            if status is not None and sum(node.sessions for node in status.nodes) >= BUSY_SESSIONS:
+            assert status is not None
+            running = {node.name: node.sessions for node in status.nodes}
+            if machine is None:
+                busy = sum(running.values()) >= BUSY_SESSIONS
+            else:
+                busy = any(running.get(node) for node in machine.nodes) or self._progress.all_but_last
+            if busy:
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
+    def _nodes_now(self) -> set[int]:
+        """The processes that run sessions, but for the service's own."""
+        if not self._fleet.several:
+            return set()
+        programs = (self._service, *(machine.program for machine in self._machines))
+        return {pid for program in programs for pid in leaks.nodes_of(program.pid)}
+
+    def _homes(self) -> list[leaks.Home]:
+        joined = [leaks.Home(machine.temporary, machine.processes, joined=True) for machine in self._machines]
+        return [leaks.Home(self._temporary, self._fleet.processes), *joined]
+
     def _kill_agents(self, share: float) -> None:
         """Some of the processes in sandboxes, whichever they are: agents, what they started, the sandboxes' own."""
-        for folder in self._temporary.iterdir():
+        for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
             marked = sorted(process_marks.marked(f"{folder.name}/s-"))
             for pid in self._rng.sample(marked, k=min(len(marked), 1 + int(len(marked) * share / 4))):
                 with suppress(ProcessLookupError):
@@ -371,17 +449,35 @@ class Run:
                     self._kills += 1
 
     async def _stop(self) -> list[Finding]:
-        """End all programs, the service first while it is idle; what they hold or leave."""
-        findings = await leaks.held_by_idle_service(self._client, self._temporary, self._processes)
-        service = self._service.pids[-1]
-        after = leaks.footprint(service)
+        """End all programs, the service and the machines first while they are idle; what they hold or leave."""
+        findings = [Finding(Harm.LOST, f"{node} has not joined again") for node in sorted(await self._until_joined())]
+        for machine in self._machines:
+            codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
+            findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
+        findings += await leaks.held_by_idle_service(self._client, self._homes())
+        after = leaks.footprint(self._service.pid)
         self._grown = (round(after.mib, 1), after.descriptors)
-        for program in (self._service, self._crashing, self._engine):
-            in_order = await program.stop()
-            if program is self._service and not in_order:
-                findings.append(Finding(Harm.LEAKED, "the service did not stop"))
-        hosts = {*self._service.pids, *self._nodes}
-        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._temporary, hosts)
+        hosts = {machine.name: machine.program for machine in self._machines}
+        service = {"the service": self._service}
+        for name, program in (hosts | service if self._machines_leave else service | hosts).items():
+            if not await program.stop():
+                findings.append(Finding(Harm.LEAKED, f"{name} did not stop"))
+        for program in (self._crashing, self._engine):
+            await program.stop()
+        pids = {*self._service.pids, *self._nodes}
+        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
+
+    async def _until_joined(self) -> set[str]:
+        """Wait for the nodes of all machines; returns those that do not come."""
+        nodes = {node for machine in self._machines for node in machine.nodes}
+        missing = nodes
+        deadline = time.monotonic() + JOIN_SECONDS
+        while missing and time.monotonic() < deadline:
+            status = await self._answered(self._client.status)
+            assert status is not None
+            missing = nodes - {node.name for node in status.nodes if node.capacity}
+            await asyncio.sleep(LOOK_SECONDS)
+        return missing
 
     def _read(self, name: str) -> Any:
         reader = Reader(self._folder / f"{name}.sqlite3")

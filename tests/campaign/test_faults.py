@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from campaign.faults import ON_POSTGRESQL, ON_SERVERS, ON_SQLITE, FaultKind, draw_faults
+from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SERVERS, ON_SQLITE, FaultKind, draw_faults
+from campaign.fleet import MACHINES, Fleet, fleet_of
 from campaign.tasks import draw_groups
 
 
@@ -30,6 +31,27 @@ def test_every_run_on_a_server_kills_it() -> None:
     for faults in drawn:
         assert FaultKind.DATABASE_KILLED in {fault.kind for fault in faults}
     assert {fault.kind for faults in drawn for fault in faults} == set(ON_POSTGRESQL) > ON_SERVERS
+
+
+def test_every_run_with_machines_kills_one_and_cuts_a_connection() -> None:
+    kinds = (*ON_SQLITE, *ON_NODES, *ON_MACHINES)
+    drawn = [draw_faults(random.Random(seed), kinds) for seed in range(100)]
+    for faults in drawn:
+        found = [fault.kind for fault in faults]
+        assert {FaultKind.MACHINE_KILLED, FaultKind.CONNECTION_CUT} <= set(found)
+        assert sum(kind in ON_MACHINES for kind in found) >= 5
+    assert {fault.kind for faults in drawn for fault in faults} == set(kinds)
+    silent = sum(any(fault.kind is FaultKind.CONNECTION_SILENT for fault in faults) for faults in drawn)
+    assert 20 < silent < 80, "it takes half a minute"
+
+
+def test_a_seed_says_what_runs_its_sessions() -> None:
+    fleets = [fleet_of(seed) for seed in range(1, 13)]
+    assert fleets[:2] == fleets[3:5] == [Fleet(processes=1), Fleet(processes=2)]
+    assert [fleet.several for fleet in fleets[:3]] == [False, True, True]
+    joined = fleets[2::3]
+    assert {fleet.machines for fleet in joined} == {MACHINES}
+    assert {(fleet.processes, fleet.elsewhere) for fleet in joined} == {(0, False), (0, True), (1, False), (1, True)}
 
 
 def test_the_same_seed_draws_the_same_groups() -> None:

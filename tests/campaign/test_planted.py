@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 import pytest
 from campaign.__main__ import one_run
 from campaign.checks import Harm
+from campaign.fleet import MACHINES, Fleet
 from campaign.processes import a_nursery
 from campaign.run import GROUPS, RunReport
 
@@ -16,26 +18,33 @@ SEEDS = (3, 4, 5)
 """A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""
 
 
-async def reported(program: str, seed: int, *, processes: int = 1) -> RunReport:
+LATE_SEEDS = (24, 27, 21)
+"""In these, a machine is lost after the service was started for the last time: with it, all would be forgotten."""
+
+ONE = Fleet(processes=1)
+JOINED = Fleet(processes=0, machines=MACHINES)
+
+
+async def reported(program: str, seed: int, fleet: Fleet = ONE) -> RunReport:
     async with a_nursery() as nursery:
-        report = await one_run(nursery, seed, program=program, processes=processes)
+        report = await one_run(nursery, seed, program=program, fleet=fleet)
     print(report)
     if report.folder is not None:
         shutil.rmtree(report.folder)
     return report
 
 
-async def caught(program: str) -> set[Harm]:
+async def caught(program: str, fleet: Fleet = ONE, seeds: Sequence[int] = SEEDS) -> set[Harm]:
     """The harms of the first run that has any."""
-    for seed in SEEDS:
-        if findings := (await reported(program, seed)).findings:
+    for seed in seeds:
+        if findings := (await reported(program, seed, fleet)).findings:
             return {finding.harm for finding in findings}
     return set()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_a_sound_service_passes(processes: int) -> None:
-    report = await reported("campaign.service", SEEDS[0], processes=processes)
+@pytest.mark.parametrize("fleet", [ONE, Fleet(processes=2), JOINED], ids=str)
+async def test_a_sound_service_passes(fleet: Fleet) -> None:
+    report = await reported("campaign.service", SEEDS[0], fleet)
     assert report.findings == []
     assert report.kills >= 3
     assert report.groups == GROUPS
@@ -52,3 +61,7 @@ async def test_a_missing_fence_is_caught() -> None:
 
 async def test_a_teardown_that_a_cancellation_ends_is_caught() -> None:
     assert Harm.LEAKED in await caught("tests.campaign.unshielded_teardown")
+
+
+async def test_waiting_for_a_machine_that_is_gone_is_caught() -> None:
+    assert Harm.LOST in await caught("tests.campaign.kept_attempts", JOINED, LATE_SEEDS)

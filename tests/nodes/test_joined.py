@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -21,8 +21,9 @@ from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
 from outrider.nodes.elsewhere import _copies, setup_elsewhere
 from outrider.nodes.joining import JoiningMachine
-from outrider.nodes.messages import Hello
+from outrider.nodes.messages import Hello, Ready
 from outrider.nodes.remote_node import ServiceParts, _without_local
+from outrider.nodes.resumable import HEADER
 from outrider.nodes.telling import Telling
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
@@ -172,7 +173,7 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
 
 
 class Dialling:
-    """`Socket` of a node that says hello, and then nothing."""
+    """`Socket` of a node that says hello, and then only what it is made to."""
 
     def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:
         hello = Hello(
@@ -199,51 +200,90 @@ class Dialling:
     async def close(self, code: int, reason: str) -> None:
         self.closed = code
 
+    def begin(self) -> None:
+        """It runs attempts from now on."""
+        self._come.put_nowait(bytes(HEADER) + encode(Ready()))
+
     def cut(self) -> None:
         self._come.put_nowait(None)
 
 
+class Joining:
+    """The nodes of a service that has one of its own, `local`, as those have them that dial in."""
+
+    def __init__(self, nodes: joined.JoinedNodes, tasks: asyncio.TaskGroup) -> None:
+        self.nodes = nodes
+        self.tasks = tasks
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, tokenizer: Path) -> AsyncIterator[Self]:
+        parts = ServiceParts(None, None, {}, NodeResources(CAPACITY))  # type: ignore[arg-type]
+        config = Config.model_validate({"model": {"tokenizer": str(tokenizer)}})
+        async with (
+            asyncio.timeout(20),
+            asyncio.TaskGroup() as tasks,
+            Telling({}) as telling,
+            joined.JoinedNodes(config, parts, telling, own={"local"}) as nodes,
+        ):
+            yield cls(nodes, tasks)
+
+    def attend(self, dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
+        return self.tasks.create_task(self.nodes.attend(name, dialling))
+
+    async def attended(self, dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
+        """Returns when it is welcome, or turned away."""
+        task = self.attend(dialling, name)
+        waiting = self.tasks.create_task(dialling.welcome.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        return task
+
+
 async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path) -> None:
-    parts = ServiceParts(None, None, {}, NodeResources(CAPACITY))  # type: ignore[arg-type]
-    config = Config.model_validate({"model": {"tokenizer": str(tokenizer)}})
-    async with (
-        asyncio.timeout(20),
-        asyncio.TaskGroup() as tasks,
-        Telling({}) as telling,
-        joined.JoinedNodes(config, parts, telling, own={"local"}) as nodes,
-    ):
-
-        async def attended(dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
-            task = tasks.create_task(nodes.attend(name, dialling))
-            waiting = tasks.create_task(dialling.welcome.wait())
-            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            return task
-
+    async with Joining.open(tokenizer) as joining:
+        begun = asyncio.Event()
+        joining.nodes.added = lambda _: begun.set()
         first = Dialling("a")
-        ended = await attended(first)
+        ended = await joining.attended(first)
+        first.begin()
+        await begun.wait()
         for refused, name in (
             (Dialling("b"), "far"),
             (Dialling("b", "n" * 16), "far"),
             (Dialling("b"), "local"),
             (Dialling("b", received=3), "other"),
         ):
-            await attended(refused, name)
+            await joining.attended(refused, name)
             assert refused.closed == (Close.REMOVED if name == "other" else Close.CONFLICT)
         first.cut()
         await ended
         elsewhere = Dialling("c", "n" * 16)
-        await attended(elsewhere)
+        await joining.attended(elsewhere)
         assert elsewhere.closed == Close.CONFLICT, "the first may come back"
         many = [Dialling(letter) for letter in "defgh"]
-        attending = [tasks.create_task(nodes.attend("far", one)) for one in many]
+        attending = [joining.attend(one) for one in many]
         await asyncio.wait(attending, timeout=1)
         assert sorted(str(one.closed) for one in many) == ["4409"] * 4 + ["None"]
         (taken,) = (one for one in many if one.closed is None)
         taken.cut()
         again = Dialling("d" if taken is many[0] else "z")
         await asyncio.wait(attending)
-        await attended(again)
+        await joining.attended(again)
+        assert again.closed is None
+        again.cut()
+
+
+async def test_a_machine_that_died_while_it_started_does_not_keep_its_name(tokenizer: Path) -> None:
+    """The service waits two minutes for a node that starts; and a machine started again is another one to it."""
+    async with Joining.open(tokenizer) as joining:
+        first, early, again = Dialling("a"), Dialling("b", "n" * 16), Dialling("c", "n" * 16)
+        ended = await joining.attended(first)
+        await joining.attended(early)
+        assert early.closed == Close.CONFLICT, "it is there"
+        first.cut()
+        await ended
+        await joining.attended(again)
         assert again.closed is None
         again.cut()
 

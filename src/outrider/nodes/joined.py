@@ -84,9 +84,10 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # Only the machine that it was on may replace a node, and only one that is not there any more.
+            # Only the machine that it was on may replace a node, and only one that is not there any more. One that has
+            # not begun has nothing to come back for: its machine may have died, and be another one to us since.
             if name in self._own or (
-                member is not None and (member.connected or member.hello.machine != hello.machine)
+                member is not None and (member.connected or (member.begun and member.hello.machine != hello.machine))
             ):
                 await socket.close(Close.CONFLICT, close_reason(f"there is a node {name!r} already"))
                 return
@@ -114,6 +115,7 @@ class JoinedNodes:
                 log.error("node %s cannot run sessions: %s", node.name, error.message)
                 return
             log.info("node %s has joined", node.name)
+            member.begun = True
             self._telling.nodes.append(node)
             for model, pool in self._parts.pools.items():  # what has changed since its first message
                 node.tell(model, pool.state())
@@ -147,6 +149,8 @@ class Member:
     def __init__(self, node: RemoteNode, hello: Hello) -> None:
         self.node = node
         self.hello = hello
+        self.begun = False
+        """Whether it has run attempts."""
         self.socket = ResumableSocket()
         self._connections = 0
         self.serving: asyncio.Task[None]

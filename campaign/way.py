@@ -1,0 +1,94 @@
+"""The way from a machine that joins to the service: a proxy for TCP that cuts connections, and holds back their bytes.
+
+It knows no protocol. Invariant: bytes that it has taken arrive whole and in order, however late, unless their
+connection was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
+
+PIECE = 64 << 10
+
+
+class Direction(StrEnum):
+    TO_SERVICE = "to the service"
+    FROM_SERVICE = "from the service"
+
+
+class Way:
+    """To the service at that port of this machine; `url` is the other end while the block of `open` runs."""
+
+    def __init__(self, port: int) -> None:
+        self.url = ""
+        self._port = port
+        self._connections: set[asyncio.Task[None]] = set()
+        self._held_until = dict.fromkeys(Direction, 0.0)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                task = tasks.create_task(self._carry(reader, writer))
+                self._connections.add(task)
+                task.add_done_callback(self._connections.discard)
+                # Not in the task, of which nothing runs if it is cancelled at once.
+                task.add_done_callback(lambda _: writer.transport.abort())
+
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
+            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            try:
+                yield
+            finally:
+                server.close()
+                self.cut()
+
+    def cut(self) -> int:
+        """Break all connections that there are; how many were. What was under way on them is lost."""
+        for connection in self._connections:
+            connection.cancel()
+        return len(self._connections)
+
+    async def hold(self, seconds: float, directions: Collection[Direction]) -> None:
+        """Let nothing through for so long, and then all of it: bytes, new connections, and ends of connections."""
+        end = asyncio.get_running_loop().time() + seconds
+        for direction in directions:
+            self._held_until[direction] = max(self._held_until[direction], end)
+        for direction in directions:
+            await self._let_through(direction)
+
+    async def _let_through(self, direction: Direction) -> None:
+        clock = asyncio.get_running_loop().time
+        while (left := self._held_until[direction] - clock()) > 0:  # noqa: ASYNC110  # it may be held longer meanwhile
+            await asyncio.sleep(left)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._let_through(Direction.TO_SERVICE)
+        try:
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            return
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._copy(reader, there_writer, Direction.TO_SERVICE))
+                both.create_task(self._copy(there_reader, writer, Direction.FROM_SERVICE))
+        finally:
+            there_writer.transport.abort()
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: Direction) -> None:
+        """Until one end closes, which the other one is then told; whatever breaks a connection ends it in both ways."""
+        try:
+            while data := await source.read(PIECE):
+                await self._let_through(direction)
+                sink.write(data)
+                await sink.drain()
+            await self._let_through(direction)
+            with suppress(RuntimeError):  # it was closed meanwhile
+                sink.write_eof()
+        except OSError:
+            await self._let_through(direction)
+            sink.transport.abort()

@@ -1,0 +1,108 @@
+"""The way of a machine to its service: what it breaks, and what it only holds back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from campaign.way import Direction, Way
+
+LONG = bytes(range(256)) * 4096
+HELD_SECONDS = 0.5
+
+
+class Echo:
+    """A server that sends back what it is sent, and remembers it."""
+
+    def __init__(self) -> None:
+        self.heard = b""
+        self.ended = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                self.heard += data
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            self.ended.set()
+            writer.close()
+
+
+@asynccontextmanager
+async def reached() -> AsyncIterator[tuple[Echo, Way, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A server, the way to it, and a connection over that."""
+    echo = Echo()
+    server = await asyncio.start_server(echo.serve, "127.0.0.1", 0)
+    way = Way(server.sockets[0].getsockname()[1])
+    async with server, asyncio.timeout(30), way.open():
+        parts = urlsplit(way.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        try:
+            yield echo, way, reader, writer
+        finally:
+            writer.transport.abort()
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the connection ends, in order or not."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def test_what_is_sent_arrives_and_so_does_the_end() -> None:
+    async with reached() as (echo, _, reader, writer):
+        writer.write(LONG)
+        assert await reader.readexactly(len(LONG)) == LONG
+        writer.write_eof()
+        assert await reader.read() == b""
+        assert echo.ended.is_set()
+
+
+async def test_a_cut_ends_the_connection_at_both_ends_and_not_the_next_one() -> None:
+    async with reached() as (echo, way, reader, _):
+        assert way.cut() == 1
+        await echo.ended.wait()
+        assert await rest_of(reader) == b""
+        _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(way.url).port)
+        writer.write(b"again")
+        while not echo.heard.endswith(b"again"):  # noqa: ASYNC110  # the server says nothing when it hears
+            await asyncio.sleep(0)
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("direction", Direction)
+async def test_what_is_held_back_arrives_late_whole_and_in_order_though_its_sender_is_gone(
+    direction: Direction,
+) -> None:
+    async with reached() as (echo, way, reader, writer), asyncio.TaskGroup() as tasks:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        tasks.create_task(way.hold(HELD_SECONDS, (direction,)))
+        await asyncio.sleep(0)
+        for part in (b"one", b"two"):
+            writer.write(part)
+        writer.write_eof()
+        await echo.ended.wait()
+        assert echo.heard == b"helloonetwo"
+        if direction is Direction.TO_SERVICE:
+            assert clock() - began >= HELD_SECONDS
+        assert await reader.read() == b"onetwo"
+        assert clock() - began >= HELD_SECONDS
+
+
+async def test_a_connection_to_a_service_that_is_down_is_closed() -> None:
+    way = Way(1)
+    async with asyncio.timeout(30), way.open():
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(way.url).port)
+        assert await rest_of(reader) == b""
+        writer.transport.abort()
