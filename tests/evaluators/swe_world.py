@@ -23,6 +23,8 @@ TEST = "tests/test_prices.py"
 FAULT = "def total(prices):\n    return sum(prices[1:])\n"
 FIX = "def total(prices):\n    return sum(prices)\n"
 BASE = {
+    "pyproject.toml": "[tool.pytest.ini_options]\n",
+    "conftest.py": "import sys\n",
     "src/shop/__init__.py": "from shop.prices import total\n",
     "src/shop/prices.py": FAULT,
     "tests/helpers.py": "def check(found, wanted):\n    assert found == wanted\n",
@@ -61,6 +63,8 @@ FIELDS: dict[str, Any] = {
     "resources": {"pids": 96, "memory_mb": 1024},
 }
 
+AS_IN_AN_IMAGE = "find . -type f -exec touch -d 2026-01-01 {} +"
+"""Every sandbox has the files with the same times."""
 GIT = "git init -q . && git add -A && git -c user.name=a -c user.email=a@b.c commit -q -m base && git tag base"
 SCRIPT = f"""\
 #!/bin/bash
@@ -95,9 +99,8 @@ class Repository:
         try:
             for path, text in BASE.items():
                 await runtime.write(path, text.encode())
-            if self._git:
-                done = await runtime.exec(GIT, seconds=30)
-                assert done.exit_code == 0, done.log_tail()
+            done = await runtime.exec(f"{AS_IN_AN_IMAGE} && {GIT}" if self._git else AS_IN_AN_IMAGE, seconds=30)
+            assert done.exit_code == 0, done.log_tail()
             yield runtime
         finally:
             await runtime.stop()

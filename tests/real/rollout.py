@@ -18,14 +18,14 @@ import msgspec
 
 from outrider.api.server import serving
 from outrider.client import AsyncClient
-from outrider.config import Config, ModelConfig
+from outrider.config import Config, ModelConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import StopReason
 from outrider.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.service.assembly import open_service
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import BranchKind, TokenMode
+from support.recording_engine import Given, RecordingEngine
 
 END = "<|im_end|>"
 CONTEXT_TOKENS = 1 << 20
@@ -97,7 +97,7 @@ async def watched(socket: Path) -> AsyncIterator[Wire]:
 class World:
     """A service with one scripted engine, and the wire to its gateway."""
 
-    def __init__(self, client: AsyncClient, engine: ScriptedEngine, wire: Wire) -> None:
+    def __init__(self, client: AsyncClient, engine: RecordingEngine, wire: Wire) -> None:
         self.client = client
         self.engine = engine
         self.wire = wire
@@ -111,10 +111,11 @@ class World:
                     return done
         raise AssertionError("the results ended")
 
-    async def run(self, preset: str, **task: Any) -> Rollout:
-        """Run one session. Raises AssertionError when it failed, or lost or mislabelled a token."""
+    async def run(self, preset: str, *, reward: float = 1.0, **task: Any) -> Rollout:
+        """Run one session. Raises AssertionError when it failed, earned another reward, or lost or mislabelled a
+        token."""
         done = await self.group(preset, **task)
-        return Rollout(done, await self.client.turns(done.sessions[0].id))
+        return Rollout(done, await self.client.turns(done.sessions[0].id), reward)
 
     async def run_through_a_stall(self, preset: str, text: str, delta: str, **task: Any) -> Rollout:
         """`run` with an engine that stalls in the middle of a reply, and is released when `text`, the beginning of
@@ -146,16 +147,24 @@ def a_task(preset: str, **task: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def a_world(folder: Path, policy: Path, replies: Sequence[str | dict[str, Any]]) -> AsyncIterator[World]:
-    """A service whose model says `replies`; `policy` is a folder with a tokenizer."""
-    engine = ScriptedEngine(
+async def a_world(
+    folder: Path, policy: Path, replies: Sequence[str | dict[str, Any]], *, allow: Sequence[Path] = ()
+) -> AsyncIterator[World]:
+    """A service whose model says `replies`; `policy` is a folder with a tokenizer, `allow` what tasks may mount."""
+    engine = RecordingEngine(
         EngineOptions(
             name="scripted",
             tokenizer=str(policy),
             options={"replies": list(replies), "context_tokens": CONTEXT_TOKENS},
         )
     )
-    config = Config(port=0, data=folder, model=ModelConfig(tokenizer=str(policy), renderer="qwen3"), engines=())
+    config = Config(
+        port=0,
+        data=folder,
+        model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
+        engines=(),
+        sandboxes=SandboxesConfig(allow=tuple(allow)),
+    )
     async with (
         open_service(config) as (service, node),
         serving(service, node) as url,
@@ -178,9 +187,9 @@ class Row(NamedTuple):
 
 
 class Rollout:
-    """A finished session that did its task, with every token accounted for."""
+    """A finished session that earned this reward, with every token accounted for."""
 
-    def __init__(self, group: GroupView, turns: Sequence[TurnView]) -> None:
+    def __init__(self, group: GroupView, turns: Sequence[TurnView], reward: float) -> None:
         self.group = group
         self.turns = turns
         result = self.session.result
@@ -188,7 +197,8 @@ class Rollout:
         assert result.error is None, result.error
         assert result.stop_reason is StopReason.COMPLETED
         assert result.verdict is not None
-        assert result.verdict.reward == 1.0, result
+        assert result.verdict.reward == reward, result
+        self.verdict = result.verdict
         tokens = result.tokens
         assert tokens.drift == 0
         assert tokens.sampled == tokens.trained + tokens.masked + tokens.dropped
@@ -197,6 +207,7 @@ class Rollout:
         for sample in group.samples:
             assert sample.mode is TokenMode.TOKENS
             assert len(sample.ids) == len(sample.loss_mask) == len(sample.logprobs) == len(sample.versions)
+            assert sample.reward == reward
 
     @property
     def session(self) -> SessionView:
@@ -216,6 +227,20 @@ class Rollout:
     def said(self, *turns: int) -> int:
         """How many tokens were sampled in these turns."""
         return sum(self.turns[at].output_tokens for at in turns)
+
+    def assert_trained_once(self, given: Sequence[Given]) -> None:
+        """Each token that the engine sampled, by its own record, is trained in exactly one row, behind the prompt that
+        it was sampled for and with its log-probability; no other token is."""
+        rows = self.group.samples or ()
+        left = [{at for at, mask in enumerate(row.loss_mask) if mask} for row in rows]
+        for one in given:
+            start, end = len(one.prompt), len(one.prompt) + len(one.sampled)
+            context, places = [*one.prompt.tolist(), *one.sampled], set(range(start, end))
+            found = [at for at, row in enumerate(rows) if left[at] >= places and row.ids[:end] == context]
+            assert len(found) == 1
+            assert rows[found[0]].logprobs[start:end] == one.logprobs
+            left[found[0]] -= places
+        assert not any(left)
 
     def kinds(self) -> list[tuple[BranchKind, tuple[int, ...]]]:
         """Of each training row, its branch's kind and turns."""

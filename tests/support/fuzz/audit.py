@@ -28,7 +28,7 @@ from outrider.trajectory import (
     unpack_ids,
 )
 from support.fuzz.speaker import check
-from support.fuzz.stage import Given
+from support.recording_engine import Given
 
 
 class Audit(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 from support.fuzz.grammar import Writer
 from support.fuzz.speaker import Body, Echo, Manner, Request, Said, Speaker
 from support.fuzz.spelling import damaged, in_pieces, mutated, spell
-from support.fuzz.stage import Given
+from support.recording_engine import Given
 
 HISTORY_ITEMS = 40
 """A conversation this long is not gone on with."""

@@ -14,8 +14,9 @@ import msgspec
 from outrider.trajectory import TokenCounts, Turn, pack_ids, unpack_ids
 from support.fuzz.drawing import Ask, Dialogue, Drawer
 from support.fuzz.speaker import Manner, Request, Said, Speaker, Violation, check
-from support.fuzz.stage import Given, Stage
+from support.fuzz.stage import Stage
 from support.fuzz.wire import Answer, exchange
+from support.recording_engine import Given
 from support.tokenizer import SPECIAL_TOKENS
 
 OPENED, CLOSED = (SPECIAL_TOKENS.index(tag) for tag in ("<think>", "</think>"))

@@ -1,72 +1,35 @@
 """One session of the real gateway on a scripted engine that keeps its own record of what it was given and gave.
 
-It knows no dialect. Invariant: the record is the engine's, made before anybody reads what it gave.
+It knows no dialect.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from outrider.api.gateway import Gateway
-from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
+from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import History, Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trajectory import FinishReason, Ids, Turn, pack_ids, pack_logprobs
+from outrider.trajectory import Turn
 from support.fuzz.script import replies
+from support.recording_engine import RecordingEngine
 from support.tokenizer import write_tokenizer
 
 MODEL = "policy"
 CONTEXT_TOKENS = 16_384
 SCRIPT_LINES = 40
-
-
-class Given(msgspec.Struct):
-    """One generation by the engine's own account. `prompt` and `sampled` are ids."""
-
-    prompt: Ids
-    version: int
-    sampled: list[int] = msgspec.field(default_factory=list)
-    logprobs: list[float] = msgspec.field(default_factory=list)
-    finish: FinishReason | None = None
-
-    def packed(self) -> tuple[bytes, bytes, bytes]:
-        """Prompt, output and log-probabilities, as turns have them."""
-        return pack_ids(self.prompt), pack_ids(self.sampled), pack_logprobs(self.logprobs)
-
-    def leads_to(self, other: Given) -> bool:
-        """Whether the other's prompt begins with all of this one's ids."""
-        whole = [*self.prompt.tolist(), *self.sampled]
-        return bool(other.prompt[: len(whole)].tolist() == whole)
-
-
-class RecordingEngine(ScriptedEngine):
-    """The scripted engine, with a record of every generation in the order in which they began."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        super().__init__(options)
-        self.given: list[Given] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        given = Given(request.input_ids.copy(), self.version)
-        self.given.append(given)
-        async with aclosing(super().generate(request)) as chunks:
-            async for chunk in chunks:
-                given.sampled += chunk.ids
-                given.logprobs += chunk.logprobs
-                given.finish = chunk.finish
-                yield chunk
 
 
 class Ground:

@@ -234,7 +234,10 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """The word of pytest's summary for one part of a test, if it has one."""
+    """The word of pytest's summary for one part of a test, if it has one. What the code under test has skipped, or said
+    was expected to fail, has failed."""
+    if record["outcome"] == "skipped" and record.get("excused_by") is not None:
+        return "FAILED"
     match record["when"], record["outcome"], record["expected"]:
         case _, "skipped", expected:
             return "XFAIL" if expected else "SKIPPED"

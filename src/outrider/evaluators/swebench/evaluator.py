@@ -120,6 +120,11 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """Make what decides about tests in `runtime` what it is in a sandbox that no agent has touched."""
         options, found = self._options, set[str]()
+        # pytest would believe a compiled conftest.py of the agent's, because it fits the source that is restored.
+        words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
+        done = await runtime.exec(["find", ".", *words], cwd=options.folder, seconds=FILE_SECONDS)
+        if done.exit_code != 0:
+            raise EvaluatorError("compiled files cannot be removed", log_tail=done.log_tail(), inside=True)
         if options.restored is None:
             names = [word for name in CONFIGURATION for word in ("-o", "-name", name)][1:]
             for sandbox in (untouched, runtime):
@@ -160,7 +165,10 @@ def plugin_text() -> str:
 def plugin(path: str, key: str, name: str) -> str:
     """The plugin of one evaluation, which reports to the file `path`."""
     words = ", ".join(map(repr, (path, key, f"-p outrider_{name} ")))
-    return f"{plugin_text()}\n\ndef pytest_configure(config):\n    plant(config, {words})\n"
+    return (
+        f"{plugin_text()}\n\nglobals().update(canaries({key!r}))\n"
+        f"\n\ndef pytest_configure(config):\n    plant(config, {words})\n"
+    )
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:

@@ -22,9 +22,10 @@ PATCH = 16 << 20
 """Maximum characters of a patch, as of a runtime's."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
-    *("pyproject.toml", "sitecustomize.py", "usercustomize.py"),
+    *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Files that decide which tests run and what they say, wherever they are in the repository."""
+"""Files that decide which tests run and what they say, wherever they are in the repository. The last one, beside a
+package on Python's path, names plugins that pytest loads."""
 GIT = (".git", ".gitattributes")
 """What git runs programs of, and takes the original files from."""
 TEST_FOLDERS = frozenset(("test", "tests"))

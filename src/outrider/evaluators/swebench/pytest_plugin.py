@@ -1,26 +1,39 @@
 """The plugin by which pytest tells the evaluator what became of each test.
 
-It runs in the sandbox, in the process of the tests: its text is sent along, with a last line that calls `plant`.
-Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. It shares that process with the code under
-test, which can read and change it (docs/evaluators/swebench.md lists what that allows). Invariant: each line is
+It runs in the sandbox, in the process of the tests: its text is sent along, with last lines that call `canaries` and
+`plant`. Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. It shares that process with the code
+under test, which can read and change it (docs/evaluators/swebench.md lists what that allows). Invariant: each line is
 one JSON object with the key of this evaluation, written with one call.
 """
 
 import json
 import os
+import sys
+import sysconfig
+import unittest
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+FAILURES = (AssertionError, pytest.fail.Exception)
+EXCUSES = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+TEST_FOLDERS = ("test", "tests")
+STARTED_IN = os.getcwd()
+PLACES = sysconfig.get_paths()
+LIBRARIES = {
+    *(PLACES[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    os.path.dirname(os.path.dirname(pytest.__file__)),
+}
+"""Folders that are not the repository's."""
+
 
 class Reporter:
-    """Writes a line for each part of a test, and one for the end of the run. One test that must fail is added to the
-    run, with a name of its own: what makes every test pass makes that one pass, too."""
+    """Writes a line for each part of a test, and one for the end of the run."""
 
     def __init__(self, config: Any, path: str, key: str) -> None:
         self._config = config
         self._key = key
-        self._canary = "outrider-" + key[:8]
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._tell(begun=True)
 
@@ -28,14 +41,15 @@ class Reporter:
         name = report.nodeid
         if report.when != "call" and report.outcome == "passed":
             return
-        if name.endswith(self._canary):
+        if name.endswith(canary_name(self._key)):
             self._tell(canary=report.outcome, when=report.when)
             return
         if hasattr(report, "context"):  # a part of a test, which pytest's log does not list by the test's name
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # as pytest's own summary names it
         expected = hasattr(report, "wasxfail")
-        self._tell(test=shown, when=report.when, outcome=report.outcome, expected=expected)
+        excused = getattr(report, "outrider_excused_by", None)
+        self._tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
 
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
         self._tell(ended=int(exitstatus))
@@ -44,24 +58,100 @@ class Reporter:
         os.write(self._file, (json.dumps({"key": self._key, **what}) + "\n").encode())
 
 
-class Canary(pytest.Item):
-    """The test that must fail."""
-
-    def runtest(self) -> None:
-        raise AssertionError("this test always fails: Outrider has added it")
-
-
-class Planter:
-    """Adds the canary behind all other tests, in each process that collects them."""
-
-    def __init__(self, key: str) -> None:
-        self._name = "outrider-" + key[:8]
+class Watcher:
+    """Adds the canaries behind all other tests, and sees who excuses a test; in each process that runs tests."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
-        if items:
-            make: Any = getattr(Canary, "from_parent", None)
-            items.append(make(session, name=self._name) if make else Canary(self._name, session))
+        if not items:
+            return
+        make: Any = getattr(pytest.Module, "from_parent", None)
+        if make is None:
+            module: Any = pytest.Module(local(session, __file__), session)
+        elif hasattr(session, "path"):
+            module = make(session, path=Path(__file__))
+        else:
+            module = make(session, fspath=local(session, __file__))
+        items.extend(session.genitems(module))
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        made: Any = yield
+        if call.excinfo is not None:
+            report = made.get_result()
+            report.outrider_excused_by = excused_by(call.excinfo.value, str(item.fspath))
+
+
+def local(session: Any, path: str) -> Any:
+    """A path as older versions of pytest want it."""
+    return type(session.fspath)(path)
+
+
+def canary_name(key: str) -> str:
+    return "test_outrider_" + key[:8]
+
+
+def canaries(key: str) -> Any:
+    """Tests that must fail, by the names that pytest collects them by: a function and a method of a TestCase. What
+    makes every test pass makes these pass, too."""
+    name = canary_name(key)
+
+    def function() -> None:
+        must_fail()
+
+    function.__test__ = True  # type: ignore[attr-defined]  # whatever the repository has for `python_functions`
+    case = type("Outrider", (unittest.TestCase,), {name: lambda self: must_fail()})
+    return {name: function, "Outrider": case}
+
+
+def must_fail() -> None:
+    """Try assertions that must fail, and fail, too. One that does not fail lets the test pass."""
+    case = unittest.TestCase("assertEqual")
+    close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
+    checks: Any = (
+        (case.assertEqual, (1, 2)),
+        (case.assertTrue, (False,)),
+        (case.assertIn, (1, ())),
+        (close, (1, 2)),
+        (pytest.raises, (KeyError, int)),
+    )
+    for check, arguments in checks:
+        try:
+            check(*arguments)
+        except FAILURES:
+            continue
+        return
+    assert not checks, "this test always fails: Outrider has added it"  # as pytest rewrites it in tests
+
+
+def excused_by(error: Any, test: str) -> Any:
+    """The file that skipped a test, or had it fail as expected, where that is neither of the tests nor a library: code
+    under test may not excuse its own failure. `test` is the test's own file."""
+    while error is not None:
+        if isinstance(error, EXCUSES):
+            files = []
+            trace = error.__traceback__
+            while trace is not None:
+                files.append(os.path.abspath(trace.tb_frame.f_code.co_filename))
+                trace = trace.tb_next
+            for file in reversed(files):
+                if os.path.exists(file) and file.startswith(tuple(folder + os.sep for folder in LIBRARIES)):
+                    continue
+                if os.path.basename(file) == "conftest.py" or file.startswith(folder_of_tests(os.path.abspath(test))):
+                    break
+                return file
+        error = error.__context__
+    return None
+
+
+def folder_of_tests(file: str) -> str:
+    """The outermost folder of tests that a test's file is in, else the file itself."""
+    above = os.path.dirname(STARTED_IN)
+    parts = os.path.relpath(file, above).split(os.sep)
+    for number, part in enumerate(parts[:-1], 1):
+        if part in TEST_FOLDERS:
+            return os.path.join(above, *parts[:number]) + os.sep
+    return file
 
 
 def plant(config: Any, path: str, key: str, option: str) -> None:
@@ -69,6 +159,6 @@ def plant(config: Any, path: str, key: str, option: str) -> None:
     worker = hasattr(config, "workerinput")
     if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers find it there, too
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
-    config.pluginmanager.register(Planter(key), "outrider-planter")
+    config.pluginmanager.register(Watcher(), "outrider-watcher")
     if not worker:  # which reports to the first process
         config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")

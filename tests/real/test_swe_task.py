@@ -1,0 +1,122 @@
+"""A task of SWE-bench's kind from end to end: a real program applies a patch with its own tool, and hidden tests judge.
+
+The repository is an old release of tomlkit, the right patch what the next release changed (`certify/release_pairs.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from outrider.certify.release_pairs import release_pair_examples
+from outrider.datasets import Example
+from outrider.harnesses.install import install
+from outrider.runtimes.guest.filesystem.patch import read_patch
+from outrider.trajectory import BranchKind
+
+from .rollout import END, Rollout, a_world, call
+
+pytestmark = pytest.mark.real
+pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
+
+HIDDEN = "tests/test_items.py::test_integers_behave_like_ints"
+BROKEN = ("tests/test_items.py::test_append_dict_to_array", "tests/test_items.py::test_booleans_comparison")
+WRONG = {
+    "it mends nothing": ("return Float._new(self, result)", "return result", [HIDDEN], [0, 1, 57, 57]),
+    "it breaks others": ('"""The wrapped dict value"""', "raise TypeError", BROKEN, [1, 1, 55, 57]),
+}
+"""What is replaced in the right patch, the tests that do not pass then, and the counts of the verdict."""
+COUNTS = ("fail_to_pass", "fail_to_pass_total", "pass_to_pass", "pass_to_pass_total")
+
+
+def by_bash(patch: str) -> list[str]:
+    """The replies of a model that applies a patch with mini-swe-agent's only tool."""
+    return [
+        "I mend it. " + call("bash", command=f"git apply <<'EOF_PATCH'\n{patch}EOF_PATCH") + END,
+        call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") + END,
+    ]
+
+
+def by_edit(patch: str, **arguments: bool) -> list[str]:
+    """The replies of a model that applies it with Claude Code's editor, which edits only files that were read."""
+    files = [(f"/work/{one.new}", one.hunks) for one in read_patch(patch.encode())]
+    reads = [call("Read", file_path=path, limit=5) for path, _ in files]
+    edits = [
+        call(
+            "Edit",
+            file_path=path,
+            old_string=b"".join(hunk.old).decode(),
+            new_string=b"".join(hunk.new).decode(),
+            **arguments,
+        )
+        for path, hunks in files
+        for hunk in hunks
+    ]
+    return ["I look at the files.\n" + "\n".join(reads) + END, *(edit + END for edit in edits), "All done." + END]
+
+
+WAYS: dict[str, Callable[[str], list[str]]] = {
+    "mini-swe-agent": by_bash,
+    "claude-code": partial(by_edit, replace_all=False),
+}
+
+
+@pytest.fixture(scope="module")
+def example() -> Example:
+    (made,) = release_pair_examples(limit=1)
+    return made
+
+
+async def rolled_out(
+    preset: str, replies: list[str], example: Example, folder: Path, policy: Path, *, reward: float
+) -> Rollout:
+    """A session of the task, each of whose sampled tokens is trained once, and no other."""
+    await asyncio.to_thread(install, preset)
+    runtime = {"kind": "namespace", **example.task["runtime"]}
+    mounted = [Path(mount["source"]) for mount in runtime["mounts"]]
+    async with a_world(folder, policy, replies, allow=mounted) as world:
+        rollout = await world.run(preset, reward=reward, **{**example.task, "runtime": runtime})
+        assert len(rollout.turns) == len(replies)
+        rollout.assert_trained_once(world.engine.given)
+    return rollout
+
+
+def assert_one_conversation(rollout: Rollout) -> None:
+    assert [turn.join for turn in rollout.turns] == ["root", *["append"] * (len(rollout.turns) - 1)]
+    assert [row.kind for row in rollout.rows()] == [BranchKind.MAIN]
+
+
+@pytest.mark.parametrize("preset", WAYS)
+async def test_the_right_patch_is_worth_one(preset: str, example: Example, policy_folder: Path, tmp_path: Path) -> None:
+    replies = WAYS[preset](example.row["patch"])
+    rollout = await rolled_out(preset, replies, example, tmp_path, policy_folder, reward=1.0)
+    assert_one_conversation(rollout)
+    assert rollout.verdict.reason.startswith("resolved (swebench ")
+    assert [rollout.verdict.metrics[name] for name in COUNTS] == [1, 1, 57, 57]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("preset", WAYS)
+async def test_a_wrong_patch_is_worth_nothing(
+    preset: str, wrong: str, example: Example, policy_folder: Path, tmp_path: Path
+) -> None:
+    right, instead, failing, counts = WRONG[wrong]
+    replies = WAYS[preset](example.row["patch"].replace(right, instead))
+    rollout = await rolled_out(preset, replies, example, tmp_path, policy_folder, reward=0.0)
+    assert_one_conversation(rollout)
+    assert rollout.verdict.reason.startswith(f"these do not pass: {', '.join(failing)} (swebench ")
+    assert [rollout.verdict.metrics[name] for name in COUNTS] == counts
+
+
+async def test_edits_that_claude_code_completes_are_forks_of_which_no_token_is_lost(
+    example: Example, policy_folder: Path, tmp_path: Path
+) -> None:
+    """It adds the `replace_all` that the model left out, and sends the call back with it."""
+    replies = by_edit(example.row["patch"])
+    rollout = await rolled_out("claude-code", replies, example, tmp_path, policy_folder, reward=1.0)
+    assert [turn.cause for turn in rollout.turns] == [None, None, *["history_rewritten"] * (len(replies) - 2)]
+    assert len(rollout.rows()) == len(replies) - 1
