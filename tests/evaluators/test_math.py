@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from outrider.client import AsyncClient
+from outrider.config import LanesConfig
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.checks.pool import QUICK_SECONDS
@@ -351,3 +352,38 @@ async def test_a_whole_session_is_graded(tmp_path: Path, processes: int) -> None
         [done] = await client.wait([(await client.submit({"task": task("\\frac{1}{2}")})).id])
     assert done.sessions[0].result.error is None
     assert done.sessions[0].result.verdict.reward == 1.0
+
+
+@pytest.mark.deep
+async def test_a_run_whose_answers_hang_keeps_another_one_waiting_for_a_few_of_them(tmp_path: Path) -> None:
+    """Though they fill all places of the node, and its slots for evaluations, before the others come."""
+
+    def task(instruction: str, run: str) -> dict[str, Any]:
+        return {
+            "instruction": instruction,
+            "harness": {"agent": "tools"},
+            "runtime": {"kind": "memory"},
+            "evaluator": {"kind": "math", "options": {"gold": "5", "seconds": 0.3}},
+            "labels": {"run": run},
+        }
+
+    script = [
+        {"when": "Be wrong.", "reply": say(HANGING[0])},
+        {"when": "Be right.", "reply": say("\\boxed{5}")},
+    ]
+    lanes = LanesConfig(init=2, run=4, eval=2)
+    async with running_service(tmp_path=tmp_path, replies=script, lanes=lanes) as (_, url), AsyncClient(url) as client:
+        wrong = await client.submit({"task": task("Be wrong.", "theirs"), "n": 40})
+        async for event in client.events():
+            if event.kind == "session.state" and event.data["state"] == "evaluating":
+                break
+        right = [(await client.submit({"task": task("Be right.", "mine")})).id for _ in range(5)]
+        for group in await client.wait(right):
+            assert group.sessions[0].result.verdict.reward == 1.0
+        sessions = (await client.group(wrong.id)).sessions
+        assert sum(session.state == "done" for session in sessions) < len(sessions) / 2
+        [done] = await client.wait([wrong.id])
+    for session in done.sessions:
+        assert session.result.error is None
+        assert session.result.verdict.reward == 0.0
+        assert "too long to check" in session.result.verdict.reason
