@@ -351,18 +351,34 @@ def _scaling(found: Any) -> list[Sheet]:
 
 
 def _graders(found: Any) -> list[Sheet]:
-    rows = [
-        (kind, width, *(number(figures[name]) for name in ("p50_ms", "p95_ms", "per_second", "cpu_ms")))
-        for kind, by_width in found["kinds"].items()
-        for width, figures in by_width.items()
-    ]
+    names = ("p50_ms", "p95_ms", "per_second", "cpu_ms")
+    rows = []
+    for kind, by_width in found["kinds"].items():
+        beside = by_width["beside"]
+        for width, figures in by_width.items():
+            if width != "beside":
+                floor = figures.get("floor")
+                cells = (
+                    ("-",) * 4
+                    if floor is None
+                    else (
+                        *(number(floor[name]) for name in ("p50_ms", "per_second", "cpu_ms")),
+                        number(figures["cpu_ms"] / floor["cpu_ms"]),
+                    )
+                )
+                rows.append((kind, width, *(number(figures[name]) for name in names), *cells, beside or "-"))
+    left_out = "".join(f" Left out: {name} ({why})." for name, why in found["left_out"].items())
     return [
         Sheet(
             title="Graders: one verdict",
-            columns=("kind", "at once", "p50 ms", "p95 ms", "per s", "CPU ms"),
+            columns=(
+                *("kind", "at once", "p50 ms", "p95 ms", "per s", "CPU ms"),
+                *("floor: p50 ms", "per s", "CPU ms", "that makes x", "the floor is"),
+            ),
             rows=rows,
-            note=f"{found['verdicts']} verdicts of each, on answers that differ. Processor time is per verdict, with "
-            "that of the processes that check answers.",
+            note=f"{found['verdicts']} verdicts of each, {found['slow']} of those that start programs, in sandboxes of "
+            f"kind {found['runtime']}. Answers differ. Processor time is per verdict, with all processes that were "
+            f"started. The ratio is of processor time.{left_out}",
         )
     ]
 

@@ -145,11 +145,23 @@ async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest
 
 
 @pytest.mark.deep
-async def test_graders_of_each_kind_that_is_here_are_timed() -> None:
-    found = await graders.measure(graders.Plan(8))
+async def test_graders_of_each_kind_that_is_here_are_timed_beside_their_floors() -> None:
+    found = await graders.measure(graders.Plan(8, 2))
 
-    assert found["kinds"].keys() >= {"callable", "command", "weighted: two callables"}
-    assert all(figures["p50_ms"] > 0 for kind in found["kinds"].values() for figures in kind.values())
+    kinds, left_out = found["kinds"], found["left_out"]
+    always = {"callable", "http", "judge, scripted", "command", "weighted: two commands", "code: one case"}
+    assert kinds.keys() >= always
+    for name, beginning in (
+        ("harbor", "harbor"),
+        ("math-verify", "math"),
+        ("reasoning-gym", "reasoning-gym"),
+        ("swebench", "swebench"),
+    ):
+        assert any(kind.startswith(beginning) for kind in kinds) is (name not in left_out)
+    for name, by_width in kinds.items():
+        for width in ("1", "32"):
+            assert by_width[width]["p50_ms"] > 0
+            assert (name == "callable") or by_width[width]["floor"]["p50_ms"] > 0
     check_shown("graders", found)
 
 

@@ -53,7 +53,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         case "nothing":
             return {"said": "nothing"}
         case "work":
-            while time.process_time() < 0.1:
+            while time.process_time() < request.get("for", 0.1):
                 pass
             return {"said": "worked"}
         case "spin":

@@ -17,7 +17,7 @@ import pytest
 
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.checks.confinement import calculation
-from outrider.evaluators.checks.pool import Checked, Checks, Library
+from outrider.evaluators.checks.pool import QUICK_SECONDS, Checked, Checks, Library
 from outrider.runtimes.guest.isolation import landlock
 from outrider.runtimes.guest.isolation.seccomp import MACHINES
 from outrider.runtimes.kernel.process_marks import marked
@@ -25,6 +25,7 @@ from outrider.runtimes.node_host import Host
 
 HOSTILE = Library(distribution="pytest", packages=("pytest",), install="none", checks="evaluators.hostile_checks")
 PART = partial(Checks, library=HOSTILE)
+CORES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture
@@ -113,12 +114,29 @@ async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     await until(host, 2)
     assert (await act(host, "work", seconds=5)).answer == {"said": "worked"}
     await until(host, 2)
+    assert (await checks.check_submitted({"act": "nothing"}, seconds=60)).answer == {"said": "nothing"}  # nor others
+    assert not any(one.done() for one in submitted)
     for one in submitted:
         one.cancel()
     await asyncio.wait(submitted)
     await until(host, 1)
     assert (await checks.check_submitted({"act": "nothing"}, seconds=5)).answer == {"said": "nothing"}
     assert (await checks.check_submitted({"act": "spin"}, seconds=0.3)).fault == "too long to check: more than 0.3 s"
+
+
+@pytest.mark.deep
+async def test_a_check_that_takes_long_waits_for_one_of_each_other_bucket(host: Host) -> None:
+    """However many of another one's hang: its own is the next but one, in both lines."""
+    checks = await host.part(PART)
+    await act(host, "nothing")
+    hanging = [
+        asyncio.ensure_future(checks.check({"act": "spin"}, seconds=0.3, bucket="theirs")) for _ in range(6 * CORES)
+    ]
+    await until(host, 1 + CORES)
+    mine = await checks.check({"act": "work", "for": QUICK_SECONDS + 0.05}, seconds=10, bucket="mine")
+    assert mine.answer == {"said": "worked"}
+    assert sum(one.done() for one in hanging) <= 4 * CORES
+    assert {done.fault for done in await asyncio.gather(*hanging)} == {"too long to check: more than 0.3 s"}
 
 
 async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host) -> None:

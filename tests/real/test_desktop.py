@@ -4,6 +4,7 @@ mouse and keyboard, and their screenshots reach the samples."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import struct
 from pathlib import Path
@@ -20,7 +21,10 @@ from outrider.plugins import resolve
 from outrider.spec import EngineSpec
 from outrider.trajectory import TokenMode
 from support.ordinary import ordinary_user, python_of, run_tests
-from support.service import running_service
+from support.service import RENDERER, running_service
+from support.tokenizer import write_tokenizer
+
+from .eval_programs import evaluated, serving
 
 pytestmark = pytest.mark.real
 
@@ -62,6 +66,17 @@ def calls(prompt: list[int], output: list[int], name: str, arguments: str) -> An
     return says(prompt, output, tool_calls=[call])
 
 
+def acting(action: str, arguments: str) -> tuple[Answer, ...]:
+    """The replies of a model that looks at the screen, does one thing, and looks again."""
+    return (
+        calls([1, 2], [3], "screenshot", "{}"),
+        calls([1, 2, 3, 4], [5], action, arguments),
+        calls([1, 2, 3, 4, 5, 6], [7], "wait", '{"seconds": 1}'),
+        calls([1, 2, 3, 4, 5, 6, 7, 8], [9], "screenshot", "{}"),
+        says([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11], content="Done."),
+    )
+
+
 def size_of(png: bytes) -> tuple[int, int]:
     assert png.startswith(PNG)
     width, height = struct.unpack(">II", png[16:24])
@@ -93,14 +108,7 @@ async def test_a_scripted_model_sees_the_screen_and_uses_it(
     tmp_path: Path, action: str, arguments: str, reward: float, why: str
 ) -> None:
     [example] = miniwob_examples("click-test")
-    answers = (
-        calls([1, 2], [3], "screenshot", "{}"),
-        calls([1, 2, 3, 4], [5], action, arguments),
-        calls([1, 2, 3, 4, 5, 6], [7], "wait", '{"seconds": 1}'),
-        calls([1, 2, 3, 4, 5, 6, 7, 8], [9], "screenshot", "{}"),
-        says([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11], content="Done."),
-    )
-    async with upstream(*answers, pages=MODELS) as (server_url, server):
+    async with upstream(*acting(action, arguments), pages=MODELS) as (server_url, server):
         engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": True})
         async with running_service(tmp_path=tmp_path, engines=(engine,)) as (_, url), AsyncClient(url) as client:
             [done] = await client.wait([(await client.submit({"task": {**example.task, "max_attempts": 1}})).id])
@@ -124,7 +132,36 @@ async def test_a_scripted_model_sees_the_screen_and_uses_it(
     ]
 
 
+@pytest.mark.usefixtures("_needs_pages")
+async def test_a_page_is_evaluated_by_the_programs(tmp_path: Path) -> None:
+    """`outrider eval` against `outrider serve`: the page's own reward is the figure, and what the model saw is in the
+    samples. Asked again, the run has the same figures without another call of the model."""
+    answers = acting("click", BUTTON)
+    async with upstream(*answers, pages=MODELS) as (server_url, server):
+        settings = tmp_path / "outrider.toml"
+        settings.write_text(
+            f'[[engines]]\nkind = "openai"\nname = "sees"\nurl = "{server_url}"\noptions = {{ ids = true }}\n'
+        )
+        words = ["--config", str(settings), "--port", "0", "--data", str(tmp_path / "data")]
+        words += ["--tokenizer", str(write_tokenizer(tmp_path / "tokenizer")), "--renderer", RENDERER]
+        async with serving(words) as (_, url), AsyncClient(url) as client:
+            evaluate = ("miniwob:click-test", "--limit", "1", "--resume", "screen", "--url", url, "--json")
+            found, again = [json.loads(await evaluated(*evaluate)) for _ in range(2)]
+            assert (found["reward"]["mean"], found["graded"], found["failures"]) == (1.0, 1, {})
+            assert {**found, "seconds": 0} == {**again, "seconds": 0}
+            asked = [body for path, body in server.posts if path.endswith("/chat/completions")]
+            assert len(asked) == len(answers)
+
+            [group] = found["groups"]
+            [sample] = await client.samples(group["sessions"][0]["id"])
+            assert (sample.ids, sample.reward) == (list(range(1, 12)), 1.0)
+            shown = [(await client.image(image.digest)).data for image in sample.images]
+            assert [size_of(png) for png in shown] == [(WIDTH, HEIGHT)] * 2
+
+
 def test_it_as_an_ordinary_user() -> None:
     with ordinary_user() as user, python_of(user) as python:
-        told = run_tests(python, ["real/test_desktop.py"], "-m", "real", "-k", "known or gives", "-rs", seconds=900)
-    assert "2 passed" in told
+        told = run_tests(
+            python, ["real/test_desktop.py"], "-m", "real", "-k", "known or gives or programs", "-rs", seconds=900
+        )
+    assert "3 passed" in told

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from outrider.client import AsyncClient
-from outrider.config import Config, FrozenConfig, GraderConfig, SandboxesConfig, load_config
+from outrider.config import Config, FrozenConfig, GraderConfig, LanesConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.endpoints import TRIES
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
 from outrider.sessions.resources import Capacity
-from outrider.spec import EngineSpec
+from outrider.spec import EngineSpec, EvaluatorSpec
+from outrider.store.queue import bucket_of
 from outrider.trajectory import Verdict
 from support.service import call, running_service, say
 
@@ -180,3 +186,92 @@ def test_settings_that_cannot_work_are_named(graders: Any, message: str, tmp_pat
 @pytest.mark.parametrize("kind", ["code", "judge", "http"])
 def test_built_in_kinds_may_be_named_without_listing(kind: str) -> None:
     AllowLists(Config()).check_python(kind, field="task.evaluator.kind")
+
+
+class WaitsForAnother:
+    """An evaluator that waits aside until one of another session is done, and for longer than it may take."""
+
+    others = asyncio.Event()
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._spec = spec
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        if self._spec.options["waits"]:
+            async with outcome.aside():
+                await self.others.wait()
+                await asyncio.sleep(self._spec.seconds + 0.1)
+        self.others.set()
+        return Verdict(reward=1.0, metrics={"bucket": float(outcome.bucket == bucket_of(outcome.task.labels))})
+
+
+async def test_an_evaluation_that_waits_aside_holds_no_slot_and_is_not_timed(world: MakeWorld) -> None:
+    async with world(lanes=LanesConfig(eval=1)) as w:
+        kind = f"{HERE}:WaitsForAnother"
+        waits, other = [
+            await w.submit("ask", evaluator={"kind": kind, "seconds": 2.0, "options": {"waits": waits}}, labels=labels)
+            for waits, labels in ((True, {"run": "a"}), (False, {}))
+        ]
+        for group in (other, waits):
+            result = result_of((await w.done(group.id)).sessions[0])
+            assert result.error is None
+            assert result.verdict == Verdict(reward=1.0, metrics={"bucket": 1.0})
+        assert result.seconds.eval > 2.0
+        w.assert_quiet()
+
+
+@asynccontextmanager
+async def judge_program(port: int, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    program = Path(__file__).with_name("judge_program.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, program, str(port), *words, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def line_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("says", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
+async def test_a_judge_that_is_killed_in_the_middle_costs_neither_the_verdict_nor_the_agents_work(
+    world: MakeWorld, says: str, reward: float
+) -> None:
+    """It dies with the question read, and stays away for as long as one evaluation asks for it: that is an error, and
+    the evaluation is tried again. When the judge is back, it gives the verdict that it would have given."""
+    async with judge_program(0, "hangs") as judge:
+        port = int(await line_of(judge))
+        graders = (GraderConfig(name="judge", url=f"http://127.0.0.1:{port}"),)
+        options = {"grader": "judge", "by": "reference", "reference": "42"}
+        async with world([f"{says}<|im_end|>"], graders=graders) as w:
+            submitted = await w.submit("ask", max_attempts=10, evaluator={"kind": "judge", "options": options})
+            assert await line_of(judge) == "asked"
+            judge.kill()
+            await judge.wait()
+
+            turned_away = asyncio.Semaphore(0)
+
+            def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.transport.abort()
+                turned_away.release()
+
+            async with await asyncio.start_server(turn_away, "127.0.0.1", port):
+                for _ in range(TRIES):  # the first evaluation has at most one try less
+                    await turned_away.acquire()
+            async with judge_program(port) as again:
+                await line_of(again)
+                (session,) = (await w.done(submitted.id)).sessions
+                assert await line_of(again) == "asked"
+        result = result_of(session)
+        assert result.error is None
+        assert result.verdict is not None
+        assert (result.verdict.reward, result.verdict.metrics["judge_calls"]) == (reward, 1)
+        assert (session.attempt, len(w.engine.requests)) == (1, 1)
+        w.assert_quiet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from outrider.sessions.lanes import Lane
+from outrider.sessions.lanes import Lane, Place
 
 
 async def test_a_free_slot_is_taken_at_once_and_given_back() -> None:
@@ -81,3 +81,56 @@ async def test_a_storm_of_takers_and_cancels_leaves_the_lane_empty_and_never_ove
     assert most == 3
     stats = lane.stats()
     assert (stats.in_use, stats.waiting) == (0, 0)
+
+
+async def test_a_session_that_steps_aside_leaves_its_slot_to_others_and_is_the_next_when_it_comes_back() -> None:
+    lane = Lane("eval", 1)
+    served: list[str] = []
+    line_moves = asyncio.Event()
+
+    async def grade(name: str, *, waits: bool) -> None:
+        async with Place(lane, priority=0 if waits else 1000) as place:
+            if waits:
+                async with place.aside():
+                    await line_moves.wait()
+            served.append(name)
+            line_moves.set()
+            while name == "first" and lane.stats().waiting < 3:  # noqa: ASYNC110  # nothing tells of who waits
+                await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for name, waits in (("waits", True), ("first", False), ("second", False), ("third", False)):
+            group.create_task(grade(name, waits=waits))
+    assert served == ["first", "waits", "second", "third"]
+    assert lane.stats().in_use == 0
+
+
+async def test_no_slot_is_kept_by_what_is_cancelled_aside_or_comes_back_too_late() -> None:
+    lane = Lane("eval", 2)
+    back = asyncio.Event()
+
+    async def away(place: Place) -> None:
+        async with place.aside():
+            await back.wait()
+
+    async def session() -> None:
+        async with Place(lane, 0) as place:
+            await away(place)
+
+    cancelled = asyncio.ensure_future(session())
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    async with Place(lane, 0) as place:
+        both = asyncio.gather(away(place), away(place))
+        await asyncio.sleep(0)
+        assert lane.stats().in_use == 0
+        back.set()
+        await both
+        assert lane.stats().in_use == 1
+        back.clear()
+        strays = asyncio.gather(away(place), away(place))
+        await asyncio.sleep(0)
+    back.set()
+    await strays
+    assert lane.stats().in_use == 0

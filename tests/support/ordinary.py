@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,7 +54,18 @@ def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]
             **environment,
         }
         variables = (f"{name}={value}" for name, value in environment.items())
-        yield ["runuser", "-u", user, "--", "env", "-i", *variables, *before, *portable_command(str(python))]
+        yield ["runuser", "-u", user, "--", "env", "-i", *variables, *before, str(launcher(Path(python)))]
+
+
+def launcher(python: Path) -> Path:
+    """A program that starts the portable interpreter, and that it takes for its own file: so what it starts by
+    `sys.executable` has its libraries, too."""
+    path = python / "bin" / "launcher"
+    loader, *rest = portable_command(str(python))
+    argv0 = ["--argv0", str(path)] if rest else []
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([loader, *argv0, *rest])} "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:

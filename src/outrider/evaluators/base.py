@@ -7,7 +7,7 @@ reward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NoReturn, Protocol, runtime_checkable
 
 import msgspec
@@ -20,6 +20,9 @@ from outrider.runtimes.base import Runtime
 from outrider.runtimes.node_host import Host
 from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
+
+Aside = Callable[[], AbstractAsyncContextManager[None]]
+"""See `Outcome.aside`."""
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
     agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
     RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
+
+    `bucket` is the one of the queue that the session is of (see store/queue.py): where evaluations wait for each other,
+    buckets take turns. `aside()` is for a long wait of that kind: as long as its block runs, the evaluation holds no
+    eval slot, and its time limit stands still.
     """
 
     task: TaskSpec
@@ -84,6 +91,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
     ask_frozen: AskFrozen = no_model
     host: Host | None = None
+    bucket: str = ""
+    aside: Aside = nullcontext
 
 
 class Evaluator(Protocol):

@@ -75,7 +75,8 @@ class MathEvaluator:
             "answer": said if answer is None else answer,
             "whole": answer is not None,
         }
-        checked = await (await checks_of(outcome.host, CHECKS)).check(request, seconds=self._options.seconds)
+        checks = await checks_of(outcome.host, CHECKS)
+        checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
         metrics = {"answered": 1.0, "check_seconds": checked.seconds}
         if checked.answer is None:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")

@@ -71,7 +71,8 @@ class ReasoningGymEvaluator:
             return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
         answer = said if file is not None else marked_answer(said)
         request = {"entry": self._options.entry, "answer": said if answer is None else answer}
-        checked = await (await checks_of(outcome.host, CHECKS)).check(request, seconds=self._options.seconds)
+        checks = await checks_of(outcome.host, CHECKS)
+        checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
         metrics = {"answered": 1.0, "check_seconds": checked.seconds}
         result = checked.answer or {"refused": checked.fault}
         if "refused" in result:

@@ -16,6 +16,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -24,7 +25,7 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
-from outrider.evaluators.base import Evaluator, Outcome
+from outrider.evaluators.base import Aside, Evaluator, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, TellsCause
@@ -328,10 +329,14 @@ class Grading:
     async def _evaluate(self, outcome: Outcome) -> Verdict:
         """One try. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
         seconds = self._task.evaluator.seconds
+        clock = asyncio.timeout(seconds)
+        aside = partial(_off_the_clock, clock, outcome.aside)
         try:
-            async with asyncio.timeout(seconds):
+            async with clock:
                 with plugin_code():
-                    verdict = await self._evaluator.evaluate(msgspec.structs.replace(outcome, beside=self._beside))
+                    verdict = await self._evaluator.evaluate(
+                        msgspec.structs.replace(outcome, beside=self._beside, aside=aside)
+                    )
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
         except OutriderError:
@@ -345,6 +350,22 @@ class Grading:
         except ValueError as error:
             raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
         return verdict
+
+
+@asynccontextmanager
+async def _off_the_clock(clock: asyncio.Timeout, aside: Aside) -> AsyncIterator[None]:
+    """A block of `aside` during which the clock stands still."""
+    now = asyncio.get_running_loop().time
+    end = clock.when()
+    if end is None or clock.expired():  # an evaluator may wait for several things at once
+        async with aside():
+            yield
+        return
+    left = end - now()
+    clock.reschedule(None)
+    async with aside():
+        yield
+    clock.reschedule(now() + left)
 
 
 class GraderSandbox:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
 from outrider.schemas import LaneStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Slot
+
+COMES_BACK = 1 << 20
+"""Above every priority."""
 
 
 class Lane:
@@ -28,6 +36,43 @@ class Lane:
             served=self._slots.served,
             waited_seconds=self._slots.waited_seconds,
         )
+
+
+class Place:
+    """A slot of a lane that a session has for as long as an `async with` block runs, but may leave for a while."""
+
+    def __init__(self, lane: Lane, priority: int) -> None:
+        self._lane = lane
+        self._priority = priority
+        self._slot: Slot | None = None
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        self._slot = await self._lane.take(self._priority)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        self._release()
+
+    @asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Without the slot, while the block runs. Who comes back has waited already, and is the first in line. What the
+        block raises ends the session's need for the slot."""
+        self._release()
+        yield
+        slot = await self._lane.take(COMES_BACK)
+        if self._over or self._slot is not None:  # an evaluator may wait for several things at once
+            slot.release()
+        else:
+            self._slot = slot
+
+    def _release(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
 
 
 class Lanes:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ from outrider.errors import (
     record_of,
     storable,
 )
-from outrider.evaluators.base import FrozenReply, NothingKept, Outcome
+from outrider.evaluators.base import Aside, FrozenReply, NothingKept, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
@@ -59,13 +59,14 @@ from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.filters import Run, filtered
 from outrider.sessions.grading import Grade, Grading, mark_inside_failures
-from outrider.sessions.lanes import Lanes
+from outrider.sessions.lanes import Lanes, Place
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling, TaskSpec, steps_of
 from outrider.store.artifacts import KEPT
+from outrider.store.queue import bucket_of
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
@@ -264,12 +265,12 @@ class Rollout:
             if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
                 return Ending(reason=ended.reason)
 
-            await held.enter_async_context(await lanes.eval.take(priority))
+            place = await held.enter_async_context(Place(lanes.eval, priority))
             run.release()
             self._stopwatch.lap("eval_wait")
 
             await self._enter(SessionState.EVALUATING)
-            return self._with_all_steps(await self._grade(grading, sandbox, ended))
+            return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
 
     def _grading_of(self, step: TaskSpec, mounts: tuple[Path, ...]) -> Grading:
         return Grading(
@@ -549,9 +550,15 @@ class Rollout:
     async def _keep_carried(self, file: Path, name: str) -> None:
         self._artifacts = await self._node.artifacts.keep_carried(file, name, self._artifacts)
 
-    async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:
+    async def _grade(
+        self,
+        grading: Grading,
+        sandbox: Sandbox,
+        ended: AgentRun,
+        aside: Aside = nullcontext,
+    ) -> Ending:
         self._graded = ended
-        outcome = await self._outcome(sandbox.runtime, ended)
+        outcome = await self._outcome(sandbox.runtime, ended, aside)
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0
         )
@@ -572,16 +579,16 @@ class Rollout:
             needs = required(self._task.runtime.resources)
             share = await self._node.resources.take(needs, priority)
             await held.enter_async_context(share)
-            await held.enter_async_context(await self._node.lanes.eval.take(priority))
+            place = await held.enter_async_context(Place(self._node.lanes.eval, priority))
             self._stopwatch.lap("queued")
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)
             self._graded = ended
-            outcome = await self._outcome(cast(Runtime, NothingKept()), ended)
+            outcome = await self._outcome(cast(Runtime, NothingKept()), ended, place.aside)
             carried = fetch if stored.carried else None
             return _graded(ended, await grading.grade_again(outcome, carried, gpus=share.gpus))
 
-    async def _outcome(self, runtime: Runtime, ended: AgentRun) -> Outcome:
+    async def _outcome(self, runtime: Runtime, ended: AgentRun, aside: Aside) -> Outcome:
         turns = await self._turns(images=True)
         policy = policy_of(self._task.branches)
         said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
@@ -595,6 +602,8 @@ class Rollout:
             calls=calls,
             ask_frozen=self._ask_frozen,
             host=self._node.sandboxes.host,
+            bucket=bucket_of(self._task.labels),
+            aside=aside,
         )
 
     async def _ask_frozen(

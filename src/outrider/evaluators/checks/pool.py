@@ -1,8 +1,8 @@
 """Checks of answers in processes of their own: the end of the service, or of a node.
 
-It knows no library but by name. Invariants: each check has a limit of processor time and of memory; a check whose
-caller is cancelled is killed; and what is the machine's fault (no process, no time to run) is an EvaluatorError, never
-the answer's.
+It knows no library but by name. Invariants: each check has a limit of processor time and of memory; a check that
+hangs holds up no other for longer than QUICK_SECONDS of a processor; a check whose caller is cancelled is killed; and
+what is the machine's fault (no process, no time to run) is an EvaluatorError, never the answer's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.turns import Turns
 from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import Aside
 from outrider.evaluators.checks.zygote import LIMITS
 from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import VARIABLE
@@ -90,6 +93,16 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class Lines:
+    """Where checks wait for their turn, `at_once` of which run in each line: the `quick` line, and the `slow` one of
+    those that did not end there. In the quick one they are `nicer` by so much."""
+
+    def __init__(self, at_once: int, *, nicer: int) -> None:
+        self.quick = Turns(at_once)
+        self.slow = Turns(at_once)
+        self.nicer = nicer
+
+
 class Ended(msgspec.Struct, frozen=True):
     """What the zygote says of a check: its status as of `os.wait4`, and its processor time."""
 
@@ -113,10 +126,8 @@ class Checks:
         self._library = library
         self._zygote: tuple[Child, socket.socket] | None = None
         self._given_up: list[Child] = []
-        cores = len(os.sched_getaffinity(0))
-        self._quick = asyncio.Semaphore(cores)
-        self._slow = asyncio.Semaphore(cores)
-        self._submitted = asyncio.Semaphore(1)
+        self._answers = Lines(len(os.sched_getaffinity(0)), nicer=0)
+        self._submitted = Lines(1, nicer=SLOW_NICER)
 
     async def __aenter__(self) -> Self:
         return self
@@ -126,30 +137,48 @@ class Checks:
             self._give_up(*self._zygote)
         await shielded(self._await_deaths)
 
-    async def check(self, request: dict[str, Any], *, seconds: float) -> Checked:
+    async def check(
+        self,
+        request: dict[str, Any],
+        *,
+        seconds: float,
+        bucket: str = "",
+        aside: Aside = nullcontext,
+    ) -> Checked:
         """Let the library check what is in `request`, for up to `seconds` of processor time. However long it waits for
-        its turn, a slow machine or many others are not held against it. Raises EvaluatorError."""
-        body = await asyncio.to_thread(msgspec.json.encode, request)
-        quick = min(seconds, QUICK_SECONDS)
-        async with self._quick:
-            checked = await self._run(body, quick)
-        if checked is None and quick < seconds:
-            # Begun anew, in another line: else answers that hang would keep those that do not waiting.
-            async with self._slow:
-                checked = await self._run(body, seconds, nicer=SLOW_NICER)
-        return checked or self._too_long(seconds)
+        its turn, a slow machine or many others are not held against it. Buckets take turns; a long wait is spent in a
+        block of `aside`: see `Outcome`. Raises EvaluatorError."""
+        return await self._check(request, seconds, self._answers, bucket, aside)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
         """As `check`, for what comes with a task: one at a time and at a low priority, whoever submits how much. The
         answers of sessions do not wait for it."""
+        return await self._check(request, seconds, self._submitted, "", nullcontext)
+
+    async def _check(
+        self,
+        request: dict[str, Any],
+        seconds: float,
+        lines: Lines,
+        bucket: str,
+        aside: Aside,
+    ) -> Checked:
         body = await asyncio.to_thread(msgspec.json.encode, request)
-        async with self._submitted:
-            return await self._run(body, seconds, nicer=SLOW_NICER) or self._too_long(seconds)
+        quick = min(seconds, QUICK_SECONDS)
+        async with lines.quick.take(bucket):
+            checked = await self._run(body, quick, nicer=lines.nicer)
+        if checked is None and quick < seconds:
+            # Begun anew, in another line: else answers that hang would keep those that do not waiting.
+            async with AsyncExitStack() as held:
+                async with aside():
+                    await held.enter_async_context(lines.slow.take(bucket))
+                checked = await self._run(body, seconds, nicer=SLOW_NICER)
+        return checked or self._too_long(seconds)
 
     def _too_long(self, seconds: float) -> Checked:
         return Checked(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
 
-    async def _run(self, body: bytes, seconds: float, *, nicer: int = 0) -> Checked | None:
+    async def _run(self, body: bytes, seconds: float, *, nicer: int) -> Checked | None:
         """One check in one process; None if its time was over."""
         child, control = self._zygote or await self._spawn()
         try:

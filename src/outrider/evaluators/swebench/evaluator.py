@@ -106,7 +106,7 @@ class SwebenchEvaluator:
             "records": await records_at(runtime, f"{place}/report"),
             "key": key,
         }
-        checked = await checks.check(request, seconds=options.check_seconds)
+        checked = await checks.check(request, seconds=options.check_seconds, bucket=outcome.bucket, aside=outcome.aside)
         metrics["check_seconds"] = checked.seconds
         if checked.answer is None:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")

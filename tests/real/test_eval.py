@@ -1,0 +1,94 @@
+"""`outrider eval` against `outrider serve`, as programs: tasks of real data sets, and runs that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.test_serve import flags
+from cli.world import program
+from outrider.client import AsyncClient
+from outrider.datasets import reasoning_gym_examples
+from outrider.demo.dialogue import POLICY, RENDERER
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+
+from .eval_programs import evaluated, serving
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes"),
+]
+
+SETS = (
+    *("basic_arithmetic", "caesar_cipher", "chain_sum", "countdown", "gcd"),
+    *("lcm", "leg_counting", "letter_counting", "number_filtering", "spell_backward"),
+)
+EACH = 5
+TASKS = EACH * len(SETS)
+SOURCES = [f"reasoning-gym:{name}" for name in SETS]
+
+
+def perfect(folder: Path) -> list[str]:
+    """Flags for a model that knows each task's own answer by its question."""
+    examples = [example for name in SETS for example in reasoning_gym_examples(name, size=EACH)]
+    replies = []
+    for example in examples:
+        assert example.gold is not None
+        replies.append({"when": example.task["instruction"], "reply": f"{example.gold.reply}<|im_end|>"})
+    assert len(replies) == len({reply["when"] for reply in replies}) == TASKS
+    return flags(folder, replies)
+
+
+def policy(folder: Path) -> list[str]:
+    """Flags for the demo's own model, which has learned none of this."""
+    return [
+        *("--port", "0", "--data", str(folder / "data"), "--engine", f"embedded={POLICY}"),
+        *("--tokenizer", str(POLICY), "--renderer", RENDERER),
+    ]
+
+
+def words_of(run: str, url: str) -> tuple[str, ...]:
+    """The arguments of `outrider eval`."""
+    return (*SOURCES, "--limit", str(EACH), "--resume", run, "--url", url)
+
+
+def figures(document: str) -> dict[str, Any]:
+    """Of a run, without what two runs of the same sessions may differ in: times."""
+    found = json.loads(document)
+    found["metrics"].pop("check_seconds", None)
+    return {name: found[name] for name in ("name", "reward", "metrics", "graded", "failures", "versions")}
+
+
+@pytest.mark.parametrize("model", [perfect, policy])
+async def test_a_run_that_was_killed_half_way_ends_with_the_table_of_one_that_was_not(
+    tmp_path: Path, model: Any
+) -> None:
+    """Both the command and the service are killed, by SIGKILL, and started again."""
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: see `make test-real`")
+    words = model(tmp_path)
+    async with serving(words) as (service, url), AsyncClient(url) as client:
+        whole = figures(await evaluated(*words_of("whole", url), "--json"))
+        assert (whole["graded"], whole["failures"]) == (TASKS, {})
+        assert (whole["reward"]["mean"] == 1.0) is (model is perfect)
+
+        command = await program("eval", *words_of("cut", url), "--json")
+        finished = 0
+        while finished < TASKS / 2:
+            groups = await client.groups(limit=2 * TASKS)
+            finished = sum(group.finished is not None for group in groups) - TASKS
+        command.kill()
+        service.kill()
+        await asyncio.gather(command.communicate(), service.wait())
+        assert finished < TASKS
+    async with serving(words) as (_, url):
+        resumed = await evaluated(*words_of("cut", url), "--json")
+        assert figures(resumed) == whole
+        again = await evaluated(*words_of("cut", url), "--json")
+        assert {**json.loads(again), "seconds": 0} == {**json.loads(resumed), "seconds": 0}
+        shown = await evaluated(*words_of("cut", url))
+        assert f"{TASKS} sessions graded" in shown
+        assert "not graded" not in shown
