@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import redirect_stdout
@@ -20,65 +22,17 @@ pytest.importorskip("swebench", reason="swebench is not installed: pip install -
 
 from outrider.evaluators.checks import swebench_check  # it imports swebench
 
-PYTEST = (
-    "PASSED t.py::a\nPASSED t.py::b[x]\nFAILED t.py::c - assert 1 == 2\nERROR t.py::d\nXFAIL t.py::e\nSKIPPED t.py::f\n"
-)
-PASS_FAIL = "PASS src/a.js (5ms)\nPASS src/b.js\nFAIL src/c.js (1.5 s)\n"
-LOGS: dict[str, str] = {
-    "parse_log_pytest": PYTEST,
-    "parse_log_pytest_options": PYTEST + "PASSED t.py::g[/tmp/x/y]\n",
-    "parse_log_pytest_v2": PYTEST + "t.py::h \x1b[32mPASSED\x1b[0m\n",
-    "parse_log_matplotlib": PYTEST + "PASSED t.py::g[MouseButton.LEFT]\n",
-    "parse_log_seaborn": PYTEST + "t.py::h PASSED [ 10%]\n",
-    "parse_log_django": "a (x.T) ... ok\nb (x.T) ... OK\nc (x.T) ... FAIL\nd (x.T) ... skipped 'x'\ne ... ERROR\n",
-    "parse_log_sympy": "test_a ok\ntest_b ok\ntest_c F\ntest_d E\n____ x/test_y.py:test_z ____\n",
-    "parse_log_calypso": " ./node_modules/.bin/jest x\n  suite\n    ✓ a (5ms)\n    ✓ b\n    ✕ c\nTest Suites: 1\n",
-    "parse_log_bpmn_js": "HeadlessChrome 1.2.3 (Linux 0.0.0) suite a FAILED\n\nExecuted 5 of 5\n",
-    "parse_log_carbon": PASS_FAIL,
-    "parse_log_eslint": "  1) suite\n   a:\n   AssertionError: no\n5 passing\n",
-    "parse_log_grommet": PASS_FAIL,
-    "parse_log_highlightjs": "\n  suite\n    ✓ a (5ms)\n    ✔ b\n    1) c\n\n  2 passing\n",
-    "parse_log_lighthouse": "PASS a.js\nPASS b.js\nFAIL c.js\n",
-    "parse_log_next": " xvfb-run x\nStarting browser Chrome\n  suite\n    ✓ a\n    ✓ b\n    ✗ c\nTOTAL: 3\n",
-    "parse_log_openlayers": "Chrome 1.2.3 (Linux 0.0.0) suite a FAILED\ncase x': ok\n",
-    "parse_log_prismjs": (
-        "+ ./node_modules/.bin/mocha tests/run.js --reporter json\n"
-        '{"failures": [{"fullTitle": "c"}], "passes": [{"fullTitle": "a"}, {"fullTitle": "b"}]}\n'
-    ),
-    "parse_log_quarto_cli": "[smoke] a ... \x1b[32mok\n[unit] b ... \x1b[32mok\n[smoke] c ... \x1b[31mFAILED\n",
-    "parse_log_chart_js": "\x1b[1mChrome 1.2 (Linux 0.0.0) suite a FAILED\nTOTAL: 4 SUCCESS\n",
-    "parse_log_marked": "1) a is wrong\n3 specs, 1 failure\n",
-    "parse_log_p5js": "  1) suite\n       a:\n     AssertionError\n  5 passing\n",
-    "parse_log_react_pdf": PASS_FAIL,
-    "parse_log_jest": "  ✓ a (5 ms)\n  ✓ b\n  ✕ c\n  ○ d\n",
-    "parse_log_jest_json": "[PASSED] a\n[PASSED] b\n[FAILED] c\n",
-    "parse_log_vitest": " ✓ a 5ms\n ✓ b\n \u00d7 c\n ↓ d [skipped]\n",
-    "parse_log_karma": "Starting browser Chrome\n  suite\n  ✔ a\n  ✔ b\n  ✖ c\nSUMMARY:\n",
-    "parse_log_tap": "ok 1 a\nok 2 b\nnot ok 3 c\n",
-    "parse_log_immutable_js": "  ✓ a (5 ms)\n  ✓ b\n  ✕ c\n",
-    "parse_log_redis": "[ok]: a (5 ms)\n[ok]: b\n[err]: c in tests/c.tcl\n[skip]: d\n",
-    "parse_log_jq": "PASS: a\nPASS: b\nFAIL: c\n",
-    "parse_log_doctest": (
-        '<doctest><TestCase name="t">'
-        '<SubCase name="a"><Expression success="true"/></SubCase><SubCase name="b"/>'
-        '<SubCase name="c"><Expression success="false"/></SubCase></TestCase></doctest>\n'
-    ),
-    "parse_log_micropython_test": "pass a\npass b\nFAIL c\nskip d\n",
-    "parse_log_googletest": "[ OK ] a (0 ms)\n[       OK ] b (0 ms)\n[  FAILED  ] c (1 ms)\n",
-    "parse_log_gotest": "--- PASS: a (0.00s)\n--- PASS: b (0.00s)\n--- FAIL: c (0.00s)\n--- SKIP: d (0.00s)\n",
-    "parse_log_maven": "mvn -Dtest=a\nBUILD SUCCESS\nmvn -Dtest=b\nBUILD SUCCESS\nmvn -Dtest=c\nBUILD FAILURE\n",
-    "parse_log_ant": "[junit] [PASS] a\n[junit] [PASS] b\n[junit] [FAIL] c\n[junit] [ERR] d\n",
-    "parse_log_gradle_custom": "x.T > a PASSED\nx.T > b\nwarning\nPASSED\nx.T > c FAILED\n",
-    "parse_log_phpunit": "Suite (Tests)\n ✔ a\n ✔ b\n ✘ c\n ↩ d\n",
-    "parse_log_minitest": "T#a. 0.01 s = .\nT#b. 0.01 s = .\nT#c. 0.01 s = F\n",
-    "parse_log_cucumber": "a ..\nb ..\nc .F\n",
-    "parse_log_ruby_unit": "test: a:\t.: (0.1)\ntest: b:\t.: (0.1)\ntest: c:\tF\ntest: d:\tO\n",
-    "parse_log_rspec_transformed_json": "a - passed\nb - passed\nc - failed\n",
-    "parse_log_jekyll": "T#a. 0.01 s = .\nT#b. 0.01 s = .\nT#c. 0.01 s = F\n",
-    "parse_log_cargo": "test a ... ok\ntest b ... ok\ntest c ... FAILED\n",
+LOGS = Path(__file__).parent / "swebench_logs"
+"""A folder for each parser, with a log in which tests fail and one in which none does (README.md says whose)."""
+LEFT_OUT = {
+    "parse_log_cypress": "only rows of 4.x have it, and Cypress downloads its program from a server of its own",
+    "parse_plotly_js": "only rows of 4.x have it, and we do not know which reporter prints what it reads",
 }
-"""By the name of the parser's function, a log of it in which something fails, and something passes if it says so."""
+"""Parsers without a log, and why."""
 INSTANCES = {"parse_log_immutable_js": "x__x-2006", "parse_log_jekyll": "jekyll__jekyll-9141"}
+PASSING = ("PASSED", "XFAIL")
+CUTS = 4
+"""At how many places a log is cut short."""
 
 
 @pytest.fixture
@@ -102,75 +56,164 @@ def written(log: str, *, code: int | None = None) -> str:
     return f"+ : '>>>>> Start Test Output'\n{log}+ : '>>>>> End Test Output'\n{told}"
 
 
-def test_there_is_a_log_of_every_parser() -> None:
-    registry = swebench_check.grading.PARSER_REGISTRY
-    assert {parser.__name__ for parser in registry.values()} == LOGS.keys()
+def parsers() -> dict[str, tuple[Any, str]]:
+    """All that rows can name, by their functions' names: those of swebench's registry, and, with a repository, those
+    that only rows of 4.x of that repository have."""
+    found: dict[str, tuple[Any, str]] = {}
+    for language in swebench_check.LANGUAGES:
+        module = importlib.import_module(f"swebench.harness.log_parsers.{language}")
+        for name, of_repositories in vars(module).items():
+            if name.startswith("MAP_REPO_TO_PARSER"):
+                found |= {parser.__name__: (parser, repository) for repository, parser in of_repositories.items()}
+    return found | {parser.__name__: (parser, "") for parser in swebench_check.grading.PARSER_REGISTRY.values()}
+
+
+def test_every_parser_has_logs_or_a_reason() -> None:
+    have = {folder.name for folder in LOGS.iterdir() if folder.is_dir()}
+    assert not have & LEFT_OUT.keys()
+    assert have | LEFT_OUT.keys() == parsers().keys()
+    table = (LOGS / "README.md").read_text("utf-8")
+    assert set(re.findall(r"`(parse_\w+)`", table)) == have
+
+
+class Logs:
+    """The logs of a parser, and what they say of each test by the parser itself."""
+
+    def __init__(self, function: str) -> None:
+        self.texts = {kind: (LOGS / function / f"{kind}.log").read_text("utf-8") for kind in ("passing", "failing")}
+        self.instance = INSTANCES.get(function, "x-1")
+        spec = swebench_check.grading.TestSpec(self.instance, "", [], "", "3.0", [], [], function, "pass_and_fail")
+        with redirect_stdout(io.StringIO()):  # some parsers print
+            told = {kind: parsers()[function][0](text, spec) for kind, text in self.texts.items()}
+        good = {kind: {test for test, status in tests.items() if status in PASSING} for kind, tests in told.items()}
+        self.broken = [test for test in told["failing"] if test not in good["failing"]]
+        self.mended = sorted(good["passing"] - good["failing"]) or self.broken
+        self.kept = sorted(good["passing"] & good["failing"])
+
+    def rows(self) -> dict[str, tuple[list[str], list[str]]]:
+        """FAIL_TO_PASS and PASS_TO_PASS, by what becomes of them in the failing log."""
+        return {
+            "all of it": (self.mended, self.kept),
+            "one that passed fails": (self.kept[:1] or self.mended, [*self.kept[1:], *self.broken[:1]]),
+            "one to mend is not there": ([*self.mended, "absent"], self.kept),
+            "one that passed is not there": (self.mended, [*self.kept, "absent"]),
+            "one is there twice": (self.mended * 2, self.kept * 2),
+        }
+
+    def logs(self) -> dict[str, str]:
+        passing, failing = self.texts["passing"], self.texts["failing"]
+        whole = written(passing, code=0)
+        return {
+            "all pass": whole,
+            "some fail": written(failing, code=1),
+            "some fail, and it exits with 0": written(failing, code=0),
+            "no exit code": written(passing),
+            "all pass, and it exits with 1": written(passing, code=1),
+            "no test ran": written("", code=1),
+            "no mark of the beginning": whole.replace(swebench_check.START, ""),
+            "no mark of the end": whole.replace(swebench_check.END, ""),
+            "no marks": passing,
+            "results before the marks": passing + written("", code=0),
+            "lines end as on Windows": whole.replace("\n", "\r\n"),
+            "the patch was not applied": f"{swebench_check.constants.APPLY_PATCH_FAIL}\n{whole}",
+            "the repository was not reset": f"{swebench_check.constants.RESET_FAILED}\n{whole}",
+            "the tests errored": whole + swebench_check.constants.TESTS_ERROR,
+            "the tests timed out": whole + swebench_check.constants.TESTS_TIMEOUT,
+        }
+
+    def cut_logs(self) -> dict[str, str]:
+        """Logs that end early, as where the machine was stopped, and where only the tests were."""
+        cut = {}
+        for kind, text in self.texts.items():
+            for part in range(1, CUTS):
+                until = text[: len(text) * part // CUTS]
+                cut[f"{kind}, cut at {part}/{CUTS}"] = written(until).partition(f"+ : '{swebench_check.END}")[0]
+                cut[f"{kind}, tests killed at {part}/{CUTS}"] = written(f"{until}\n", code=137)
+        return cut
+
+
+def theirs(spec: Any, file: Path) -> dict[str, Any] | None:
+    """What swebench says; None where its parser raises."""
+    prediction = {"instance_id": spec.instance_id, "model_name_or_path": "m", "model_patch": "p"}
+    try:
+        with redirect_stdout(io.StringIO()):
+            report = swebench_check.grading.get_eval_report(spec, prediction, str(file), True)
+    except Exception:  # a parser raises whatever
+        return None
+    found: dict[str, Any] = report[spec.instance_id]
+    return found
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("function", LOGS)
-async def test_the_verdict_is_that_of_swebench(checks: Checks, function: str, tmp_path: Path) -> None:
-    swe = swebench_check.grading
-    registry = swe.PARSER_REGISTRY
-    name = next(name for name, parser in registry.items() if parser.__name__ == function)
-    instance = INSTANCES.get(function, "x-1")
-    log = LOGS[function]
-    blank = swe.TestSpec(instance, "", [], "x/x", "3.0", [], [], name, "pass_and_fail")
-    with redirect_stdout(io.StringIO()):  # some parsers print
-        statuses = registry[name](written(log), blank)
-    passing = [test for test, status in statuses.items() if status in ("PASSED", "XFAIL")]
-    others = [test for test in statuses if test not in passing]
-    assert others, "a parser that sees nothing is not tried"
-    rows = [
-        (others[:1], passing),
-        (passing[:1] or ["absent"], passing[1:]),
-        (["absent"], others),
-        (["absent"], ["gone"]),
-    ]
-    rows += [(passing[:1] or ["absent"], others[-1:]), ((passing or others)[:1], ["absent"])]
-    logs = [written(log), written(log, code=0), written(log, code=1), written(""), log, written("no news\n", code=1)]
-    logs += [written(log).replace("\n", "\r\n"), written(log) + ">>>>> Tests Timed Out\n"]
-    verdicts = set()
+@pytest.mark.parametrize("function", sorted({folder.name for folder in LOGS.iterdir() if folder.is_dir()}))
+async def test_the_verdict_is_that_of_swebench(
+    checks: Checks, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = swebench_check.grading.PARSER_REGISTRY
+    parser, repo = parsers()[function]
+    name = next((name for name, known in registry.items() if known is parser), function)
+    if repo:
+        monkeypatch.setitem(registry, name, parser)  # swebench 5.x looks nowhere else
+    logs, file = Logs(function), tmp_path / "log"
+    cases = [(log, row) for log in logs.logs() for row in logs.rows()] + [(log, "all of it") for log in logs.cut_logs()]
+    texts, verdicts = {**logs.logs(), **logs.cut_logs()}, set()
     for kind in ("pass_and_fail", "fail_only"):
-        for number, text in enumerate(logs):
-            file = tmp_path / f"{kind}-{number}"
-            file.write_text(text, newline="")
-            for fail_to_pass, pass_to_pass in rows:
-                spec = swe.TestSpec(instance, "", [], "x/x", "3.0", fail_to_pass, pass_to_pass, name, kind)
-                prediction = {"instance_id": instance, "model_name_or_path": "m", "model_patch": "p"}
-                with redirect_stdout(io.StringIO()):
-                    theirs = swe.get_eval_report(spec, prediction, str(file), True)[instance]
-                ours = await judged(
-                    checks,
-                    instance_id=instance,
-                    log_parser=name,
-                    eval_type=kind,
-                    fail_to_pass=fail_to_pass,
-                    pass_to_pass=pass_to_pass,
-                    log=text,
-                )
-                assert ours["resolved"] is theirs["resolved"], (kind, number, fail_to_pass, pass_to_pass, ours)
-                if theirs["resolved"]:
-                    assert (ours["fail_to_pass"], ours["pass_to_pass"]) == (len(fail_to_pass), len(pass_to_pass))
-                verdicts.add(theirs["resolved"])
-    assert verdicts == {True, False}
+        for log, row in cases:
+            fail_to_pass, pass_to_pass = logs.rows()[row]
+            file.write_text(texts[log], encoding="utf-8", newline="")
+            spec = swebench_check.grading.TestSpec(
+                logs.instance, "", [], repo, "3.0", fail_to_pass, pass_to_pass, name, kind
+            )
+            expected = theirs(spec, file)
+            ours = await judged(
+                checks,
+                instance_id=logs.instance,
+                **({"log_parser": None, "repo": repo} if repo else {"log_parser": name}),
+                eval_type=kind,
+                fail_to_pass=fail_to_pass,
+                pass_to_pass=pass_to_pass,
+                log=texts[log],
+            )
+            case = (kind, log, row, ours)
+            if expected is None:
+                assert ours["resolved"] is False, case
+                assert "cannot read the log" in ours["why"], case
+                continue
+            status = expected.get("tests_status", {})
+            counts = [len(status.get(which, {}).get("success", [])) for which in ("FAIL_TO_PASS", "PASS_TO_PASS")]
+            assert ours["resolved"] is expected["resolved"], case
+            assert [ours["fail_to_pass"], ours["pass_to_pass"]] == counts, case
+            verdicts.add((kind, expected["resolved"]))
+    assert verdicts >= {("pass_and_fail", False), ("fail_only", True), ("fail_only", False)}
+    # Some parsers list only the tests that fail: a row of theirs is never resolved unless it is graded as such.
+    assert (("pass_and_fail", True) in verdicts) is bool(logs.kept)
 
 
 CONTRADICTIONS = {
-    "a test passes and fails": "FAILED t.py::a - no\nPASSED t.py::a\n",
-    "it fails and passes": "PASSED t.py::a\nERROR t.py::a\n",
-    "more pass than pytest counts": "PASSED t.py::a\nPASSED t.py::b\n= 1 failed, 1 passed in 0.10s =\n",
-    "a second end": "PASSED t.py::a\n>>>>> End Test Output\nFAILED t.py::a\n",
-    "a second beginning": "FAILED t.py::a\n>>>>> Start Test Output\nPASSED t.py::a\n",
-    "an exit code of its own": "PASSED t.py::a\n>>>>> Test Exit Code: 0\n",
+    "a test passes and fails": ("FAILED t.py::a - no\nPASSED t.py::a\n", True),
+    "it fails and passes": ("PASSED t.py::a\nERROR t.py::a\n", False),
+    "more pass than pytest counts": ("PASSED t.py::a\nPASSED t.py::b\n= 1 failed, 1 passed in 0.10s =\n", True),
+    "a second end": ("PASSED t.py::a\n>>>>> End Test Output\nFAILED t.py::a\n", True),
+    "a second beginning": ("FAILED t.py::a\n>>>>> Start Test Output\nPASSED t.py::a\n", False),
+    "an exit code of its own": ("PASSED t.py::a\n>>>>> Test Exit Code: 0\n", True),
 }
+"""Logs, and whether swebench takes them for those of a row that is resolved."""
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
-async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, what: str) -> None:
-    for code in (None, 0):  # of a script, and of a command
-        log = CONTRADICTIONS[what] if code is not None else written(CONTRADICTIONS[what])
-        found = await judged(checks, fail_to_pass=["t.py::a"], log=log, exit_code=code)
+async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, what: str, tmp_path: Path) -> None:
+    log, believed = CONTRADICTIONS[what]
+    (tmp_path / "log").write_text(written(log, code=0), encoding="utf-8")
+    spec = swebench_check.grading.TestSpec("x-1", "", [], "", "", ["t.py::a"], [], "parse_log_pytest", "pass_and_fail")
+    report = theirs(spec, tmp_path / "log")
+    assert report is not None
+    assert report["resolved"] is believed
+    requests: list[dict[str, Any]] = [
+        {"log": written(log, code=0)},
+        {"log": log, "exit_code": 0},
+    ]  # of a script, and of a command
+    for request in requests:
+        found = await judged(checks, fail_to_pass=["t.py::a"], **request)
         assert found["resolved"] is False
         assert found["why"].startswith("the log contradicts itself: ")
 
@@ -182,6 +225,7 @@ async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, wh
         "PASSED t.py::a\nFAILED t.py::z\nPASSED t.py::z\n1 failed, 2 passed in 0.10s\n",
         "FAILED u.py::a[b\nPASSED u.py::a[b\nPASSED t.py::a\n",
         "PASSED inner.py::x\nPASSED t.py::a\n= 1 passed in 0.10s =\n",
+        "t.py::a PASSED\nPASSED [100%]\nPASSED t.py::a\n= 1 passed in 0.10s =\n",
     ],
 )
 async def test_what_only_looks_like_a_contradiction_is_believed(checks: Checks, log: str) -> None:
@@ -209,6 +253,14 @@ REPORTS: dict[str, tuple[str, bool]] = {
     "it fails": (lines(BEGUN, {**PASSES, "outcome": "failed"}, FAILS, ENDED), False),
     "it passes and fails": (lines(BEGUN, {**PASSES, "outcome": "failed"}, PASSES, FAILS, ENDED), False),
     "its end fails": (lines(BEGUN, PASSES, {**PASSES, "when": "teardown", "outcome": "failed"}, FAILS, ENDED), False),
+    "the code that is tested says that it is expected to fail": (
+        lines(BEGUN, {**PASSES, "outcome": "skipped", "expected": True, "excused_by": "/s/a.py"}, FAILS, ENDED),
+        False,
+    ),
+    "a mark says so": (
+        lines(BEGUN, {**PASSES, "outcome": "skipped", "expected": True, "excused_by": None}, FAILS, ENDED),
+        True,
+    ),
     "another test passes": (lines(BEGUN, {**PASSES, "test": "t.py::b"}, FAILS, ENDED), False),
 }
 
@@ -219,3 +271,14 @@ async def test_a_test_counts_if_pytests_report_says_so_too(checks: Checks, what:
     request = {"fail_to_pass": ["t.py::a"], "log": "PASSED t.py::a\n", "exit_code": 0, "records": records}
     assert (await judged(checks, **request, pytest=None))["resolved"] is believed
     assert (await judged(checks, **request, pytest=False))["resolved"] is True
+
+
+async def test_pytest_need_not_know_of_what_is_no_test(checks: Checks) -> None:
+    """Rows of SWE-bench, such as pytest-dev__pytest-5262, list an end of a line that the parser takes for a test."""
+    log = "t.py::a PASSED\nPASSED [100%]\nPASSED t.py::a\n= 1 passed in 0.10s =\n"
+    request = {"fail_to_pass": ["t.py::a"], "pass_to_pass": ["[100%]"], "exit_code": 0, "pytest": None}
+    found = await judged(checks, **request, log=log, records=lines(BEGUN, PASSES, FAILS, ENDED))
+    assert (found["resolved"], found["pass_to_pass"]) == (True, 1)
+    failing = lines(BEGUN, {**PASSES, "outcome": "failed"}, FAILS, ENDED)
+    found = await judged(checks, **request, log=log, records=failing)
+    assert (found["resolved"], found["fail_to_pass"], found["pass_to_pass"]) == (False, 0, 1)

@@ -76,7 +76,7 @@ class Watcher:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-        made: Any = yield
+        made = yield
         if call.excinfo is not None:
             report = made.get_result()
             report.outrider_excused_by = excused_by(call.excinfo.value, str(item.fspath))
