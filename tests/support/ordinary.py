@@ -68,6 +68,12 @@ def launcher(python: Path) -> Path:
     return path
 
 
+def interpreter() -> list[str]:
+    """The command of the interpreter that runs this: of the portable one, its own loader comes first."""
+    by_itself = Path("/proc/self/exe").samefile(sys.executable)
+    return [sys.executable] if by_itself else portable_command(sys.prefix)
+
+
 def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:
     """What pytest printed, which this interpreter ran."""
     command = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
