@@ -65,7 +65,7 @@ service."""
 WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """In which directions a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
-"""In which all machines have joined, or have again: the service first gives up those that were killed."""
+"""In which all nodes are there, or are again: the service first gives up machines that were killed."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
@@ -168,7 +168,7 @@ class Run:
             ):
                 await self._start(service, tasks)
                 async with AsyncClient(self._url) as self._client:
-                    await self._until_joined()  # what is broken from the beginning has them to break
+                    await self._until_complete()  # what is broken from the beginning has them to break
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -450,7 +450,7 @@ class Run:
 
     async def _stop(self) -> list[Finding]:
         """End all programs, the service and the machines first while they are idle; what they hold or leave."""
-        findings = [Finding(Harm.LOST, f"{node} has not joined again") for node in sorted(await self._until_joined())]
+        findings = [Finding(Harm.LOST, f"{node} is not there again") for node in sorted(await self._until_complete())]
         for machine in self._machines:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
             findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
@@ -467,17 +467,19 @@ class Run:
         pids = {*self._service.pids, *self._nodes}
         return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
 
-    async def _until_joined(self) -> set[str]:
-        """Wait for the nodes of all machines; returns those that do not come."""
+    async def _until_complete(self) -> set[str]:
+        """Wait for all nodes, those of the service and of machines; returns those that do not come. A node that starts
+        removes what a killed one has left, and so must have started before that is looked for."""
         nodes = {node for machine in self._machines for node in machine.nodes}
-        missing = nodes
         deadline = time.monotonic() + JOIN_SECONDS
-        while missing and time.monotonic() < deadline:
+        while True:
             status = await self._answered(self._client.status)
             assert status is not None
-            missing = nodes - {node.name for node in status.nodes if node.capacity}
+            here = {node.name for node in status.nodes if node.capacity}
+            missing = (nodes | {node.name for node in status.nodes}) - here
+            if not missing or time.monotonic() > deadline:
+                return missing
             await asyncio.sleep(LOOK_SECONDS)
-        return missing
 
     def _read(self, name: str) -> Any:
         reader = Reader(self._folder / f"{name}.sqlite3")
