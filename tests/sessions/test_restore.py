@@ -12,7 +12,7 @@ from outrider.errors import EngineRejected, EngineUnavailable, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import image_from_bytes
 from outrider.sessions.calls.request_settings import MAX_SEEDED_CALLS, calls_seeded, derived_seed
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.token_allowance import Allowance, LimitReached
 from outrider.spec import Limits, Sampling
 from outrider.store.sqlite import sqlite_store
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, TokenMode, Turn, unpack_ids
@@ -87,6 +87,13 @@ async def test_the_token_limit_counts_the_tokens_before(tmp_path: Path) -> None:
         await world.restart()
         with pytest.raises(LimitReached):
             await world.ask(USER)
+
+
+async def test_what_was_sampled_is_not_promised_again() -> None:
+    allowance = Allowance(5)
+    allowance.restore(3)
+    with await allowance.share(10) as share:
+        assert (share.promised, share.take(10), allowance.unsampled) == (2, 2, 0)
 
 
 async def test_seeds_go_on_behind_those_of_calls_that_failed(tmp_path: Path) -> None:

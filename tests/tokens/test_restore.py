@@ -182,12 +182,14 @@ def test_agents_that_hand_over_and_back_do_so_across_restarts(family: str) -> No
     assert [sample.turns for sample in talk.twins.check_samples()] == [(0, 1, 3, 5), (2, 4)]
 
 
-def test_thoughts_that_were_dropped_behind_another_head_are_still_known() -> None:
+@pytest.mark.parametrize("head", [[OTHER], [OTHER, SYSTEM], []])
+def test_thoughts_that_were_dropped_behind_another_head_are_still_known(head: list[Message]) -> None:
     talk = Talk("qwen3.5")
     silent = [msgspec.structs.replace(message, reasoning=None) for message in talk.history]
-    reply = talk.ask(silent, "Well.", OTHER)
-    talk.twins.begin()
-    assert outcome(talk.join([*talk.history, reply, AGAIN], OTHER)) == (JoinKind.APPEND, None, 2)
+    twins = talk.twins
+    reply = twins.answer(twins.join([*head, *silent], TOOLS), said("qwen3.5", "Well."), tools=TOOLS)
+    twins.begin()
+    assert outcome(twins.join([*head, *talk.history, reply, AGAIN], TOOLS)) == (JoinKind.APPEND, None, 2)
 
 
 def test_what_a_client_was_not_given_cannot_be_gone_on_from() -> None:
@@ -302,6 +304,7 @@ def changed(at: int, **fields: object) -> Callable[[list[Turn]], list[Turn]]:
         (changed(1, prompt_length=3), "the prompt of turn 1"),
         (changed(2, prompt_delta=pack_ids([3])), "the prompt of turn 2"),
         (changed(0, prompt_delta=pack_ids([3])), "rendered otherwise"),
+        (changed(0, messages=()), "cannot render"),
         (changed(0, messages=(Message(role=Role.SYSTEM, content="x"),)), "rendered otherwise"),
     ],
 )
