@@ -14,9 +14,7 @@ from outrider.errors import NotFound
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service import placing
 from outrider.service.placing import OVERBOOKING, Places
-from outrider.spec import Resources, RuntimeSpec
-
-ANY = RuntimeSpec()
+from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, RuntimeSpec, TaskSpec
 
 
 class Plain:
@@ -38,8 +36,16 @@ class Plain:
         return runtime.image in self._images
 
 
-def needing(cpus: float, memory_mb: int | None = None, image: str | None = None) -> RuntimeSpec:
-    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
+def needing(cpus: float | None, memory_mb: int | None = None, image: str | None = None, **evaluator: Any) -> TaskSpec:
+    return TaskSpec(
+        instruction="x",
+        harness=HarnessSpec(agent="tools"),
+        runtime=RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image),
+        evaluator=EvaluatorSpec(run="true", **evaluator),
+    )
+
+
+ANY = needing(None)
 
 
 GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
@@ -52,12 +58,12 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
 
 
-def put(places: Places[Plain], runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
+def put(places: Places[Plain], task: TaskSpec, *, reserved: bool = False) -> str | None:
     """Place a session, if there is room; the node's name."""
-    node = places.find(runtime)
+    node = places.find(task)
     if node is None:
         return None
-    GIVE_BACK[node.name].append(places.take(node, runtime, reserved=reserved))
+    GIVE_BACK[node.name].append(places.take(node, task, reserved=reserved))
     return node.name
 
 
@@ -73,6 +79,14 @@ def test_resources_that_are_free_now_come_before_the_image_and_the_image_before_
     assert put(Places([busy, bare, ready]), needing(2, image="i")) == "ready"
     assert put(Places([busy, bare, ready]), needing(1, image="i")) == "busy"
     assert put(Places([busy, bare]), needing(2, image="i")) == "bare"
+
+
+def test_a_grader_s_image_and_resources_count_too() -> None:
+    grader = RuntimeSpec(image="g", resources=Resources(cpus=3))
+    graded = needing(1, image="i", carry=[], runtime=grader)
+    half, whole = Plain("half", 9, images=("i",)), Plain("whole", 2, images=("i", "g"))
+    assert put(Places([half, whole]), graded) == "whole"
+    assert put(Places([Plain("little", cpus=2.0), Plain("large", 2, cpus=3.0)]), graded) == "large"
 
 
 def test_so_many_wait_on_a_node_as_take_over_what_becomes_free() -> None:
@@ -148,17 +162,17 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
 def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int]]) -> None:
     nodes = [Plain("a", 3), Plain("b", 9, cpus=2.0)]
     places = Places(nodes)
-    placed: list[tuple[str, RuntimeSpec, Callable[[], None]]] = []
+    placed: list[tuple[str, TaskSpec, Callable[[], None]]] = []
     for arrives, cpus, number in steps:
         places.look_again()
         if arrives:
-            runtime = needing(cpus) if cpus else ANY
-            if (node := places.find(runtime)) is not None:
-                placed.append((node.name, runtime, places.take(node, runtime, reserved=False)))
+            task = needing(cpus) if cpus else ANY
+            if (node := places.find(task)) is not None:
+                placed.append((node.name, task, places.take(node, task, reserved=False)))
         elif placed:
             placed.pop(number % len(placed))[2]()
         for each in nodes:
-            here = [runtime.resources.cpus or 0 for name, runtime, _ in placed if name == each.name]
+            here = [task.runtime.resources.cpus or 0 for name, task, _ in placed if name == each.name]
             assert len(here) <= each.capacity
             assert sum(here) <= OVERBOOKING * each.resources.cpus
 

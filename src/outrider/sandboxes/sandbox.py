@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,13 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import remove_tree
-from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
+from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
 """Between the attempts of one prepare step."""
+
+RUNTIME = "task.runtime"
+"""The field of the runtime that the agent's sandbox is of."""
 
 
 class CommandFailed(RuntimeFailure):
@@ -32,9 +35,12 @@ class CommandFailed(RuntimeFailure):
 class Sandbox:
     """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
-    def __init__(self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path) -> None:
+    def __init__(
+        self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path, *, field: str = RUNTIME
+    ) -> None:
         self.runtime = runtime
         self._spec = spec
+        self._field = field
         self._context = context
         self._files = files
         self._ready = False
@@ -51,7 +57,7 @@ class Sandbox:
         try:
             await self.runtime.start()
             if self._context.layer is None:
-                await prepare(self.runtime, self._spec.prepare, files=self._files)
+                await prepare(self.runtime, self._spec.prepare, files=self._files, field=f"{self._field}.prepare")
         except BaseException:  # also a cancellation
             await self.stop()
             raise
@@ -90,10 +96,17 @@ class Sandboxes:
             self._gateway_url = before
 
     def make(
-        self, spec: RuntimeSpec, name: str, attempt: int, *, mounts: tuple[Path, ...] = (), layer: Path | None = None
+        self,
+        spec: RuntimeSpec,
+        name: str,
+        attempt: int,
+        *,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        field: str = RUNTIME,
     ) -> Sandbox:
-        """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
-        its runtime is not installed any more."""
+        """A new sandbox, not started. `name` and `attempt` together are used once on this node; `field` is where the
+        task has the spec. Raises InvalidField if its runtime is not installed any more."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
@@ -108,7 +121,7 @@ class Sandboxes:
             layer=layer,
         )
         try:
-            return Sandbox(kind.create(spec, context), spec, context, self.files)
+            return Sandbox(kind.create(spec, context), spec, context, self.files, field=field)
         except BaseException:
             directory.rmdir()
             raise
@@ -119,7 +132,7 @@ async def prepare(
     steps: Sequence[PrepareStep],
     *,
     files: Path,
-    field: str = "task.runtime.prepare",
+    field: str = f"{RUNTIME}.prepare",
     pauses: Backoff = PREPARE_PAUSES,
 ) -> None:
     """Carry out a task's prepare steps in a started sandbox, in order. `field` is where they are in the request.
@@ -134,6 +147,14 @@ async def prepare(
                 await runtime.upload(files / step.upload, step.to)
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
+
+
+async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
+    """Run a task's commands that collect the outcome. What one that fails would have collected is missing, and the
+    grader sees that."""
+    for hook in hooks:
+        with suppress(RuntimeFailure):
+            await runtime.exec(hook.run, seconds=hook.seconds)
 
 
 async def run_step(

@@ -250,11 +250,11 @@ class Scheduler:
         if task is None:
             await self._give_up(session, None, UNREADABLE)
             return True
-        node = self._places.find(task.runtime)
+        node = self._places.find(task)
         if node is None:
             return False
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task.runtime, reserved=reserved)  # now: the node may leave during the write
+        give_back = self._places.take(node, task, reserved=reserved)  # now: the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,

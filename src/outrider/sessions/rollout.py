@@ -4,8 +4,8 @@
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task that has several are run and graded one after another in the same sandbox; all but the last are
-graded in the run slot.
+The steps of a task that has several are run one after another in the same sandbox; all but the last are graded in the
+run slot.
 An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import Runtime
-from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, prepare
+from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
@@ -59,10 +59,10 @@ from outrider.sessions.filters import Run, filtered
 from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
-from outrider.sessions.resources import NodeResources, required
+from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, Sampling, TaskSpec, steps_of
+from outrider.spec import Limits, Sampling, evaluator_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
@@ -209,11 +209,11 @@ class Rollout:
         lanes, priority = self._node.lanes, self._attempt.priority
         harness = make_harness(self._task.harness)
         mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
-        *earlier, grading = [self._grading_of(step, mounts) for step in self._steps]
+        *earlier, grading = [self._grading_of(number, mounts) for number in range(len(self._steps))]
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
-            needs = required(self._task.runtime.resources)
+            needs = session_needs(self._task)
             await held.enter_async_context(await self._node.resources.take(needs, priority))
             ready = await held.enter_async_context(await lanes.ready.take(priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
@@ -257,7 +257,8 @@ class Rollout:
             await self._enter(SessionState.EVALUATING)
             return self._with_all_steps(await self._grade(grading, sandbox, ended))
 
-    def _grading_of(self, step: TaskSpec, mounts: tuple[Path, ...]) -> Grading:
+    def _grading_of(self, number: int, mounts: tuple[Path, ...]) -> Grading:
+        step = self._steps[number]
         return Grading(
             msgspec.structs.replace(self._attempt, task=step),
             make_evaluator(step.evaluator, self._node.endpoints),
@@ -268,16 +269,19 @@ class Rollout:
             stopwatch=self._stopwatch,
             keep=self._keep_carried,
             numbers=self._grading_sandboxes,
+            field=evaluator_field(number),
+            goes_on=number + 1 < len(self._steps),
         )
 
     async def _run_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
         """Run and grade a step that another one follows; how the session ends, if that is not begun."""
-        ended = await self._run_and_collect(sandbox, harness, context)
-        if ended.reason is StopReason.SESSION_TIMEOUT:
-            return Ending(reason=ended.reason)
         async with grading:
+            grading.start_ahead()
+            ended = await self._run_and_collect(sandbox, harness, context)
+            if ended.reason is StopReason.SESSION_TIMEOUT:
+                return Ending(reason=ended.reason)
             ending = await self._grade(grading, sandbox, ended)
         verdict = ending.verdict
         assert verdict is not None
@@ -466,12 +470,9 @@ class Rollout:
         """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
         await self.models.close()
         self._stopwatch.lap("run")
-        for hook in self._step.collect:
-            with suppress(RuntimeFailure):  # what it would have collected is missing, and the grader sees that
-                await sandbox.runtime.exec(hook.run, seconds=hook.seconds)
-        session = self._session
-        collect = self._node.artifacts.collect
-        self._artifacts = await collect(sandbox.runtime, self._task, session.id, session.attempt)
+        await collect(sandbox.runtime, self._step.collect)
+        session, keep = self._session, self._node.artifacts.collect
+        self._artifacts = await keep(sandbox.runtime, self._task, session.id, session.attempt)
         self._stopwatch.lap("stop")
 
     async def _keep_carried(self, file: Path, name: str) -> None:
@@ -497,7 +498,7 @@ class Rollout:
         fetch = partial(self._node.artifacts.fetch_carried, stored.session_id, stored.attempt)
         priority = self._attempt.priority
         async with AsyncExitStack() as held:
-            needs = required(self._task.runtime.resources)
+            needs = session_needs(self._task)
             await held.enter_async_context(await self._node.resources.take(needs, priority))
             await held.enter_async_context(await self._node.lanes.eval.take(priority))
             self._stopwatch.lap("queued")
