@@ -66,6 +66,13 @@ async def test_relative_paths_begin_where_the_agents_do(world: MakeWorld) -> Non
         assert w.stage.order[0] == "/grade\nkey\ngrader\nout\nmine\n"
 
 
+async def test_what_the_agent_took_away_is_not_there_though_the_grader_has_it(world: MakeWorld) -> None:
+    async with world() as w:
+        own = graded(runtime={"prepare": [{"run": "mkdir -p /work/out; echo the graders > /work/out/answer"}]})
+        await run(w, "ask", "run rm out/answer", evaluator={**own, "carry": ["out/answer"]})
+        assert w.stage.order[0] == "/grade\ngrader\nout\n"
+
+
 async def test_it_is_started_while_the_agent_runs(world: MakeWorld) -> None:
     async with world() as w:
         view = await w.submit("ask", "wait here", runtime=AGENTS, evaluator=graded())
