@@ -192,6 +192,23 @@ async def test_a_grader_that_cannot_be_prepared_is_no_verdict_and_its_field_is_n
         w.assert_quiet()
 
 
+class Imageless(StagedRuntime):
+    """Its image was there when the task was submitted, and is gone."""
+
+    async def start(self) -> None:
+        raise InvalidField("there is no such image", field="task.runtime.image")
+
+
+async def test_a_graders_image_that_is_gone_is_named_by_its_field(world: MakeWorld) -> None:
+    async with world() as w:
+        evaluator = graded(runtime={"kind": "service.test_own_runtime:Imageless"})
+        result = result_of(await run(w, "ask", evaluator=evaluator))
+        assert (result.stop_reason, result.verdict, result.attempt) == (StopReason.ERROR, None, 1)
+        assert result.error is not None
+        assert result.error.field == "task.evaluator.runtime.image"
+        w.assert_quiet()
+
+
 async def test_beside_is_a_sandbox_like_the_graders(world: MakeWorld) -> None:
     async with world() as w:
         evaluator = {**graded(), "path": "service.test_own_runtime:beside"}
@@ -279,6 +296,16 @@ async def test_what_was_kept_is_graded_again_in_the_graders_runtime(world: MakeW
         assert result_of((await w.done(again.id)).sessions[0]).verdict == Verdict(reward=0.5)
         assert w.stage.order[6] == "/work\nexpected\nout\n\nexpected\nout\nmine\n"
         w.assert_quiet()
+
+
+async def test_who_grades_again_names_no_image_that_tasks_may_not_name(world: MakeWorld) -> None:
+    async with world(sandboxes=SandboxesConfig(images=("python",))) as w:
+        session = await run(w, "ask", evaluator={**graded(), "keep": True})
+        for runtime, field in (({"image": "evil"}, "image"), ({"mounts": [{"source": "/etc"}]}, "mounts.0.source")):
+            asked = RegradeSpec(evaluator=EvaluatorSpec.model_validate(graded(runtime=runtime)))
+            with pytest.raises(InvalidField, match="may name") as refused:
+                await w.service.regrade_session(session.id, asked)
+            assert refused.value.field == f"evaluator.runtime.{field}"
 
 
 async def test_what_was_not_kept_has_no_sandbox_to_be_graded_in(world: MakeWorld) -> None:

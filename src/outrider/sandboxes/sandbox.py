@@ -7,6 +7,7 @@ whoever has it, whatever happens meanwhile.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
-from outrider.errors import RuntimeFailure
+from outrider.errors import OutriderError, RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.runtimes.node_host import Host
@@ -26,6 +27,17 @@ PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
 
 RUNTIME = "task.runtime"
 """The field of the runtime that the agent's sandbox is of."""
+
+
+@contextmanager
+def naming_runtime(field: str) -> Iterator[None]:
+    """Make a refused field of `task.runtime` one of the runtime at `field`: kinds of sandboxes know no other."""
+    try:
+        yield
+    except OutriderError as error:
+        if error.field is not None:
+            error.field = re.sub(rf"^{re.escape(RUNTIME)}\b", field, error.field)
+        raise
 
 
 class CommandFailed(RuntimeFailure):
@@ -55,7 +67,8 @@ class Sandbox:
         if self._ready:
             return
         try:
-            await self.runtime.start()
+            with naming_runtime(self._field):
+                await self.runtime.start()
             if self._context.layer is None:
                 await prepare(self.runtime, self._spec.prepare, files=self._files, field=f"{self._field}.prepare")
         except BaseException:  # also a cancellation
@@ -121,7 +134,8 @@ class Sandboxes:
             layer=layer,
         )
         try:
-            return Sandbox(kind.create(spec, context), spec, context, self.files, field=field)
+            with naming_runtime(field):
+                return Sandbox(kind.create(spec, context), spec, context, self.files, field=field)
         except BaseException:
             directory.rmdir()
             raise

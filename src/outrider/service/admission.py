@@ -36,8 +36,9 @@ from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.sandbox import naming_runtime
 from outrider.schemas import NodeStats
-from outrider.service.step_fields import naming_runtime, naming_step
+from outrider.service.step_fields import naming_step
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,

@@ -1,4 +1,4 @@
-"""The names of fields in errors about a part of a task. Pure."""
+"""The names of fields in errors about a step of a task. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,4 @@ def naming_step(number: int) -> Iterator[None]:
     except OutriderError as error:
         if number and error.field is not None:
             error.field = re.sub(r"^task\.(?=evaluator\b|instruction\b)", f"task.then.{number - 1}.", error.field)
-        raise
-
-
-@contextmanager
-def naming_runtime(field: str) -> Iterator[None]:
-    """Make a refused field of `task.runtime` one of the runtime at `field`: kinds of sandboxes know no other."""
-    try:
-        yield
-    except OutriderError as error:
-        if error.field is not None:
-            error.field = re.sub(r"^task\.runtime\b", field, error.field)
         raise
