@@ -17,6 +17,7 @@ from outrider.trajectory import Verdict
 from .conftest import MakeWorld
 from .program import program
 from .stage import SANDBOX, StagedRuntime, _stage
+from .test_excess import BOMB
 from .test_failures import failed
 from .world import World, group, result_of
 
@@ -379,6 +380,22 @@ async def test_what_does_not_fit_between_steps_is_the_agents_doing(world: MakeWo
             harness=program("mkdir out; truncate -s 3G out/big; exit 0"),
             runtime={"kind": "namespace"},
             evaluator={"run": "true", "carry": ["out"], "runtime": small},
+            then=[{"instruction": "two", "evaluator": {"run": "true"}}],
+        )
+        result = result_of(session)
+        assert (result.stop_reason, result.error, result.attempt) == (StopReason.AGENT_EXCESS, None, 1), result
+        w.assert_quiet()
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(120)
+async def test_processes_without_number_between_steps_are_the_agents_doing(world: MakeWorld, temporary: Path) -> None:
+    """They are not ended there: the next step may need what the agent has started."""
+    async with world(http=True) as w:
+        session = await w.run(
+            harness=program(BOMB),
+            runtime={"kind": "namespace", "resources": {"pids": 24}},
+            evaluator={"run": "true", "carry": ["bomb"], "runtime": {"kind": "namespace"}},
             then=[{"instruction": "two", "evaluator": {"run": "true"}}],
         )
         result = result_of(session)
