@@ -68,6 +68,13 @@ def folders(root: Path, *, agents: str, graders: str) -> Path:
     return root
 
 
+@pytest.fixture(scope="session", autouse=True)
+def images() -> Iterator[None]:
+    """Those that were made for container engines are removed at the end."""
+    yield
+    engines.remove_images()
+
+
 @contextmanager
 def grading_image(kind: str) -> Iterator[str]:
     """An image of that engine: the one of other tests, with a verifier's files."""
