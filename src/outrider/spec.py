@@ -292,8 +292,9 @@ class EvaluatorSpec(Spec):
     The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
     for exit code 0 and 0.0 for exit code 1; any other exit code is an error. With `carry` the outcome is graded in a
     new sandbox that has only these paths of the agent's sandbox, everything that was written there ("all"), or the
-    changes to a repository. Without it, the outcome is graded in the agent's sandbox. With `keep`, what was carried is
-    kept as an artifact, so that it can be graded again; changes always are.
+    changes to a repository. Without it, the outcome is graded in the agent's sandbox. The new sandbox is one of the
+    agent's runtime, or of the evaluator's own `runtime`. With `keep`, what was carried is kept as an artifact, so that
+    it can be graded again; changes always are.
     """
 
     kind: Name = "command"
@@ -302,6 +303,7 @@ class EvaluatorSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
     seconds: Seconds = 300
     carry: Annotated[list[SandboxPath], Field(max_length=256)] | Literal["all"] | DiffSpec | None = None
+    runtime: RuntimeSpec | None = None
     keep: bool = False
 
     @model_validator(mode="after")
@@ -312,6 +314,8 @@ class EvaluatorSpec(Spec):
             raise ValueError("evaluator kind 'callable' needs 'path'")
         if self.keep and self.carry is None:
             raise ValueError("'keep' keeps what is carried into a new sandbox: it needs 'carry'")
+        if self.runtime is not None and not isinstance(self.carry, list):
+            raise ValueError("a 'runtime' of the evaluator's own needs 'carry' with the paths that are graded in it")
         return self
 
 
@@ -403,13 +407,17 @@ class TaskSpec(Spec):
 
     @model_validator(mode="after")
     def _can_be_carried(self) -> Self:
-        *earlier, last = steps_of(self)
-        if any(step.evaluator.carry is not None for step in earlier):
-            raise ValueError("evaluator.carry is for the last step: the sandbox goes on after the others")
-        carry = last.evaluator.carry
-        if isinstance(carry, list) and PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(p) for p in carry):
-            raise ValueError("evaluator.carry must name files and folders, not the sandbox's root")
-        if any(each.when == "no_patch" for each in self.filters) and not isinstance(carry, DiffSpec):
+        *earlier, last = [self.evaluator, *(step.evaluator for step in self.then)]
+        for evaluator in earlier:
+            if not isinstance(evaluator.carry, list | None):
+                raise ValueError("evaluator.carry must name paths where another step follows: the sandbox goes on")
+            if evaluator.keep:
+                raise ValueError("evaluator.keep is for the last step: what several have carried cannot be kept")
+        for evaluator in (*earlier, last):
+            paths = evaluator.carry if isinstance(evaluator.carry, list) else []
+            if PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(path) for path in paths):
+                raise ValueError("evaluator.carry must name files and folders, not the sandbox's root")
+        if any(each.when == "no_patch" for each in self.filters) and not isinstance(last.carry, DiffSpec):
             raise ValueError("the filter 'no_patch' needs evaluator.carry with 'diff'")
         return self
 
@@ -430,6 +438,21 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
         }
         steps.append(steps[-1].model_copy(update=changes))
     return steps
+
+
+def evaluator_field(step: int) -> str:
+    """Where a task has the evaluator of a step, the first of which is 0."""
+    return f"task.then.{step - 1}.evaluator" if step else "task.evaluator"
+
+
+def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
+    """All that sandboxes of a session are made of, each with its field: the agent's, then those of evaluators that have
+    one of their own."""
+    found = [(task.runtime, "task.runtime")]
+    for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
+        if evaluator.runtime is not None:
+            found.append((evaluator.runtime, f"{evaluator_field(number)}.runtime"))
+    return found
 
 
 def with_host(value: HttpUrl) -> HttpUrl:

@@ -34,8 +34,9 @@ async def test_they_are_good(cli: Cli, tasks: Path) -> None:
     refused = await cli("task", "check", tasks)
     assert refused.code == 2
     assert f"outrider image build {tasks / 'dockerfile' / 'environment'}" in refused.err.replace("\n", "")
-    built = await cli("image", "build", tasks / "dockerfile" / "environment")
+    built = await cli("image", "build", tasks, "--json")
     assert built.code == 0, built.err
+    assert len(built.document["images"]) == 2
     ran = await cli("task", "check", tasks, "--json")
     assert ran.document == {"tasks": len(FOLDERS), "ok": len(FOLDERS), "bad": []}
 
@@ -47,6 +48,16 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
     "grace": ("healthcheck/task.toml", "start_period_sec = 60.0", "", "not graded: prepare step 1 exited with 1"),
     "setup": ("steps/steps/add/workdir/setup.sh", "20", "21", "earns 0, not 1"),
     "workdir": ("steps/steps/write/workdir/numbers.txt", "5", "6", "earns 0, not 1"),
+    "own-image": ("verifier-image/task.toml", 'workdir = "/grading"\n', 'workdir = "/"\n', "earns 0, not 1"),
+    "own-variables": ("verifier-image/task.toml", 'env = { EXACT = "yes" }\n', "", "earns 0, not 1"),
+    "artifact": ("verifier-image/task.toml", '"/app/out"', '"/app"', "earns 0, not 1"),
+    "a-separate-step": (
+        "separate-steps/task.toml",
+        '[steps.verifier]\nenvironment_mode = "separate"\n\n[steps.verifier.environment]\nworkdir = "/grading"\n',
+        "",
+        "earns 0, not 1",
+    ),
+    "a-step-that-goes-on": ("separate-steps/steps/measure/solution/solve.sh", "sleep 600", "true", "earns 0.5, not 1"),
     "variable": ("single/task.toml", "the quick brown fox", "", "earns 0, not 1"),
 }
 """By what is taken away: the file, what of it is replaced and with what, and what the check says then."""
@@ -62,6 +73,7 @@ async def test_each_needs_what_it_shows(cli: Cli, tasks: Path) -> None:
         (copy / inner).write_text(whole.replace(text, other))
     test = tasks.parent / "broken" / "variable" / "tests" / "test.sh"
     test.write_text(test.read_text().replace("$((answer == $#))", "$((answer == 4))"))
+    assert (await cli("image", "build", tasks)).code == 0
     ran = await cli("task", "check", tasks.parent / "broken", "--json")
     said = {one["id"]: "\n".join(one["problems"]) for one in ran.document["bad"]}
     assert said.keys() == BROKEN.keys()

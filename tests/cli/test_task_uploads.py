@@ -52,6 +52,21 @@ def test_steps_keep_their_order_and_foreign_uploads_their_form(tmp_path: Path) -
     assert [type(step) for step in steps] == [Run, Upload, Write]
 
 
+def test_files_for_graders_are_sent_along_too(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("x")
+    own = 'carry = []\nruntime = { prepare = [{ upload = "key", to = "key" }] }\n'
+    later = f'[[then]]\ninstruction = "more"\n[then.evaluator]\nrun = "true"\n{own}'
+    whole = TASK.replace("[evaluator]\n", f"[evaluator]\n{own}") + later
+    task = load_group(write_task(tmp_path, whole), n=1, priority=0).task
+    for evaluator in (task.evaluator, task.then[0].evaluator):
+        assert evaluator.runtime is not None
+        assert evaluator.runtime.prepare == [Write(write="eA==", to="key", encoding="base64")]
+    (tmp_path / "leak").symlink_to("/etc/passwd")
+    with pytest.raises(InvalidField) as caught:
+        load_group(write_task(tmp_path, whole.replace(later, later.replace('"key"', '"leak"', 1))), n=1, priority=0)
+    assert caught.value.field == "task.then.0.evaluator.runtime.prepare.0.upload"
+
+
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     folder = tmp_path / "task"

@@ -120,8 +120,8 @@ def values(kind: Iterable[StrEnum]) -> set[str]:
 def test_tasks_has_every_field_with_its_default() -> None:
     (table,) = page("docs/tasks.md").tables("Field")
     fields = fields_of(GroupSpec)
-    # The page says that these of a later step are as those of the task.
-    same = ("task.then[].evaluator.", "task.then[].prepare[].", "task.then[].collect[].")
+    # The page says that these of a later step are as those of the task, and of a grader's runtime as of the agent's.
+    same = ("task.evaluator.runtime.", "task.then[].evaluator.", "task.then[].prepare[].", "task.then[].collect[].")
     assert written(table) == {name: value for name, value in fields.items() if not name.startswith(same)}
 
 

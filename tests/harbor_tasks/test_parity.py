@@ -9,8 +9,10 @@ import copy
 import json
 import math
 import re
+import tarfile
 import warnings
 from collections.abc import Iterator
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,37 @@ import pytest
 from outrider.atif import trajectory
 from outrider.datasets import harbor_examples
 from outrider.errors import InvalidField
+from outrider.harbor.schema import TaskToml
+from outrider.harbor.verifiers import separate_verifier
 from outrider.lifecycle import StopReason
+from outrider.rootfs.dockerfile import read_dockerfile
+from outrider.rootfs.store import ImageStore
 from outrider.trajectory import BranchKind, ChatRow, LogprobKind, Sample, SampleImage, TokenMode
 from test_datasets import harbor_task
 
 WHY = "Harbor's package cannot be imported here: it needs Python 3.12, and pip install harbor==0.25.0"
 task_module = pytest.importorskip("harbor.models.task.task", reason=WHY)
+config_module = pytest.importorskip("harbor.models.task.config", reason=WHY)
+paths_module = pytest.importorskip("harbor.models.task.paths", reason=WHY)
+verifier_mode = pytest.importorskip("harbor.models.task.verifier_mode", reason=WHY)
 verifier_result = pytest.importorskip("harbor.models.verifier.result", reason=WHY)
 trajectories = pytest.importorskip("harbor.models.trajectories", reason=WHY)
 
 NOT_DONE = re.compile(r"and Outrider does not do (.+)$")
 """Our refusal of what is valid: docs/datasets.md lists these."""
 DOCUMENTED = (
-    *("steps.0.verifier", "environment.os", "environment.gpu_types", "environment.tpu", "environment.mcp_servers"),
-    *("environment.skills_dir", "environment.network_mode", "agent.network_mode", "verifier.network_mode"),
-    *("agent.user", "verifier.user", "verifier.environment", "verifier.collect.0.service", "verifier.collect.0.user"),
-    "artifacts.0.service",
+    *(
+        f"{place}environment.{name}"
+        for place in ("", "verifier.", "steps.0.verifier.")
+        for name in ("os", "gpu_types", "tpu", "mcp_servers", "skills_dir", "network_mode")
+    ),
+    *("agent.network_mode", "verifier.network_mode", "agent.user", "verifier.user", "artifacts.0.service"),
+    *("verifier.collect.0.service", "verifier.collect.0.user", "tests/docker-compose.yaml"),
+)
+ENVIRONMENT = (
+    *("build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "storage_mb", "gpus", "gpu_types", "tpu"),
+    *("mcp_servers", "env", "skills_dir", "workdir", "network_mode", "allowed_hosts", "allow_internet"),
+    *("memory", "storage", "healthcheck"),
 )
 BASE: dict[str, Any] = {
     "schema_version": "1.4",
@@ -51,9 +68,7 @@ FIELDS = (
     *(f"verifier.{name}" for name in ("timeout_sec", "env", "user", "network_mode", "allowed_hosts", "collect")),
     *("verifier.environment_mode", "verifier.environment"),
     *(f"verifier.collect.0.{name}" for name in ("command", "service", "timeout_sec", "user")),
-    *(f"environment.{name}" for name in ("build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "storage_mb")),
-    *(f"environment.{name}" for name in ("gpus", "gpu_types", "tpu", "mcp_servers", "env", "skills_dir", "workdir")),
-    *(f"environment.{name}" for name in ("network_mode", "allowed_hosts", "allow_internet", "memory", "storage")),
+    *(f"{place}environment.{name}" for place in ("", "verifier.") for name in ENVIRONMENT),
     *(f"environment.healthcheck.{name}" for name in ("command", "interval_sec", "timeout_sec", "retries")),
     *(f"environment.healthcheck.{name}" for name in ("start_period_sec", "start_interval_sec")),
     *("environment.env.A", "solution.env", "solution", "agent", "verifier", "environment"),
@@ -66,6 +81,17 @@ VALUES: tuple[Any, ...] = (
     *([], ["a"], ["a.org"], [1], [{}], [{"name": "x"}], [{"source": "../x"}], [{"command": "x"}], {}, {"a": "b"}),
     *({"a": 1}, {"command": "x"}, {"type": "v6e", "topology": "2x2"}, {"cpus": 1}, [{"name": "x", "url": "http://x"}]),
 )
+ODD: tuple[Any, ...] = ({}, [], "docker", {"allowed_hosts": ["a.org"]}, {"mcp_servers": [{}]})
+OF_STEPS: tuple[dict[str, Any], ...] = (
+    *({"environment_mode": mode} for mode in ("shared", "separate", "own", "", 1)),
+    *({"environment": {"docker_image": "x"}, "environment_mode": mode} for mode in ("shared", "separate")),
+    *(
+        {"environment": {name: value}}
+        for name in ("gpus", "memory", "os", "cpus", "tpu")
+        for value in (0, 1, "windows")
+    ),
+    *({"environment": value} for value in ODD),
+)
 PAIRS: tuple[dict[str, Any], ...] = (
     {"environment.memory": "1G", "environment.memory_mb": 1024},
     {"environment.memory": "1G", "environment.memory_mb": 1},
@@ -76,6 +102,11 @@ PAIRS: tuple[dict[str, Any], ...] = (
     {"agent.network_mode": "public", "agent.allowed_hosts": []},
     {"verifier.environment_mode": "shared", "verifier.environment": {}},
     {"verifier.environment_mode": "separate", "verifier.environment": {"docker_image": "x"}},
+    {"verifier.environment_mode": "shared", "steps": [{"name": "a", "verifier": {"environment": {"cpus": 1}}}]},
+    {"verifier.environment": {"docker_image": "x"}, "steps": [{"name": "a"}]},
+    {"verifier.environment": {"memory": "1G", "memory_mb": 1}},
+    {"verifier.environment": {"network_mode": "public", "allowed_hosts": ["a.org"]}},
+    *({"steps": [{"name": "a", "verifier": verifier}, {"name": "b"}]} for verifier in OF_STEPS),
     {"version": "1.0", "schema_version": 5},
     {"version": 5, "schema_version": "1.0"},
     {"artifacts.0.service": "db", "artifacts.0.source": "x"},
@@ -145,6 +176,9 @@ def difference(folder: Path) -> str | None:
 @pytest.mark.timeout(600)
 def test_the_same_tables_are_accepted(tmp_path: Path) -> None:
     folder = harbor_task(tmp_path / "tasks" / "a")
+    for name in ("a", "b"):
+        (folder / "steps" / name).mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text(name)
     wrong, accepted, refused = [], 0, 0
     for changes in mutations():
         text = "".join(f"{name} = {toml(value)}\n" for name, value in changed(changes).items())
@@ -157,13 +191,33 @@ def test_the_same_tables_are_accepted(tmp_path: Path) -> None:
     assert min(accepted, refused) > 500
 
 
-def test_the_same_folders_are_accepted(tmp_path: Path) -> None:
+def test_the_same_folders_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     (tmp_path / "outside").write_text("x")
     (tmp_path / "folder").mkdir()
+    with tarfile.open(tmp_path / "base.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("file"))
+    store = ImageStore()
+    store.import_(tmp_path / "base.tar", "base")
 
     def link(to: str, name: str) -> Any:
         return lambda folder: (folder / name).symlink_to(to)
 
+    def verified_by(image: str, *more: Any) -> Any:
+        """The verifier has an image of its own, by name or of a Dockerfile, and the folder no test.sh."""
+
+        def change(folder: Path) -> None:
+            (folder / "tests" / "test.sh").unlink()
+            (folder / "task.toml").write_text(f"[verifier.environment]\n{image}")
+            if not image:
+                (folder / "tests" / "Dockerfile").write_text("FROM base\nRUN touch /tests")
+                store.import_(tmp_path / "base.tar", read_dockerfile(folder / "tests", store).name)
+            for other in more:
+                other(folder)
+
+        return change
+
+    named = "docker_image = 'x'"
     changes: dict[str, Any] = {
         "as it is": lambda folder: None,
         "no instruction": lambda folder: (folder / "instruction.md").unlink(),
@@ -175,6 +229,13 @@ def test_the_same_folders_are_accepted(tmp_path: Path) -> None:
         "a link to a folder outside": link("../../../folder", "solution/out"),
         "a link in a circle": link("..", "tests/up"),
         "a link to itself": link(".", "solution/self"),
+        "an image that has the tests": verified_by(named),
+        "a Dockerfile of an image that has the tests": verified_by(""),
+        "no image that has the tests": verified_by(named, lambda folder: (folder / "task.toml").write_text("")),
+        "an empty name of an image": verified_by("docker_image = ''"),
+        "a link out of tests that an image has": verified_by(named, link("../../../outside", "tests/out")),
+        "a link out of tests of an image that is built": verified_by("", link("../../../folder", "tests/out")),
+        "services of a verifier": verified_by(named, lambda folder: (folder / "tests/docker-compose.yaml").touch()),
         "an empty step list": lambda folder: (folder / "task.toml").write_text("steps = []"),
         "a folder for test.sh": lambda folder: (
             (folder / "tests" / "test.sh").unlink(),
@@ -190,6 +251,52 @@ def test_the_same_folders_are_accepted(tmp_path: Path) -> None:
         if found := difference(folder):
             wrong[name] = found
     assert wrong == {}
+
+
+VERIFIERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"environment_mode": "shared"},
+    {"environment_mode": "separate"},
+    {"environment": {}},
+    {"environment": {"cpus": 2, "docker_image": ""}},
+    {"environment": {"docker_image": "own", "workdir": "/grading", "env": {"A": "b"}, "memory_mb": 1024}},
+)
+FILES = ("tests/Dockerfile", "steps/a/tests/Dockerfile", "steps/a/tests/docker-compose.yaml", "environment/Dockerfile")
+
+
+def test_separate_verifiers_run_in_the_same_environments(tmp_path: Path) -> None:
+    """Whose image, built where, with or without the tests in it, and all else that a sandbox is told."""
+    names = ("cpus", "memory_mb", "storage_mb", "workdir", "env")
+    wrong, separate = [], 0
+    for number, files in enumerate(chain.from_iterable(combinations(FILES, count) for count in range(3))):
+        folder = harbor_task(tmp_path / str(number))
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).touch()
+        for of_task, of_step, steps in product(VERIFIERS, VERIFIERS, (True, False)):
+            table: dict[str, Any] = {"verifier": of_task, "environment": {"docker_image": "agents", "cpus": 1}}
+            if steps:
+                table["steps"] = [{"name": "a", "verifier": of_step}]
+            theirs_config = config_module.TaskConfig.model_validate(copy.deepcopy(table))
+            ours_config = TaskToml.model_validate(copy.deepcopy(table))
+            theirs = verifier_mode.resolve_verifier_environment_definition(
+                theirs_config, paths_module.TaskPaths(folder), theirs_config.steps[0] if steps else None
+            )
+            ours = separate_verifier(ours_config, folder, ours_config.steps[0] if ours_config.steps else None)
+            told = expected = None
+            if theirs is not None:
+                separate += 1
+                own = theirs.directory if theirs.bundled_tests else None
+                image = theirs.config.docker_image
+                expected = (own, image, *(getattr(theirs.config, name) for name in names))
+            if ours is not None:
+                context = ours.context and ours.context.resolve()
+                image = ours.image if ours.context else ours_config.environment.docker_image
+                told = (context, image, *(getattr(ours.environment, name) for name in names))
+            if told != expected:
+                wrong.append((files, table, told, expected))
+    assert wrong == []
+    assert separate > 300
 
 
 def test_the_examples_are_accepted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 
 from outrider.datasets import harbor_examples
 from outrider.errors import InvalidField, TooLarge
+from outrider.harbor.tasks import build_contexts
+from outrider.rootfs.dockerfile import read_dockerfile
+from outrider.rootfs.store import ImageStore
+from outrider.spec import Write
 from test_datasets import as_task, harbor_task
 
 LOGS = {"run": "mkdir -p /logs/agent /logs/verifier /logs/artifacts"}
@@ -141,14 +146,138 @@ timeout_sec = 5
 """
     harbor_task(tmp_path / "a", toml)
     task = as_task(only(tmp_path).task)
-    assert task.evaluator.carry == ["/logs/artifacts", "out.txt", "/x"]
+    assert task.evaluator.carry == ["/logs/artifacts", "/work/out.txt", "/x"]
+    assert task.evaluator.runtime is None  # what it would have is what the agent has
     assert task.evaluator.options["without"] == [{"folder": "/x/", "patterns": ["*.o"]}]
     assert [(hook.run, hook.seconds) for hook in task.collect] == [("dump > /x/state", 5.0)]
 
 
+def test_a_verifier_may_have_an_environment_of_its_own(tmp_path: Path) -> None:
+    toml = """
+artifacts = ["out.txt"]
+[environment]
+docker_image = "agents"
+workdir = "/app"
+cpus = 4
+env = { A = "1" }
+healthcheck = { command = "true" }
+[verifier.environment]
+memory = "1G"
+storage_mb = 64
+workdir = "/grading"
+env = { B = "${X}" }
+healthcheck = { command = "nobody waits for it" }
+"""
+    folder = harbor_task(tmp_path / "a", toml)
+    (folder / "environment").mkdir()
+    (folder / "environment" / "data.csv").write_text("1,2")
+    task = as_task(only(tmp_path, environ={"X": "x"}).task)
+    loose = Write(write="1,2", to="./data.csv")
+    assert [LOGS["run"], loose, "true"] == [step if step == loose else step.run for step in task.runtime.prepare]
+    own = task.evaluator.runtime
+    assert (own.image, own.workdir, own.env) == ("agents", "/grading", {"B": "x"})
+    assert (own.resources.cpus, own.resources.memory_mb, own.resources.disk_mb) == (None, 1024, 64)
+    assert [LOGS["run"], loose] == [step if step == loose else step.run for step in own.prepare]
+    assert task.evaluator.carry == ["/logs/artifacts", "/app/out.txt"]
+    assert [file["to"] for file in task.evaluator.options["tests"]] == ["/tests/test.sh"]
+    # With an image of its own it has the tests in that, and no loose files.
+    (folder / "task.toml").write_text(toml + 'docker_image = "graders"\n')
+    (folder / "tests" / "test.sh").unlink()
+    task = as_task(only(tmp_path, environ={"X": "x"}, image="ignored").task)
+    assert task.evaluator.runtime == own.model_copy(update={"image": "graders", "prepare": own.prepare[:1]})
+    assert task.evaluator.options.keys() == {"without"}
+    with pytest.raises(InvalidField, match="takes B from the environment") as raised:
+        only(tmp_path, environ={})
+    assert raised.value.field == "verifier.environment.env.B"
+
+
+def test_a_separate_verifier_waits_for_no_health_check(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", SEPARATE + "\n[environment]\nhealthcheck = { command = 'up' }")
+    task = as_task(only(tmp_path).task)
+    assert task.evaluator.runtime == task.runtime.model_copy(update={"prepare": task.runtime.prepare[:1]})
+
+
+def test_an_image_of_the_verifiers_own_is_built_in_the_folder_of_its_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    root = tmp_path / "tasks"
+    folder = harbor_task(root / "a", SEPARATE)
+    for place in ("tests", "environment"):
+        (folder / place).mkdir(exist_ok=True)
+        (folder / place / "Dockerfile").write_text("FROM base\nCOPY . /tests\n")
+    harbor_task(root / "shared")
+    (root / "shared" / "tests" / "Dockerfile").write_text("a test's own file")
+    assert build_contexts(root) == [folder / "environment", folder / "tests"]
+    with pytest.raises(InvalidField, match="there is no image 'base'"):
+        only(root, tasks=["a"])
+    with tarfile.open(tmp_path / "base.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("file"))
+    store = ImageStore()
+    store.import_(tmp_path / "base.tar", "base")
+    with pytest.raises(InvalidField, match="is not built on this machine") as raised:
+        only(root, tasks=["a"], image="agents")
+    assert raised.value.hint == f"outrider image build {folder / 'tests'}"
+    name = read_dockerfile(folder / "tests", store).name
+    store.import_(tmp_path / "base.tar", name)
+    task = as_task(only(root, tasks=["a"], image="agents").task)
+    assert (task.runtime.image, task.evaluator.runtime.image) == ("agents", name)
+    assert task.runtime.workdir == "/work"
+    assert "tests" not in task.evaluator.options
+    # What is not sent is looked at all the same: Harbor refuses such a folder.
+    (folder / "tests" / "link").symlink_to("/etc/passwd")
+    with pytest.raises(InvalidField, match="leaves the task's folder"):
+        only(root, tasks=["a"], image="agents")
+
+
+def test_a_step_between_may_be_verified_apart(tmp_path: Path) -> None:
+    toml = """
+artifacts = ["/out"]
+[environment]
+docker_image = "agents"
+[verifier.environment]
+docker_image = "graders"
+cpus = 2
+[[steps]]
+name = "one"
+artifacts = ["more"]
+[steps.verifier.environment]
+workdir = "/one"
+[[steps]]
+name = "two"
+verifier = { environment_mode = "shared" }
+[[steps]]
+name = "three"
+[[steps]]
+name = "four"
+verifier = { environment = { docker_image = "of four" } }
+"""
+    folder = harbor_task(tmp_path / "a", toml)
+    for name in ("one", "two", "three", "four"):
+        (folder / "steps" / name / "workdir").mkdir(parents=True)
+        (folder / "steps" / name / "workdir" / "setup.sh").write_text("echo of the agent's")
+        (folder / "steps" / name / "instruction.md").write_text(name)
+    task = as_task(only(tmp_path).task)
+    one, two, three, four = evaluators = [task.evaluator, *(step.evaluator for step in task.then)]
+    assert [each.runtime and each.runtime.image for each in evaluators] == ["graders", None, "graders", "of four"]
+    assert [each.carry for each in (one, two, three)] == [
+        ["/logs/artifacts", "/out", "/work/more"],
+        None,
+        [*one.carry[:2]],
+    ]
+    assert (one.runtime.workdir, one.runtime.resources.cpus) == ("/one", None)
+    assert (three.runtime.resources.cpus, four.runtime.resources.cpus) == (2, None)
+    assert ["tests" in each.options for each in evaluators] == [False, True, False, False]
+    assert ["alone" in each.options for each in evaluators] == [False, True, False, False]
+    assert all(step.run == LOGS["run"] for each in (one, three, four) for step in each.runtime.prepare)
+    # What a verifier that ran there has left is removed, and nothing of what the image may have at those places.
+    agents, verifiers = "/logs/agent /solution", "/tests /logs/verifier"
+    cleaned = [step.prepare[0].run.removeprefix("find ").partition(" -mindepth")[0] for step in task.then]
+    assert cleaned == [agents, f"{agents} {verifiers}", agents]
+
+
 SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
 REFUSED: dict[str, str] = {
-    "[[steps]]\nname = 'a'\nverifier = {environment_mode = 'separate'}\n[[steps]]\nname = 'b'": "steps.0.verifier",
     "[environment]\ngpus = 1\ngpu_types = ['H100']": "environment.gpu_types",
     "[environment]\nos = 'Windows'": "environment.os",
     "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
@@ -158,7 +287,9 @@ REFUSED: dict[str, str] = {
     "[verifier]\nuser = 1000": "verifier.user",
     "[environment.tpu]\ntype = 'v6e'\ntopology = '2x2'": "environment.tpu",
     "[[environment.mcp_servers]]\nname = 'x'\nurl = 'http://x'": "environment.mcp_servers",
-    "[verifier.environment]\ncpus = 1": "verifier.environment",
+    "[verifier.environment]\ngpus = 1\ngpu_types = ['H100']": "verifier.environment.gpu_types",
+    "[verifier.environment]\nnetwork_mode = 'allowlist'": "verifier.environment.network_mode",
+    "[[steps]]\nname = 'a'\nverifier = {environment = {os = 'windows'}}": "steps.0.verifier.environment.os",
     "[[verifier.collect]]\ncommand = 'x'\nservice = 'db'": "verifier.collect.0.service",
     "[[artifacts]]\nsource = '/x'\nservice = 'db'": "artifacts.0.service",
 }
@@ -203,7 +334,8 @@ def test_what_is_invalid_is_named(tmp_path: Path, toml: str, field: str) -> None
     [
         ("environment/docker-compose.yaml", ""),
         ("trajectory.json", ""),
-        ("tests/Dockerfile", SEPARATE),
+        ("tests/docker-compose.yaml", SEPARATE),
+        ("tests/docker-compose.yaml", "[verifier.environment]\ndocker_image = 'x'"),
         ("tests/.harborignore", ""),
     ],
 )
@@ -312,8 +444,9 @@ verifier = { environment_mode = "separate" }
     assert [step.evaluator.options["env"] for step in steps] == [{"A": "1", "B": b} for b in ("1", "2", "1")]
     assert [step.evaluator.seconds for step in steps] == [600.0, 7.0, 600.0]
     assert [[hook.run for hook in step.collect] for step in steps] == [["all"], ["all", "own"], ["all"]]
-    assert all(step.evaluator.options["alone"] for step in steps)
+    assert ["alone" in step.evaluator.options for step in steps] == [True, True, False]
     assert (second.evaluator.carry, third.evaluator.carry) == (None, ["/logs/artifacts", "/out"])
+    assert [step.run for step in third.evaluator.runtime.prepare] == [LOGS["run"]]
     assert task.artifacts == ["/logs/artifacts/**", "/out", "/out/**", "more", "more/**"]
     assert [step.get("run", step.get("to")) for step in example.task["then"][0]["prepare"]][1:] == [
         "./setup.sh",

@@ -78,7 +78,8 @@ def imported(path: Path, content: str) -> str:
 
 
 def remove_images() -> None:
-    for path, name in MADE:
+    while MADE:
+        path, name = MADE.pop()
         request(path, "DELETE", f"/images/{name}:latest?force=true", b"")
 
 

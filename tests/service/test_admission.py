@@ -24,7 +24,7 @@ GOOD: dict[str, Any] = {
         "instruction": "do it",
         "harness": {"command": ["true"]},
         "runtime": {"kind": "memory", "prepare": [{"run": "true"}]},
-        "evaluator": {"run": "true"},
+        "evaluator": {"run": "true", "carry": []},
         "limits": {},
         "sampling": {},
     },
@@ -60,6 +60,7 @@ def nested(depth: int) -> Any:
 
 
 STEP = "task.runtime.prepare.0"
+GRADER = "task.evaluator.runtime"
 FULL = "{option.o}" * 80_000
 """80 MB, once the option is filled in."""
 
@@ -197,6 +198,16 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("task.runtime.rootfs", "/a\0b", None),
     ("task.runtime.image", "/a\0b", None),
     ("task.runtime.mounts", [{"source": "/etc"}], "task.runtime.mounts.0.source"),
+    # the same in a grader's own sandbox
+    (GRADER, {"kind": "vmware"}, f"{GRADER}.kind"),
+    (GRADER, {"kind": "os:path"}, f"{GRADER}.kind"),
+    (GRADER, {"rootfs": "/no/such/folder"}, f"{GRADER}.rootfs"),
+    (GRADER, {"image": "no-such-image"}, f"{GRADER}.image"),
+    (GRADER, {"image": "/etc"}, f"{GRADER}.image"),
+    (GRADER, {"mounts": [{"source": "/etc"}]}, f"{GRADER}.mounts.0.source"),
+    (GRADER, {"prepare": [{"upload": "../secret", "to": "x"}]}, f"{GRADER}.prepare.0.upload"),
+    (GRADER, {"prepare": [{"run": "true"}, {"upload": "link", "to": "x"}]}, f"{GRADER}.prepare.1.upload"),
+    (GRADER, {"kind": "process", "image": "x"}, f"{GRADER}.image"),
     # what no program can be given
     ("task.harness.command", ["echo", "a\0b"], "task.harness.command.1"),
     ("task.harness.command", [""], "task.harness.command.0"),

@@ -81,6 +81,24 @@ async def test_what_is_not_listed_is_not_even_imported(tmp_path: Path) -> None:
     assert {"antigravity", "this"}.isdisjoint(sys.modules)
 
 
+def graded_in(**runtime: Any) -> GroupSpec:
+    """A group of two steps, the second of which is graded in a sandbox of that runtime."""
+    evaluator = {"run": "true", "carry": ["out"], "runtime": runtime}
+    return group(then=[{"instruction": "go on", "evaluator": evaluator}])
+
+
+def test_what_a_grader_s_sandbox_is_made_of_must_be_allowed_too() -> None:
+    field = "task.then.0.evaluator.runtime"
+    assert refusal(graded_in(kind="some:Runtime"), plugins=PluginsConfig()) == f"{field}.kind"
+    assert refusal(graded_in(kind="process"), SUBMITTER) == f"{field}.kind"
+    assert refusal(graded_in(kind="process")) is None
+    images = SandboxesConfig(images=("python",))
+    assert refusal(graded_in(image="pythonic/evil"), sandboxes=images) == f"{field}.image"
+    assert refusal(graded_in(image="python:3.12"), sandboxes=images) is None
+    first = group(evaluator={"run": "true", "carry": [], "runtime": {"image": "evil"}})
+    assert refusal(first, sandboxes=images) == "task.evaluator.runtime.image"
+
+
 def test_only_an_admin_runs_programs_without_a_sandbox() -> None:
     for kind in ("process", "some:Runtime"):
         spec, plugins = group(runtime={"kind": kind}), PluginsConfig(allow=("some",))

@@ -14,9 +14,7 @@ from outrider.errors import NotFound
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service import placing
 from outrider.service.placing import OVERBOOKING, Places
-from outrider.spec import Resources, RuntimeSpec
-
-ANY = RuntimeSpec()
+from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, RuntimeSpec, TaskSpec
 
 
 class Plain:
@@ -39,9 +37,21 @@ class Plain:
 
 
 def needing(
-    cpus: float | None = None, memory_mb: int | None = None, image: str | None = None, gpus: int = 0
-) -> RuntimeSpec:
-    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb, gpus=gpus), image=image)
+    cpus: float | None = None,
+    memory_mb: int | None = None,
+    image: str | None = None,
+    gpus: int = 0,
+    **evaluator: Any,
+) -> TaskSpec:
+    return TaskSpec(
+        instruction="x",
+        harness=HarnessSpec(agent="tools"),
+        runtime=RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb, gpus=gpus), image=image),
+        evaluator=EvaluatorSpec(run="true", **evaluator),
+    )
+
+
+ANY = needing()
 
 
 GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
@@ -54,12 +64,12 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
 
 
-def put(places: Places[Plain], runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
+def put(places: Places[Plain], task: TaskSpec, *, reserved: bool = False) -> str | None:
     """Place a session, if there is room; the node's name."""
-    node = places.find(runtime)
+    node = places.find(task)
     if node is None:
         return None
-    GIVE_BACK[node.name].append(places.take(node, runtime, reserved=reserved))
+    GIVE_BACK[node.name].append(places.take(node, task, reserved=reserved))
     return node.name
 
 
@@ -75,6 +85,14 @@ def test_resources_that_are_free_now_come_before_the_image_and_the_image_before_
     assert put(Places([busy, bare, ready]), needing(2, image="i")) == "ready"
     assert put(Places([busy, bare, ready]), needing(1, image="i")) == "busy"
     assert put(Places([busy, bare]), needing(2, image="i")) == "bare"
+
+
+def test_a_grader_s_image_and_resources_count_too() -> None:
+    grader = RuntimeSpec(image="g", resources=Resources(cpus=3))
+    graded = needing(1, image="i", carry=[], runtime=grader)
+    half, whole = Plain("half", 9, images=("i",)), Plain("whole", 2, images=("i", "g"))
+    assert put(Places([half, whole]), graded) == "whole"
+    assert put(Places([Plain("little", cpus=2.0), Plain("large", 2, cpus=3.0)]), graded) == "large"
 
 
 def test_so_many_wait_on_a_node_as_take_over_what_becomes_free() -> None:
@@ -127,7 +145,7 @@ def test_gpus_that_are_free_now_come_first_and_no_node_without_is_asked() -> Non
 def test_who_needs_no_gpu_takes_the_slot_of_a_node_without_but_not_for_want_of_its_image() -> None:
     with_gpus, without = Plain("with", 50, gpus=2, images=("i",)), Plain("without", 1, images=("j",))
     places = Places([with_gpus, without])
-    assert [put(places, RuntimeSpec(image="i")), put(places, ANY), put(places, ANY)] == ["with", "without", "with"]
+    assert [put(places, needing(image="i")), put(places, ANY), put(places, ANY)] == ["with", "without", "with"]
 
 
 def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
@@ -176,18 +194,18 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
 def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int, int]]) -> None:
     nodes = [Plain("a", 3, gpus=2), Plain("b", 9, cpus=2.0, gpus=1)]
     places = Places(nodes)
-    placed: list[tuple[str, RuntimeSpec, Callable[[], None]]] = []
+    placed: list[tuple[str, TaskSpec, Callable[[], None]]] = []
     for arrives, cpus, gpus, number in steps:
         if number % 3:  # else those that found no room before are remembered
             places.look_again()
         if arrives:
-            runtime = needing(cpus or None, gpus=gpus)
-            if (node := places.find(runtime)) is not None:
-                placed.append((node.name, runtime, places.take(node, runtime, reserved=False)))
+            task = needing(cpus or None, gpus=gpus)
+            if (node := places.find(task)) is not None:
+                placed.append((node.name, task, places.take(node, task, reserved=False)))
         elif placed:
             placed.pop(number % len(placed))[2]()
         for each in nodes:
-            here = [runtime.resources for name, runtime, _ in placed if name == each.name]
+            here = [task.runtime.resources for name, task, _ in placed if name == each.name]
             assert len(here) <= each.capacity
             assert sum(resources.cpus or 0 for resources in here) <= OVERBOOKING * each.resources.cpus
             assert sum(resources.gpus for resources in here) <= OVERBOOKING * each.resources.gpus

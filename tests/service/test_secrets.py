@@ -62,6 +62,26 @@ async def test_a_prepare_step_that_fails_is_shown_without_secrets(tmp_path: Path
     assert "key_of_a_step" not in str(done)
 
 
+async def test_what_is_secret_in_a_graders_sandbox_is_not_shown_either(tmp_path: Path) -> None:
+    grader = {
+        "kind": "process",
+        "env": {"GRADER_TOKEN": "token_of_the_grader"},
+        "prepare": [{"run": "echo $GRADER_TOKEN $A_KEY; exit 1", "env": {"A_KEY": "key_of_a_step"}}],
+    }
+    task = {
+        "instruction": "print",
+        "harness": {"agent": "tools"},
+        "runtime": {"kind": "process"},
+        "evaluator": {"run": "true", "carry": [], "runtime": grader},
+        "max_attempts": 1,
+    }
+    async with running_service(tmp_path=tmp_path, replies=[say("done")]) as (_, url), AsyncClient(url) as client:
+        [done] = await client.wait([(await client.submit({"task": task})).id])
+    assert "[redacted] [redacted]" in str(done.sessions[0].result.error)
+    assert "token_of_the_grader" not in str(done)
+    assert "key_of_a_step" not in str(done)
+
+
 async def test_the_turns_of_a_running_session_do_not_show_its_key(tmp_path: Path) -> None:
     """A reader could make model calls with it."""
     script = """

@@ -162,13 +162,6 @@ async def test_python_of_a_step_must_be_allowed(world: MakeWorld) -> None:
         assert caught.value.field == "task.then.0.evaluator.path"
 
 
-async def test_only_the_last_step_is_graded_elsewhere(world: MakeWorld) -> None:
-    async with world() as w:
-        carried = {**earning(1.0), "carry": ["out"]}
-        with pytest.raises(InvalidField, match="is for the last step"):
-            await run(w, {"instruction": "ask", "evaluator": carried}, step("ask", 1.0))
-
-
 async def test_a_session_of_several_steps_is_not_graded_again(world: MakeWorld) -> None:
     async with world() as w:
         session = await run(w, step("ask", 1.0), step("ask", 1.0))

@@ -14,6 +14,7 @@ from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
 from outrider.errors import InvalidField
+from outrider.harbor.tasks import build_contexts
 from outrider.rootfs.build import Builder, Reuse
 from outrider.rootfs.dockerfile import DOCKERFILE
 from outrider.rootfs.pull import pull
@@ -131,7 +132,7 @@ def build_image(
     if recipe.is_dir():
         folders = [recipe]
         if not (recipe / DOCKERFILE).exists():  # then it has Harbor tasks
-            folders = sorted(found.parent for found in recipe.rglob(f"environment/{DOCKERFILE}")) or folders
+            folders = build_contexts(recipe) or folders
         if name is not None and len(folders) > 1:
             raise InvalidField(
                 f"there are {len(folders)} Dockerfiles below {recipe}: they have no one name", field="name"

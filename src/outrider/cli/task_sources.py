@@ -189,8 +189,13 @@ def load_table(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
     places = [("task.runtime", task.get("runtime"))]
+    graded = [("task.evaluator", task.get("evaluator"))]
     if isinstance(later := task.get("then"), list):
         places += [(f"task.then.{number}", step) for number, step in enumerate(later)]
+        graded += [
+            (f"{field}.evaluator", step.get("evaluator")) for field, step in places[1:] if isinstance(step, dict)
+        ]
+    places += [(f"{field}.runtime", each.get("runtime")) for field, each in graded if isinstance(each, dict)]
     for field, place in places:
         if isinstance(place, dict) and isinstance(steps := place.get("prepare"), list):
             place["prepare"] = [

@@ -71,9 +71,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     `runtime` is the sandbox that is graded. Of an outcome that was kept without files it refuses everything
     (`NothingKept`). `patch` is what the agent changed in a repository, as `git diff` says it, if that is carried.
 
-    `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
-    agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
-    RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
+    `beside()` is another sandbox of the task's runtime, or of the evaluator's own, for as long as its block runs: it is
+    prepared, no agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside.
+    Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
 
     `bucket` is the one of the queue that the session is of (see store/queue.py): where evaluations wait for each other,
     buckets take turns. `aside()` is for a long wait of that kind: as long as its block runs, the evaluation holds no

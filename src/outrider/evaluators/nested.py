@@ -1,7 +1,7 @@
 """The specs of evaluators within the spec of one that combines them, as kinds `weighted` and `all` do.
 
 It makes no evaluator and imports nothing that a task names: what a task may name is decided before that. Invariant: a
-part has what `task.evaluator` has, but for the time limit and the carried files, which are the whole's.
+part has what `task.evaluator` has, but for the time limit, the carried files and their sandbox, which are the whole's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from outrider.evaluators.options import read_options
 from outrider.spec import EvaluatorSpec, Spec
 
 FIELD = "task.evaluator"
+WHOLE = ("seconds", "carry", "runtime")
+"""Fields that are the same for all parts."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
 
 class WeightedOptions(Spec):
-    """`parts`: evaluators by name, each as `task.evaluator` without `seconds` and `carry`. `weights`: of a part that is
-    not named it is 1."""
+    """`parts`: evaluators by name, each as `task.evaluator` without `seconds`, `carry` and `runtime`. `weights`: of a
+    part that is not named it is 1."""
 
     parts: Specs
     weights: dict[str, Number] = Field(default_factory=dict)
@@ -54,11 +56,11 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
     """The spec of a part, which has the whole's time limit and carried files. Raises InvalidField below `field`."""
-    for name in ("seconds", "carry"):
+    for name in WHOLE:
         if name in given:
             raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")
     try:
-        return EvaluatorSpec.model_validate({**given, "seconds": whole.seconds, "carry": whole.carry})
+        return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")

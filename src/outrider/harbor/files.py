@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -71,6 +71,13 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
     if len(content["write"]) > MAX_INLINE_FILE:
         raise TooLarge(f"{to} has {len(data)} bytes, too many to send with the task", field="source")
     return {**content, "to": to, **({"executable": True} if executable else {})}
+
+
+def check_links(folders: Iterable[Path], task: Path) -> None:
+    """Raises InvalidField for what could not be read of folders of the task, of which nothing travels with it."""
+    for folder in folders:
+        for _ in files_below(folder, task) if folder.exists() else ():
+            pass
 
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:

@@ -317,7 +317,7 @@ def of_agent(agent: Agent | Verifier, at: str) -> Iterator[Unsupported]:
 def of_verifier(verifier: Verifier, at: str) -> Iterator[Unsupported]:
     yield from of_agent(verifier, at)
     if verifier.environment is not None:
-        yield Unsupported(f"{at}.environment", "an environment of the verifier's own: it has the task's")
+        yield from of_environment(verifier.environment, f"{at}.environment")
     for number, hook in enumerate(verifier.collect):
         if hook.service != MAIN:
             yield Unsupported(f"{at}.collect.{number}.service", "services beside the agent's sandbox")

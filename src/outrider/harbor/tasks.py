@@ -6,6 +6,7 @@ the tests and the solution are in no part of the task that an agent is shown.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,12 @@ from pydantic import ValidationError
 from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.examples import Example, Gold
-from outrider.harbor.files import instruction_in, read_text, written
+from outrider.harbor.files import check_links, instruction_in, read_text, written
 from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, TaskToml, unsupported
+from outrider.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.rootfs.store import ImageStore
+from outrider.spec import RuntimeSpec
 
 TASK_TOML = "task.toml"
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -34,9 +37,11 @@ ARTIFACTS = "/logs/artifacts"
 TEST, SOLVE, SETUP = "test.sh", "solve.sh", "setup.sh"
 PRIOR = "trajectory.json"
 """What an agent is to go on from."""
-CLEAN = "find /tests /logs/verifier /logs/agent /solution -mindepth 1 -delete 2> /dev/null || true"
-"""Before a later step."""
-COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
+OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
+"""What is emptied before a later step: of the agent, and of a verifier that has run in its sandbox."""
+SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
+WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
 """The limits of a task that sets none."""
 PREPARING_SECONDS = 1800.0
@@ -58,12 +63,7 @@ def harbor_examples(
     and are a part of the task. Raises InvalidField for a broken task and for what it asks for and Outrider cannot give,
     and TooLarge for tests that do not fit.
     """
-    folders: dict[str, Path] = {}
-    for found in sorted(root.rglob(TASK_TOML)):
-        folder = found.parent
-        inner = any(folder.is_relative_to(other) and folder != other for other in folders.values())
-        if not inner and ((folder / "instruction.md").is_file() or (folder / "steps").is_dir()):
-            folders[folder.resolve().name if folder == root else str(folder.relative_to(root))] = folder
+    folders = harbor_folders(root)
     if not folders:
         raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
     for name in tasks or ():
@@ -74,6 +74,32 @@ def harbor_examples(
     chosen = list(tasks if tasks is not None else folders)[:limit]
     known = variables() if environ is None else environ
     return [HarborFolder(folders[name], known, image).example(name) for name in chosen]
+
+
+def harbor_folders(root: Path) -> dict[str, Path]:
+    """The folders of Harbor tasks below a folder by their paths, sorted; none is within another."""
+    folders: dict[str, Path] = {}
+    for found in sorted(root.rglob(TASK_TOML)):
+        folder = found.parent
+        inner = any(folder.is_relative_to(other) and folder != other for other in folders.values())
+        if not inner and ((folder / "instruction.md").is_file() or (folder / "steps").is_dir()):
+            folders[folder.resolve().name if folder == root else str(folder.relative_to(root))] = folder
+    return folders
+
+
+def build_contexts(root: Path) -> list[Path]:
+    """The folders whose Dockerfiles make the images of the Harbor tasks below a folder, sorted: those of their
+    sandboxes, and those of verifiers that have an image of their own. Raises InvalidField for a broken task.toml."""
+    found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
+    for folder in harbor_folders(root).values():
+        config = read_config(folder / TASK_TOML)
+        steps: Sequence[Step | None] = config.steps or [None]
+        for step in steps:
+            verifier = separate_verifier(config, folder, step)
+            context = None if verifier is None or verifier.image else verifier.context
+            if context is not None and (context / DOCKERFILE).is_file():
+                found.add(context)
+    return sorted(found)
 
 
 class HarborFolder:
@@ -87,9 +113,6 @@ class HarborFolder:
         self._config = read_config(self._toml)
         for field, what in unsupported(self._config):
             raise self._refusal(field, what)
-        for number, step in enumerate((self._config.steps or [])[:-1]):
-            if self._mode(step) == "separate":
-                raise self._refusal(f"steps.{number}.verifier", "a separate verifier of a step that is not the last")
 
     def example(self, name: str) -> Example:
         """Raises InvalidField, and TooLarge for tests that do not fit."""
@@ -97,33 +120,35 @@ class HarborFolder:
         steps = config.steps or []
         first = steps[0] if steps else None
         folders = (folder, *(self._step_folder(step) for step in steps))
-        for path in (*(folder / "environment" / name for name in COMPOSE), *(one / PRIOR for one in folders)):
+        for path in (*(folder / "environment" / name for name in SERVICES), *(one / PRIOR for one in folders)):
             if path.exists():
                 raise InvalidField(f"{path} asks for what Outrider does not do", field="source")
+        runtime = self.runtime(first)
         task: dict[str, Any] = {
             "instruction": self._instruction(first),
-            "runtime": self.runtime(config.environment, first),
-            "evaluator": self.evaluator(first),
+            "runtime": runtime,
+            "evaluator": self.evaluator(first, runtime),
             "artifacts": patterns([*config.artifacts, *(one for step in steps for one in step.artifacts)]),
             "labels": {"harbor": config.task.name if config.task else folder.resolve().name},
         }
         if hooks := self._collect(first):
             task["collect"] = hooks
         if len(steps) > 1:
-            task["then"] = [self._later(step, after=before) for before, step in pairwise(steps)]
+            task["then"] = [self._later(step, runtime, after=before) for before, step in pairwise(steps)]
             task["steps_reward"] = config.multi_step_reward_strategy or "mean"
         seconds = [self._agent_seconds(step) for step in (first, *steps[1:])]
         if any(each is not None for each in seconds):
             task["limits"] = limits([each or AGENT_SECONDS for each in seconds])
         return Example(id=name, task=task, gold=self.gold())
 
-    def _later(self, step: Step, *, after: Step) -> dict[str, Any]:
+    def _later(self, step: Step, runtime: dict[str, Any], *, after: Step) -> dict[str, Any]:
         """A step in `task.then`. Harbor leaves nothing behind of the grading of the step before."""
         needs = after.min_reward
+        left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
             "instruction": self._instruction(step),
-            "prepare": [{"run": CLEAN}, *self._step_files(step)],
-            "evaluator": self.evaluator(step),
+            "prepare": [{"run": CLEAN.format(" ".join(left))}, *self._step_files(step)],
+            "evaluator": self.evaluator(step, runtime),
             "collect": self._collect(step),
             "agent_seconds": self._agent_seconds(step) or AGENT_SECONDS,
             "needs": needs if isinstance(needs, dict) else {} if needs is None else {"reward": needs},
@@ -138,9 +163,6 @@ class HarborFolder:
     def _agent_seconds(self, step: Step | None) -> float | None:
         own = None if step is None else step.agent.timeout_sec
         return self._config.agent.timeout_sec if own is None else own
-
-    def _mode(self, step: Step | None) -> str | None:
-        return (step.verifier.mode if step is not None else None) or self._config.verifier.mode
 
     def _collect(self, step: Step | None) -> list[dict[str, Any]]:
         hooks = [*self._config.verifier.collect, *(step.verifier.collect if step is not None else ())]
@@ -157,27 +179,54 @@ class HarborFolder:
             prepare.append(health_step(step.healthcheck))
         return prepare
 
-    def runtime(self, environment: Environment, first: Step | None = None) -> dict[str, Any]:
+    def runtime(self, first: Step | None = None) -> dict[str, Any]:
+        """The agent's sandbox."""
+        environment = self._config.environment
+        runtime = self._sandbox(environment, "environment", self._image_of_agents(), self._loose_files())
+        if environment.healthcheck is not None:
+            runtime["prepare"].append(health_step(environment.healthcheck))
+        if first is not None:
+            runtime["prepare"] += self._step_files(first)
+        return runtime
+
+    def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
+        """The sandbox of a separate verifier. Harbor waits for no healthcheck in there, and brings it no files of
+        steps."""
+        environment, field = verifier.environment, verifier.field
+        if verifier.context is None:
+            return self._sandbox(environment, field, self._image_of_agents(), self._loose_files())
+        if (compose := verifier.context / COMPOSE).is_file():
+            raise self._refusal(str(compose.relative_to(self._folder)), "services beside a verifier")
+        image = verifier.image or built_name(verifier.context, ImageStore())
+        return self._sandbox(environment, field, image, [])
+
+    def _image_of_agents(self) -> str | None:
+        image = self._config.environment.docker_image or self._image
+        folder = self._folder / "environment"
+        return built_name(folder, ImageStore()) if image is None and (folder / DOCKERFILE).exists() else image
+
+    def _loose_files(self) -> list[dict[str, Any]]:
+        """Prepare steps for the files that Harbor brings to the working directory, because nothing puts them into the
+        image."""
+        folder = self._folder / "environment"
+        if not self._config.environment.docker_image or (folder / DOCKERFILE).exists() or not folder.is_dir():
+            return []
+        return written(folder, self._folder, ".")
+
+    def _sandbox(
+        self, environment: Environment, field: str, image: str | None, files: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         resources = {
             "cpus": environment.cpus,
             "memory_mb": environment.memory_mb,
             "disk_mb": environment.storage_mb,
             "gpus": environment.gpus,
         }
-        prepare = [{"run": f"mkdir -p {' '.join(FOLDERS)}"}]
-        if environment.healthcheck is not None:
-            prepare.append(health_step(environment.healthcheck))
-        if first is not None:
-            prepare += self._step_files(first)
         runtime: dict[str, Any] = {
-            "env": self._resolved(environment.env, "environment.env"),
-            "prepare": prepare,
+            "env": self._resolved(environment.env, f"{field}.env"),
+            "prepare": [{"run": f"mkdir -p {' '.join(FOLDERS)}"}, *files],
             "resources": {name: value for name, value in resources.items() if value is not None},
         }
-        image = environment.docker_image or self._image
-        dockerfile = self._folder / "environment" / DOCKERFILE
-        if image is None and dockerfile.exists():
-            image = built_name(dockerfile.parent, ImageStore())
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
@@ -187,33 +236,45 @@ class HarborFolder:
             runtime["workdir"] = workdir
         return runtime
 
-    def evaluator(self, step: Step | None = None) -> dict[str, Any]:
-        """Of a step, or of a task without steps. A step's own tests are laid over those of the task."""
-        config, folder = self._config, self._folder
-        tests, own = folder / "tests", self._step_folder(step) / "tests"
-        layers = (tests,) if step is None else (tests, own)
-        if not any((layer / TEST).exists() for layer in layers):
-            raise InvalidField(f"{self._step_folder(step)} has no tests/{TEST}", field="evaluator")
-        files = {file["to"]: file for layer in layers if layer.exists() for file in written(layer, folder, "/tests")}
+    def evaluator(self, step: Step | None, runtime: dict[str, Any]) -> dict[str, Any]:
+        """Of a step, or of a task without steps. `runtime` is the agent's."""
+        config = self._config
+        separate = separate_verifier(config, self._folder, step)
         verifier = config.verifier
         artifacts = config.artifacts
         env = self._resolved(config.verifier.env, "verifier.env")
-        options: dict[str, Any] = {"tests": list(files.values())}
+        options: dict[str, Any] = {}
+        layers = [one / "tests" for one in dict.fromkeys((self._folder, self._step_folder(step)))]
+        if separate is not None and separate.context is not None:
+            check_links(layers, self._folder)
+        else:
+            options["tests"] = self._written_tests(layers)
         if step is not None:
             verifier = step.verifier
             artifacts = [*artifacts, *step.artifacts]
             env |= self._resolved(verifier.env, f"steps.{step.name}.verifier.env")
-            options["alone"] = True
         if env:
             options["env"] = env
         evaluator = {"kind": "harbor", "options": options, "seconds": verifier.timeout_sec}
-        if self._mode(step) == "separate":
-            for name in (DOCKERFILE, "docker-compose.yaml"):
-                if (tests / name).is_file():
-                    raise self._refusal(f"tests/{name}", "an environment of the verifier's own: it has the task's")
-            evaluator["carry"] = sources(artifacts)
-            options["without"] = [{"folder": one.source, "patterns": one.exclude} for one in artifacts if one.exclude]
+        if separate is None:
+            options |= {"alone": True} if step is not None else {}
+            return evaluator
+        own = self._of_verifier(separate)
+        if step is not None or own != runtime:
+            evaluator["runtime"] = own
+        workdir = runtime.get("workdir", WORKDIR)
+        evaluator["carry"] = sources(artifacts, workdir)
+        options["without"] = [
+            {"folder": posixpath.join(workdir, one.source), "patterns": one.exclude} for one in artifacts if one.exclude
+        ]
         return evaluator
+
+    def _written_tests(self, layers: Sequence[Path]) -> list[dict[str, Any]]:
+        """The files of the tests. A step's own are laid over those of the task."""
+        if not any((layer / TEST).exists() for layer in layers):
+            raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
+        files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
+        return list({file["to"]: file for file in files}.values())
 
     def gold(self) -> Gold | None:
         """The solutions of all steps; none if one of them has none."""
@@ -282,9 +343,10 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
     }
 
 
-def sources(artifacts: Artifacts) -> list[str]:
-    """The paths that are artifacts, each once."""
-    return list(dict.fromkeys((ARTIFACTS, *(one.source.rstrip("/") or one.source for one in artifacts))))
+def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
+    """The paths that are artifacts, each once. Those that are relative begin in `workdir`."""
+    named = (posixpath.join(workdir, one.source.rstrip("/") or one.source) for one in artifacts)
+    return list(dict.fromkeys((ARTIFACTS, *named)))
 
 
 def patterns(artifacts: Artifacts) -> list[str]:

@@ -7,24 +7,39 @@ whoever has it, whatever happens meanwhile.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
-from outrider.errors import RuntimeFailure
+from outrider.errors import OutriderError, RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.gpu_locks import lock_gpus
 from outrider.sandboxes.kept_run import Outlived
 from outrider.sandboxes.node_folder import remove_tree
-from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
+from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
 """Between the attempts of one prepare step."""
+
+RUNTIME = "task.runtime"
+"""The field of the runtime that the agent's sandbox is of."""
+
+
+@contextmanager
+def naming_runtime(field: str) -> Iterator[None]:
+    """Make a refused field of `task.runtime` one of the runtime at `field`: kinds of sandboxes know no other."""
+    try:
+        yield
+    except OutriderError as error:
+        if error.field is not None:
+            error.field = re.sub(rf"^{re.escape(RUNTIME)}\b", field, error.field)
+        raise
 
 
 class CommandFailed(RuntimeFailure):
@@ -35,15 +50,23 @@ class Sandbox:
     """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
     def __init__(
-        self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path, *, prepared: bool = False
+        self,
+        runtime: Runtime,
+        spec: RuntimeSpec,
+        context: SandboxContext,
+        files: Path,
+        *,
+        field: str = RUNTIME,
+        prepared: bool = False,
     ) -> None:
-        """`prepared`: it is not to be prepared again, because it has outlived the node that did it, or starts from the
-        layer of one that was."""
+        """`field` is where the task has the spec. `prepared`: it is not to be prepared again, because it has outlived
+        the node that did it, or starts from the layer of one that was."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
         """The names of the GPUs that it alone may use."""
         self._spec = spec
+        self._field = field
         self._files = files
         self._prepared = prepared
         self._ready = False
@@ -59,9 +82,10 @@ class Sandbox:
             return
         try:
             self._locks = await lock_gpus(self.gpus)
-            await self.runtime.start()
+            with naming_runtime(self._field):
+                await self.runtime.start()
             if not self._prepared:
-                await prepare(self.runtime, self._spec.prepare, files=self._files)
+                await prepare(self.runtime, self._spec.prepare, files=self._files, field=f"{self._field}.prepare")
         except BaseException:  # also a cancellation
             await self.stop()
             self._locks.close()  # it may have been stopped while it waited for them
@@ -110,15 +134,18 @@ class Sandboxes:
         mounts: tuple[Path, ...] = (),
         layer: Path | None = None,
         gpus: tuple[str, ...] = (),
+        field: str = RUNTIME,
     ) -> Sandbox:
-        """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
-        its runtime is not installed any more."""
+        """A new sandbox, not started. `name` and `attempt` together are used once on this node; `field` is where the
+        task has the spec. Raises InvalidField if its runtime is not installed any more."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = self._context(directory, name, attempt, mounts, layer, gpus)
+        prepared = layer is not None
         try:
-            return Sandbox(kind.create(spec, context), spec, context, self.files, prepared=layer is not None)
+            with naming_runtime(field):
+                return Sandbox(kind.create(spec, context), spec, context, self.files, field=field, prepared=prepared)
         except BaseException:
             directory.rmdir()
             raise
@@ -158,7 +185,7 @@ async def prepare(
     steps: Sequence[PrepareStep],
     *,
     files: Path,
-    field: str = "task.runtime.prepare",
+    field: str = f"{RUNTIME}.prepare",
     pauses: Backoff = PREPARE_PAUSES,
 ) -> None:
     """Carry out a task's prepare steps in a started sandbox, in order. `field` is where they are in the request.
@@ -173,6 +200,14 @@ async def prepare(
                 await runtime.upload(files / step.upload, step.to)
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
+
+
+async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
+    """Run a task's commands that collect the outcome. What one that fails would have collected is missing, and the
+    grader sees that."""
+    for hook in hooks:
+        with suppress(RuntimeFailure):
+            await runtime.exec(hook.run, seconds=hook.seconds)
 
 
 async def run_step(

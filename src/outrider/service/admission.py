@@ -36,19 +36,20 @@ from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.sandbox import naming_runtime
 from outrider.schemas import NodeStats
 from outrider.service.step_fields import naming_step
-from outrider.sessions.resources import required, total_of
+from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
     EngineSpec,
     GroupSpec,
     PrepareStep,
-    Resources,
     RuntimeSpec,
     Spec,
     TaskSpec,
     Upload,
+    runtimes_of,
     steps_of,
 )
 
@@ -142,16 +143,21 @@ def _step_kind_tried(location: Location) -> Location:
     return location[:end]
 
 
-def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
-    """Raises InvalidField if the resources do not fit on any node, even an empty one. Without a node nobody knows."""
-    needs = required(resources)
-    if not nodes or any(needs.within(total_of(node.resources)) for node in nodes):
+def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
+    """Raises InvalidField if a session does not fit on any node, even an empty one. Without a node nobody knows."""
+
+    def fits(needs: ResourceAmount) -> bool:
+        return any(needs.within(total_of(node.resources)) for node in nodes)
+
+    agent, needs = required(task.runtime.resources), session_needs(task)
+    if not nodes or fits(needs):
         return
+    graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
     name = short[0] if short else "memory_mb"  # each alone is there, but not together
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
-        f"{getattr(needs, name):g} is more than a node has: {have}",
+        f"{getattr(needs, name):g}{graded} is more than a node has: {have}",
         field=f"task.runtime.resources.{name}",
         hint=f"ask for less, or serve with more: the setting sandboxes.{name}",
     )
@@ -174,15 +180,15 @@ def check_group(
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
-    runtime: RuntimeKind = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
-    if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
-        raise InvalidField(f"{task.runtime.kind!r} is not a runtime", field="task.runtime.kind")
-    if task.runtime.resources.gpus and not getattr(runtime, "gives_gpus", False):
-        raise InvalidField(
-            f"{task.runtime.kind!r} sandboxes cannot be given GPUs that are theirs alone",
-            field="task.runtime.resources.gpus",
-            hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
-        )
+    runtimes = runtimes_of(task)
+    runtime, *_ = kinds = [_runtime_kind(one.kind, field=f"{field}.kind") for one, field in runtimes]
+    for kind, (one, field) in zip(kinds, runtimes, strict=True):
+        if one.resources.gpus and not getattr(kind, "gives_gpus", False):
+            raise InvalidField(
+                f"{one.kind!r} sandboxes cannot be given GPUs that are theirs alone",
+                field=f"{field}.resources.gpus",
+                hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
+            )
     harness = make_harness(task.harness)
     steps = steps_of(task)
     evaluators = []
@@ -198,8 +204,10 @@ def check_group(
                     hint="name the paths that are graded, or use runtime kind 'namespace'",
                 )
     allowed = [Path(os.path.realpath(root)) for root in allow]
-    _check_paths(task.runtime, allowed)
-    _check_uploads(task.runtime.prepare, files.resolve(), field="task.runtime.prepare")
+    for one, field in runtimes:
+        with naming_runtime(field):
+            _check_paths(one, allowed)
+        _check_uploads(one.prepare, files.resolve(), field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, files.resolve(), field=f"task.then.{number}.prepare")
     # A file may become huge when its placeholders are filled in: a short text can repeat a long instruction.
@@ -214,16 +222,25 @@ def check_group(
     _check_venv(task, runtime, allowed)
     if not here:
         return evaluators
-    runtime.check_spec(task.runtime)
-    if not (can := runtime.available()).ok:
-        raise RuntimeUnavailable(
-            f"this machine cannot run {task.runtime.kind!r} sandboxes: {can.detail}",
-            field="task.runtime.kind",
-            hint=can.hint,
-        )
+    for kind, (one, field) in zip(kinds, runtimes, strict=True):
+        with naming_runtime(field):
+            kind.check_spec(one)
+        if not (can := kind.available()).ok:
+            raise RuntimeUnavailable(
+                f"this machine cannot run {one.kind!r} sandboxes: {can.detail}",
+                field=f"{field}.kind",
+                hint=can.hint,
+            )
     if not (can := harness.available()).ok:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
     return evaluators
+
+
+def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
+    kind: RuntimeKind = resolve("runtime", name, field=field)
+    if not all(callable(getattr(kind, method, None)) for method in RUNTIME_METHODS):
+        raise InvalidField(f"{name!r} is not a runtime", field=field)
+    return kind
 
 
 async def check_evaluators(evaluators: Sequence[Evaluator], host: Host) -> None:

@@ -16,7 +16,7 @@ from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
 from outrider.service.principals import Principal
 from outrider.service.step_fields import naming_step
-from outrider.spec import GroupSpec, steps_of
+from outrider.spec import GroupSpec, RuntimeSpec, runtimes_of, steps_of
 
 Address = IPv4Address | IPv6Address
 
@@ -40,30 +40,37 @@ class AllowLists:
     def check(self, spec: GroupSpec, caller: Principal) -> None:
         """Raises InvalidField for what the group names and may not."""
         task = spec.task
-        self.check_python(task.runtime.kind, field="task.runtime.kind")
+        runtimes = runtimes_of(task)
+        for runtime, field in runtimes:
+            self.check_python(runtime.kind, field=f"{field}.kind")
         self.check_python(task.harness.agent, field="task.harness.agent")
         for number, step in enumerate(steps_of(task)):
             with naming_step(number):
                 for evaluator, field in nested_specs(step.evaluator):
                     self.check_python(evaluator.kind, field=f"{field}.kind")
                     self.check_python(evaluator.path, field=f"{field}.path")
-        sandboxes, kind, image = self._config.sandboxes, task.runtime.kind, task.runtime.image
+        for runtime, field in runtimes:
+            self.check_runtime(runtime, caller, field=field)
+        if spec.callback_url is not None:
+            self.check_host(str(spec.callback_url))
+
+    def check_runtime(self, runtime: RuntimeSpec, caller: Principal, *, field: str) -> None:
+        """Raises InvalidField for a kind of sandboxes or an image that is not the caller's to use."""
+        sandboxes, kind, image = self._config.sandboxes, runtime.kind, runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(
                 f"sandboxes of kind {kind!r} are for admins: token {caller.name!r} may use"
                 f" {', '.join(sandboxes.runtimes) or 'none'}",
-                field="task.runtime.kind",
+                field=f"{field}.kind",
                 hint="the operator's setting sandboxes.runtimes says which others may use",
             )
         prefixes = None if image is None or image.startswith("/") else sandboxes.images
         if prefixes is not None and not any(_begins(str(image), prefix) for prefix in prefixes):
             raise InvalidField(
                 f"{image!r} is not among the images that tasks may name",
-                field="task.runtime.image",
+                field=f"{field}.image",
                 hint="the operator's setting sandboxes.images says how their names begin",
             )
-        if spec.callback_url is not None:
-            self.check_host(str(spec.callback_url))
 
     def check_python(self, name: str | None, *, field: str) -> None:
         """Raises InvalidField for a dotted path that plugins.allow does not cover. Call it before that is imported."""

@@ -21,8 +21,8 @@ import msgspec
 from outrider.errors import NotFound
 from outrider.schemas import NodeStats
 from outrider.sessions.priority_semaphore import Quantities, fits, room_behind
-from outrider.sessions.resources import ResourceAmount, free_of, required, total_of
-from outrider.spec import RuntimeSpec
+from outrider.sessions.resources import ResourceAmount, free_of, session_needs, total_of
+from outrider.spec import RuntimeSpec, TaskSpec, runtimes_of
 
 OVERBOOKING = 2
 """What the sessions on a machine may ask for in all, in multiples of what it has."""
@@ -136,11 +136,12 @@ class Places(Generic[N]):
         for place in self._places.values():
             place.machine.waiting.clear()
 
-    def find(self, runtime: RuntimeSpec) -> N | None:
+    def find(self, task: TaskSpec) -> N | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
-        one that has its image, then one without GPUs unless it needs some, then the one with the most free slots. None
+        one that has its images, then one without GPUs unless it needs some, then the one with the most free slots. None
         if the session must wait."""
-        needs = required(runtime.resources)
+        needs = session_needs(task)
+        runtimes = [runtime for runtime, _ in runtimes_of(task)]
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
@@ -154,8 +155,8 @@ class Places(Generic[N]):
 
         def fitness(place: _Place[N]) -> tuple[bool, bool, bool, int]:
             resources = place.node.stats().resources
-            free = needs.within(free_of(resources))
-            return free, place.node.has_image(runtime), bool(needs.gpus or not resources.gpus), self._slots(place)
+            free, images = needs.within(free_of(resources)), all(map(place.node.has_image, runtimes))
+            return free, images, bool(needs.gpus or not resources.gpus), self._slots(place)
 
         return max(found, key=fitness).node if found else None
 
@@ -167,10 +168,10 @@ class Places(Generic[N]):
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
-    def take(self, node: N, runtime: RuntimeSpec, *, reserved: bool) -> Callable[[], None]:
+    def take(self, node: N, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
         """Count a session on a node; what is returned gives its place back, and is to be called once."""
         place = self._places[node.name]
-        needs = required(runtime.resources).quantities
+        needs = session_needs(task).quantities
         place.sessions += 1
         place.machine.needs = tuple(map(add, place.machine.needs, needs))
         self._reserved += reserved

@@ -19,6 +19,7 @@ from outrider.store.store import Store
 from outrider.trajectory import stored_run
 
 HINT = "see how it ended: outrider show"
+KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
 
 
 async def regraded_group(store: Store, group_id: str, asked: RegradeSpec) -> StoredGroupSpec:
@@ -83,12 +84,18 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
     # What a group that has graded others again carries was kept by these.
     kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
+        if evaluator.runtime is not None:
+            raise InvalidField(
+                "a sandbox is for files, and those of these sessions were not kept",
+                field="evaluator.runtime",
+                hint=KEEP,
+            )
         for part, field in nested_specs(evaluator):
             if part.kind == "command":
                 raise InvalidField(
                     "a command grades files, and those of these sessions were not kept",
                     field=f"{field.removeprefix('task.')}.kind",
-                    hint="tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs",
+                    hint=KEEP,
                 )
     evaluator = evaluator.model_copy(update={"carry": kept, "keep": False})
     labels = {**task.labels, **asked.labels}

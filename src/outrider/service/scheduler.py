@@ -268,7 +268,7 @@ class Scheduler:
         if task is None:
             await self._give_up(session, None, UNREADABLE)
             return True
-        node = self._places.find(task.runtime)
+        node = self._places.find(task)
         if node is None:
             return False
         await self._begin(group, session, task, node, reserved=reserved)
@@ -286,7 +286,7 @@ class Scheduler:
     ) -> None:
         """Start a session on a node, unless it was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task.runtime, reserved=reserved)  # now: the node may leave during the write
+        give_back = self._places.take(node, task, reserved=reserved)  # now: the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,

@@ -52,7 +52,7 @@ from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.resources import required
+from outrider.sessions.resources import session_needs
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
@@ -212,8 +212,8 @@ class Service:
             )
         self._allow_lists.check(spec, caller)
         # A service without sessions of its own is used once its nodes have come: until then nobody knows them all.
-        if not self._scheduler.may_fit(required(spec.task.runtime.resources), others=self.config.processes == 0):
-            check_resources(spec.task.runtime.resources, self._scheduler.stats())
+        if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
+            check_resources(spec.task, self._scheduler.stats())
         config = self.config
         evaluators = await asyncio.to_thread(
             check_group,

@@ -15,7 +15,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
 from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats
-from outrider.spec import Run, RuntimeSpec, TaskSpec, steps_of
+from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import (
@@ -91,8 +91,9 @@ class Node(Protocol):
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
     """The result without the secrets in the task's environment, which a program that failed may have printed."""
-    runs = (step for step in steps_of(task)[-1].runtime.prepare if isinstance(step, Run))
-    given = (task.harness.env, task.runtime.env, *(step.env for step in runs))
+    runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
+    runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
+    given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
     secrets = secrets_in(variable for env in given for variable in env.items())
     error, ended = result.error, result.harness_exit
     if error is not None:

@@ -1,18 +1,19 @@
 """Grades the outcome of an agent's run, and decides whether the agent is to blame where that is impossible.
 
-An outcome is graded in the agent's own sandbox, or in a new one that no agent has touched. A new one gets the paths
-that the task carries, and may start while the agent still runs; or it starts from everything that the agent wrote.
-This module knows no lane of the session's own and no tokens. Invariants: with carried files, the evaluator begins
-after the agent's sandbox has stopped; every sandbox begun here is stopped; two sandboxes of a session are alive at once
-only while the resources of both are set aside, or the second asks for none; and an agent is blamed only if the runtime
-says that the failure came from inside the sandbox, its model had replied by then, and what failed works in a sandbox
-that no agent has touched.
+An outcome is graded in the agent's own sandbox, or in a new one that no agent has touched, of the agent's runtime or of
+the evaluator's own. A new one gets the paths that the task carries, and may start while the agent still runs; or it
+starts from everything that the agent wrote. This module knows no lane of the session's own and no tokens. Invariants:
+with carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in there;
+every sandbox begun here is stopped; two sandboxes of a session are alive at once only while the resources of both are
+set aside, or the second asks for none; and an agent is blamed only if the runtime says that the failure came from
+inside the sandbox, its model had replied by then, and what failed works in a sandbox that no agent has touched.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import posixpath
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,16 +29,16 @@ from outrider.errors import EvaluatorError, HarnessError, OutriderError, Runtime
 from outrider.evaluators.base import Aside, Evaluator, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
-from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, TellsCause
+from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandboxes.node_folder import remove_tree
-from outrider.sandboxes.sandbox import Sandbox, Sandboxes
+from outrider.sandboxes.sandbox import RUNTIME, Sandbox, Sandboxes, collect
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.clock import Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.spec import DiffSpec
+from outrider.spec import DiffSpec, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.trajectory import Verdict
 
@@ -62,11 +63,21 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     patch: bytes | None = None
 
 
+class Origin(msgspec.Struct, frozen=True, eq=False):
+    """What sandboxes are made of: a runtime, the field in which the task has it, and what is mounted besides."""
+
+    runtime: RuntimeSpec
+    field: str
+    mounts: tuple[Path, ...]
+
+
 class Grading:
     """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
     once, when it has ended; or only `await grading.grade_again(...)`. Leaving stops what is left of the sandboxes that
     were begun here. `keep` is awaited with a file of what was carried, if that is to be kept, and its name as an
-    artifact; `numbers` tell the session's sandboxes for grading apart."""
+    artifact; `numbers` tell the session's sandboxes for grading apart; `field` is where the task has the evaluator. If
+    another step follows (`goes_on`), the agent's sandbox is stopped only where the session ends with this grade, and
+    the session's resources are enough for a second sandbox beside it."""
 
     def __init__(
         self,
@@ -80,6 +91,8 @@ class Grading:
         stopwatch: Stopwatch,
         keep: Callable[[Path, str], Awaitable[None]],
         numbers: Iterator[int],
+        field: str,
+        goes_on: bool,
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -87,19 +100,23 @@ class Grading:
         self._sandboxes = sandboxes
         self._lanes = lanes
         self._resources = resources
-        self._mounts = mounts
+        self._agents = Origin(attempt.task.runtime, RUNTIME, mounts)
+        """What the agent's sandbox is made of."""
+        own = attempt.task.evaluator.runtime
+        self._graders = self._agents if own is None else Origin(own, f"{field}.runtime", ())
+        """What sandboxes for grading are made of."""
+        self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._keep = keep
         self._carry = attempt.task.evaluator.carry
-        self._repository = (
-            place_of(self._carry, self._task.runtime.workdir) if isinstance(self._carry, DiffSpec) else ""
-        )
+        workdir = self._task.runtime.workdir
+        self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
         """Where that is whose changes are carried."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
-        self._paths = self._carry if isinstance(self._carry, list) else []
-        """What the archive is of."""
+        self._paths = [posixpath.join(workdir, path) for path in self._carry] if isinstance(self._carry, list) else []
+        """What the archive is of. Absolute: the evaluator's own runtime may have another working directory."""
         self._patch: bytes | None = None
         """The changes to a repository, if these are carried: made in the first sandbox for grading."""
         self._second_share: Slot | None = None
@@ -120,28 +137,45 @@ class Grading:
 
     def start_ahead(self) -> None:
         """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free.
-        Not one that needs GPUs, of which the agent has those of the session."""
-        if isinstance(self._carry, list | DiffSpec) and not self._task.runtime.resources.gpus:
-            self._second_share = self._resources.try_take(required(self._task.runtime.resources))
-            if self._second_share is not None:
-                self._undo.callback(self._second_share.release)
-                self._ahead = self._start()
+        Not one that needs GPUs, which are those of the session: until it has ended, the agent has them."""
+        needs = required(self._graders.runtime.resources)
+        if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
+            return
+        if not self._goes_on:
+            self._second_share = self._resources.try_take(needs)
+            if self._second_share is None:
+                return
+            self._undo.callback(self._second_share.release)
+        self._ahead = self._start(self._graders)
 
     async def grade(
-        self, sandbox: Sandbox, outcome: Outcome, *, failure: OutriderError | None, model_replied: bool
+        self,
+        sandbox: Sandbox,
+        outcome: Outcome,
+        *,
+        failure: OutriderError | None,
+        model_replied: bool,
+        gpus: tuple[str, ...],
     ) -> Grade:
-        """Grade what the agent left in `sandbox`, which is stopped before a new one is used in its place.
+        """Grade what the agent left in `sandbox`. Unless another step follows in there, it is stopped before a new one
+        is used in its place.
 
         `failure` ended the agent's run from inside its sandbox: what is left is graded all the same, if it can be.
+        `gpus` are the session's: the agent has them until its sandbox is stopped.
         Raises the failure of the grading if the agent is not to blame for it.
         """
         verdict: Verdict | None = None
+        place = self._agents
+        """Where the failure was, if there is one."""
         try:
             if self._carry is not None:
                 async with mark_inside_failures(sandbox.runtime):
                     await self._take_out(sandbox.runtime)
                 self._stopwatch.lap("eval")
-                await self._stop(sandbox)
+                if not self._goes_on:
+                    await self._stop(sandbox)
+                    self._gpus = gpus
+                place = self._agents if failure else self._graders
             verdict = await self._verdict(outcome)
         except OutriderError as error:
             if not (error.inside and model_replied):
@@ -150,8 +184,9 @@ class Grading:
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
+            self._gpus = gpus
             try:
-                confirmed = await self._confirm_excess(failure, outcome)
+                confirmed = await self._confirm_excess(failure, outcome, place)
             finally:
                 del failure  # see `_confirm_excess`
             self._stopwatch.lap("eval")
@@ -180,11 +215,10 @@ class Grading:
         except OutriderError as error:
             if not error.inside:
                 raise
-            return Grade(verdict=await self._confirm_excess(error, outcome), excess=True)
+            return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
     async def _stop(self, sandbox: Sandbox) -> None:
         await sandbox.stop()
-        self._gpus = sandbox.gpus
         self._stopwatch.lap("stop")
 
     async def _take_out(self, runtime: Runtime) -> None:
@@ -196,8 +230,9 @@ class Grading:
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # Alone: what the agent left running could change the files while they are archived.
-            await runtime.snapshot(self._paths, self._archive, alone=True)
+            # Alone: what the agent left running could change the files while they are archived. The next step may need
+            # it, though.
+            await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
 
@@ -251,24 +286,33 @@ class Grading:
                 await apply_patch(runtime, self._repository, self._patch)
             yield runtime
 
-    async def _confirm_excess(self, failure: OutriderError, outcome: Outcome) -> Verdict:
+    async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, place: Origin) -> Verdict:
         """The verdict on an agent that broke its sandbox or made grading impossible; its sandbox has been stopped.
+        `place` is what the sandbox is made of in which the failure was.
 
-        Raises `failure` if an untouched sandbox fails too: to write a file, to run a command, or to open the shell that
-        was missing. `outcome` is evaluated in there as well, but if that fails, it counts only where `failure` is the
-        evaluator's. The reward is at most 0, and at most what doing nothing gets.
+        Raises `failure` if untouched sandboxes fail too: to write a file, to run a command, to open the shell that was
+        missing, or to carry what is there when nothing was done. `outcome` is evaluated in there as well, but if that
+        fails, it counts only where `failure` is the evaluator's. The reward is at most 0, and at most what doing
+        nothing gets.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
+        shell = failure.kind if isinstance(failure, NoShell) else None
+        untouched = self._folder / "untouched"
+        apart = self._graders is not self._agents
         try:
+            if apart:
+                async with started(self._start(self._agents, gpus=self._gpus)) as runtime:
+                    await probe(runtime, shell if place is self._agents else None)
+                    await collect(runtime, self._task.collect)
+                    await runtime.snapshot(self._paths, untouched)
             async with self._new_sandbox(layer=None) as runtime:  # without what the agent wrote
-                await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
-                done = await runtime.exec("true", seconds=PROBE_SECONDS)
-                if done.exit_code != 0:
-                    raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
-                if isinstance(failure, NoShell):
-                    await (await runtime.open_shell(failure.kind)).close()
-                untouched = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
-                reward = min(reward, untouched.reward)
+                await probe(runtime, shell if place is self._graders else None)
+                if apart:
+                    await runtime.restore(untouched, self._paths)
+                else:
+                    await collect(runtime, self._task.collect)
+                nothing = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
+                reward = min(reward, nothing.reward)
         except EvaluatorError as error:
             if isinstance(failure, EvaluatorError):
                 raise failure from error
@@ -291,29 +335,30 @@ class Grading:
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None
-        sandbox = ahead or self._start(layer, self._gpus)
-        try:
-            yield await sandbox.ready()
-        finally:
-            await shielded(sandbox.close)
+        async with started(ahead or self._start(self._graders, layer, self._gpus)) as runtime:
+            yield runtime
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. It sets nothing aside and waits for no resources; the task's limits hold in it, too. It
-        has no GPUs: those of the session are the other sandbox's."""
-        sandbox = self._start()
-        try:
-            yield await sandbox.ready()
-        finally:
-            await shielded(sandbox.close)
+        """See `Outcome.beside`. It sets nothing aside and waits for no resources; its limits hold all the same. It has
+        no GPUs: those of the session are the other sandbox's."""
+        async with started(self._start(self._graders)) as runtime:
+            yield runtime
 
-    def _start(self, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
+    def _start(self, place: Origin, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
+        gpus = gpus[: place.runtime.resources.gpus]
         session = self._attempt.session
         name = f"{session.id}-g{next(self._numbers)}"
 
         def make() -> Sandbox:
             return self._sandboxes.make(
-                self._task.runtime, name, session.attempt, mounts=self._mounts, layer=layer, gpus=gpus
+                place.runtime,
+                name,
+                session.attempt,
+                mounts=place.mounts,
+                layer=layer,
+                gpus=gpus,
+                field=place.field,
             )
 
         sandbox = GraderSandbox(
@@ -366,6 +411,25 @@ async def _off_the_clock(clock: asyncio.Timeout, aside: Aside) -> AsyncIterator[
     async with aside():
         yield
     clock.reschedule(now() + left)
+
+
+@asynccontextmanager
+async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
+    """Its runtime, once it is ready; it is stopped on leaving."""
+    try:
+        yield await sandbox.ready()
+    finally:
+        await shielded(sandbox.close)
+
+
+async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
+    """Raises RuntimeFailure unless a sandbox takes a file, runs a command and opens that shell."""
+    await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
+    done = await runtime.exec("true", seconds=PROBE_SECONDS)
+    if done.exit_code != 0:
+        raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
+    if shell is not None:
+        await (await runtime.open_shell(shell)).close()
 
 
 class GraderSandbox:

@@ -20,7 +20,7 @@ from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
 from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
 from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
-from outrider.spec import MEBIBYTE, Resources
+from outrider.spec import MEBIBYTE, Resources, TaskSpec
 
 CORES_EACH = 4
 """A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
@@ -71,6 +71,25 @@ class Share(Slot):
     def __init__(self, give_back: Callable[[], None] = lambda: None, gpus: tuple[str, ...] = ()) -> None:
         super().__init__(give_back)
         self.gpus = gpus
+
+
+def session_needs(task: TaskSpec) -> ResourceAmount:
+    """What is set aside for a session: enough for its agent's sandbox with one beside it that grades an earlier step,
+    and for the one that grades the last step, once the agent's is gone.
+
+    It is set aside as one. If sessions asked for the second sandbox's later, each could wait for what the others hold.
+    A sandbox beside the agent's has no GPUs.
+    """
+    agent = required(task.runtime.resources)
+    *beside, last = [
+        ResourceAmount() if step.carry is None else required((step.runtime or task.runtime).resources)
+        for step in (task.evaluator, *(later.evaluator for later in task.then))
+    ]
+    return ResourceAmount(
+        cpus=max(agent.cpus + max((each.cpus for each in beside), default=0.0), last.cpus),
+        memory_mb=max(agent.memory_mb + max((each.memory_mb for each in beside), default=0), last.memory_mb),
+        gpus=max(agent.gpus, last.gpus),
+    )
 
 
 class NodeResources:

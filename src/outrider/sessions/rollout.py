@@ -4,8 +4,8 @@
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task that has several are run and graded one after another in the same sandbox; all but the last are
-graded in the run slot.
+The steps of a task that has several are run one after another in the same sandbox; all but the last are graded in the
+run slot.
 An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -48,7 +48,7 @@ from outrider.messages import Message
 from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import Outlives, Runtime, TakesOver
 from outrider.sandboxes.kept_run import KeptRun, Outlived, Pulse, forget
-from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, prepare
+from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
@@ -61,10 +61,10 @@ from outrider.sessions.filters import Run, filtered
 from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes, Place
 from outrider.sessions.models import InProcessClient, SessionModels, completed
-from outrider.sessions.resources import NodeResources, required
+from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, Sampling, TaskSpec, steps_of
+from outrider.spec import Limits, Sampling, evaluator_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.store.queue import bucket_of
 from outrider.tokens.samples import model_calls, policy_of
@@ -155,6 +155,8 @@ class Rollout:
         )
         self._graded: AgentRun | None = None
         """The agent's run, once it is being graded."""
+        self._gpus: tuple[str, ...] = ()
+        """Those that are set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
         self._steps = steps_of(attempt.task)
@@ -225,19 +227,19 @@ class Rollout:
         lanes, priority = self._node.lanes, self._attempt.priority
         harness = make_harness(self._task.harness)
         mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
-        *earlier, grading = [self._grading_of(step, mounts) for step in self._steps]
+        *earlier, grading = [self._grading_of(number, mounts) for number in range(len(self._steps))]
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
-            needs = required(self._task.runtime.resources)
-            share = await self._node.resources.take(needs, priority)
+            share = await self._node.resources.take(session_needs(self._task), priority)
             await held.enter_async_context(share)
+            self._gpus = share.gpus
             ready = await held.enter_async_context(await lanes.ready.take(priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
             self._stopwatch.lap("queued")
             try:
                 async with self._budget.spend():
-                    sandbox = await self._sandbox(mounts, share.gpus)
+                    sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
@@ -272,7 +274,8 @@ class Rollout:
             await self._enter(SessionState.EVALUATING)
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
 
-    def _grading_of(self, step: TaskSpec, mounts: tuple[Path, ...]) -> Grading:
+    def _grading_of(self, number: int, mounts: tuple[Path, ...]) -> Grading:
+        step = self._steps[number]
         return Grading(
             msgspec.structs.replace(self._attempt, task=step),
             make_evaluator(step.evaluator, self._node.endpoints),
@@ -283,16 +286,19 @@ class Rollout:
             stopwatch=self._stopwatch,
             keep=self._keep_carried,
             numbers=self._grading_sandboxes,
+            field=evaluator_field(number),
+            goes_on=number + 1 < len(self._steps),
         )
 
     async def _run_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
         """Run and grade a step that another one follows; how the session ends, if that is not begun."""
-        ended = await self._run_and_collect(sandbox, harness, context)
-        if ended.reason is StopReason.SESSION_TIMEOUT:
-            return Ending(reason=ended.reason)
         async with grading:
+            grading.start_ahead()
+            ended = await self._run_and_collect(sandbox, harness, context)
+            if ended.reason is StopReason.SESSION_TIMEOUT:
+                return Ending(reason=ended.reason)
             ending = await self._grade(grading, sandbox, ended)
         verdict = ending.verdict
         assert verdict is not None
@@ -340,12 +346,16 @@ class Rollout:
         verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
         return msgspec.structs.replace(ending, verdict=verdict)
 
-    async def _sandbox(self, mounts: tuple[Path, ...], gpus: tuple[str, ...]) -> Sandbox:
+    async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
         """A warm one, a new one, or the one that has outlived the last node."""
         if self._outlived is not None:
             return self._node.sandboxes.take_over(self._outlived)
         return await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
-            self._task.runtime, self._session.id, self._session.attempt, mounts=mounts, gpus=gpus
+            self._task.runtime,
+            self._session.id,
+            self._session.attempt,
+            mounts=mounts,
+            gpus=self._gpus[: self._task.runtime.resources.gpus],
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
@@ -539,12 +549,9 @@ class Rollout:
         """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
         await self.models.close()
         self._stopwatch.lap("run")
-        for hook in self._step.collect:
-            with suppress(RuntimeFailure):  # what it would have collected is missing, and the grader sees that
-                await sandbox.runtime.exec(hook.run, seconds=hook.seconds)
-        session = self._session
-        collect = self._node.artifacts.collect
-        self._artifacts = await collect(sandbox.runtime, self._task, session.id, session.attempt)
+        await collect(sandbox.runtime, self._step.collect)
+        session, keep = self._session, self._node.artifacts.collect
+        self._artifacts = await keep(sandbox.runtime, self._task, session.id, session.attempt)
         self._stopwatch.lap("stop")
 
     async def _keep_carried(self, file: Path, name: str) -> None:
@@ -560,7 +567,11 @@ class Rollout:
         self._graded = ended
         outcome = await self._outcome(sandbox.runtime, ended, aside)
         grade = await grading.grade(
-            sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0
+            sandbox,
+            outcome,
+            failure=ended.failure,
+            model_replied=self.conversation.replies > 0,
+            gpus=self._gpus,
         )
         return _graded(ended, grade)
 
@@ -576,8 +587,7 @@ class Rollout:
         fetch = partial(self._node.artifacts.fetch_carried, stored.session_id, stored.attempt)
         priority = self._attempt.priority
         async with AsyncExitStack() as held:
-            needs = required(self._task.runtime.resources)
-            share = await self._node.resources.take(needs, priority)
+            share = await self._node.resources.take(session_needs(self._task), priority)
             await held.enter_async_context(share)
             place = await held.enter_async_context(Place(self._node.lanes.eval, priority))
             self._stopwatch.lap("queued")

@@ -1,0 +1,50 @@
+"""Where the verifier of a Harbor task or step runs, by Harbor's rules.
+
+It looks whether files are there, and reads none. What a separate verifier's sandbox is like and which image it has are
+two questions, and Harbor answers each by itself: a step that only sets `cpus` has the image that the task's verifier
+names. An image of the verifier's own has the tests in it, with all that they use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from outrider.harbor.schema import Environment, Step, TaskToml
+from outrider.rootfs.dockerfile import DOCKERFILE
+
+COMPOSE = "docker-compose.yaml"
+
+
+class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
+    """What a separate verifier runs in. `environment`, the table at `field`, says all but the image. Without a
+    `context` that is the agent's. Else it has the tests, and is `image`, or is built in the folder `context`."""
+
+    environment: Environment
+    field: str
+    context: Path | None = None
+    image: str | None = None
+
+
+def mode(config: TaskToml, step: Step | None) -> Literal["shared", "separate"]:
+    """A step's own mode counts before the task's."""
+    return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
+
+
+def separate_verifier(config: TaskToml, folder: Path, step: Step | None) -> SeparateVerifier | None:
+    """None for a verifier that runs in the agent's sandbox."""
+    if mode(config, step) == "shared":
+        return None
+    levels = [(config.verifier.environment, folder / "tests", "verifier.environment")]
+    if step is not None:
+        own = folder / "steps" / step.name / "tests"
+        levels.insert(0, (step.verifier.environment, own, f"steps.{step.name}.verifier.environment"))
+    named = ((environment, field) for environment, _, field in levels if environment is not None)
+    environment, field = next(named, (config.environment, "environment"))
+    for level, tests, _ in levels:
+        image = None if level is None else level.docker_image
+        if image or any((tests / name).is_file() for name in (DOCKERFILE, COMPOSE)):
+            return SeparateVerifier(environment=environment, field=field, context=tests, image=image or None)
+    return SeparateVerifier(environment=environment, field=field)
