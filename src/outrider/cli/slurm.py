@@ -222,10 +222,11 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
         words += ["--ca", str(ca.absolute())]
     for parameter in _command(join).params:
         value = None if parameter.name in SERVICE_ONLY else given.get(parameter.name)
-        if value is True:
-            words.append(parameter.opts[0])
-        elif value is not None and value is not False:
-            words += [parameter.opts[0], str(value)]
+        for each in value if isinstance(value, list | tuple) else [value]:  # some may be given several times
+            if each is True:
+                words.append(parameter.opts[0])
+            elif each is not None and each is not False:
+                words += [parameter.opts[0], str(each)]
     return words
 
 
