@@ -36,6 +36,10 @@ def main() -> None:
     # The service decides when its nodes end. The signals are not ignored, which programs started here would inherit.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    for name in os.listdir("/proc/self/fd"):
+        # uvloop leaves copies of what it has started this process with, which every sandbox would have for its life.
+        with suppress(OSError):
+            os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
     threading.Thread(target=_end_with_the_service, args=(os.dup(0),), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
