@@ -372,7 +372,7 @@ async def test_the_gpus_of_a_process_that_dies_are_given_to_the_next(start: Star
         running.open("door")
         view = await running.done(submitted)
         assert ends(view) == {StopReason.COMPLETED: 1}
-        assert view.sessions[0].attempt == 2
+        assert view.sessions[0].attempt in (2, 3), "of two that die, one may be given it before its end is seen"
         assert (running.folder / "times").read_text().split()[0] == ",".join(gpus)
         async with asyncio.timeout(30):
             while any(node.stats().resources.gpus_set_aside for node in running.nodes):  # noqa: ASYNC110
