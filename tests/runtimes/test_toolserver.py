@@ -96,7 +96,7 @@ async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_pa
             "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait",
             "env": {},
         }
-        args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
+        args |= {"name": "", "cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
         async with asyncio.timeout(30):
@@ -111,7 +111,7 @@ async def test_what_a_server_cannot_kill_the_host_kills(tmp_path: Path) -> None:
     bytecode = marshal.dumps(compile(harmless, "toolserver", "exec", dont_inherit=True))
     async with a_server(bytecode, tmp_path) as server:
         args: dict[str, Any] = {"argv": [], "script": "setsid sleep 3031 > /dev/null 2>&1 & echo $! > pid", "env": {}}
-        args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
+        args |= {"name": "", "cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         await server.tools.call("exec", args, ExecDone)
     assert dead((tmp_path / "pid").read_text().strip())
 
