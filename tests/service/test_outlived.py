@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import msgspec
 import pytest
@@ -61,7 +61,7 @@ async def an_engine(log: Path) -> AsyncIterator[str]:
 
 
 class Served:
-    """`outrider serve`, which may be killed and started again."""
+    """`async with Served(...)`: `outrider serve`, which may be killed and started again. Leaving ends it."""
 
     def __init__(self, folder: Path, engine: str, *more: str) -> None:
         self._folder = folder
@@ -70,7 +70,14 @@ class Served:
             *("--engine", f"vllm={engine}", "--tokenizer", str(TOKENIZER), "--renderer", "template:qwen3"),
             *("--allow-path", str(sif_images.folder()), "--port", "0", *more),
         ]
-        self._process: asyncio.subprocess.Process
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._process is not None and self._process.returncode is None:
+            await self.kill(signal.SIGTERM)
 
     async def start(self) -> AsyncClient:
         """A client of it, once it is ready."""
@@ -89,6 +96,7 @@ class Served:
         return AsyncClient(ready.split()[-1])
 
     async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        assert self._process is not None
         self._process.send_signal(number)
         await self._process.wait()
 
@@ -137,8 +145,11 @@ async def test_a_killed_service(
         "max_attempts": 1,
     }
     log = tmp_path / "engine.log"
-    async with asyncio.timeout(170), an_engine(log) as engine:
-        service = Served(tmp_path, engine, "--processes", str(processes))
+    async with (
+        asyncio.timeout(170),
+        an_engine(log) as engine,
+        Served(tmp_path, engine, "--processes", str(processes)) as service,
+    ):
         client = await service.start()
         async with client:
             group = await client.submit({"task": task, "n": SESSIONS})
@@ -157,5 +168,4 @@ async def test_a_killed_service(
         # Nobody began anew.
         prompts = [call.prompt for call in calls_of(log)]
         assert prompts.count(prompts[0]) == SESSIONS
-        await service.kill(signal.SIGTERM)
     assert not await asyncio.to_thread(marked, str(tmp_path))
