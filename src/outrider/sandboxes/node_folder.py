@@ -129,13 +129,13 @@ class NodeFolder:
 
     @classmethod
     def _taken_over(cls, owner: str) -> Self | None:
-        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        for path in list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):  # whole: a `return` would leave it open
             try:
                 ours = path.stat().st_uid == os.getuid() and (path / OWNER).read_text() == owner
             except OSError:
                 continue
             deadline = time.monotonic() + HANDOVER_SECONDS
-            while ours and any(path.glob(f"*/{process_marks.RUN_FILE}")) and time.monotonic() < deadline:
+            while ours and any(map(survives, path.iterdir())) and time.monotonic() < deadline:
                 end = socket.socket(socket.AF_UNIX)
                 end.settimeout(HANDOVER_SECONDS)
                 try:
