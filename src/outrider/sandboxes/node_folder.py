@@ -135,7 +135,7 @@ class NodeFolder:
             except OSError:
                 continue
             deadline = time.monotonic() + HANDOVER_SECONDS
-            while ours and any(map(survives, path.iterdir())) and time.monotonic() < deadline:
+            while ours and list(path.glob(f"*/{process_marks.RUN_FILE}")) and time.monotonic() < deadline:
                 end = socket.socket(socket.AF_UNIX)
                 end.settimeout(HANDOVER_SECONDS)
                 try:
