@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ FIELDS: dict[str, Any] = {
     "resources": {"pids": 96, "memory_mb": 1024},
 }
 
-AS_IN_AN_IMAGE = "find . -type f -exec touch -d 2026-01-01 {} +"
+AS_IN_AN_IMAGE = f"touch -d 2026-01-01 {' '.join(BASE)}"
 """Every sandbox has the files with the same times."""
 GIT = "git init -q . && git add -A && git -c user.name=a -c user.email=a@b.c commit -q -m base && git tag base"
 SCRIPT = f"""\
@@ -88,14 +88,15 @@ def spec_of(**options: Any) -> EvaluatorSpec:
 class Repository:
     """Grades candidates: files, by path, that are written over those of the repository; None takes one away."""
 
-    def __init__(self, world: World, *, git: bool) -> None:
+    def __init__(self, world: World, *, git: bool, mounts: Sequence[Mapping[str, str]]) -> None:
         self._world = world
         self._git = git
+        self._fields = {**FIELDS, "named": list(mounts)}
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[Runtime]:
         """A sandbox as its prepare steps leave it."""
-        runtime = await self._world.start("namespace", **FIELDS)
+        runtime = await self._world.start("namespace", **self._fields)
         try:
             for path, text in BASE.items():
                 await runtime.write(path, text.encode())
@@ -129,12 +130,12 @@ class Repository:
 
 
 @asynccontextmanager
-async def a_repository(*, git: bool = False) -> AsyncIterator[Repository]:
+async def a_repository(*, git: bool = False, mounts: Sequence[Mapping[str, str]] = ()) -> AsyncIterator[Repository]:
     with tempfile.TemporaryDirectory(prefix="or-") as name:
         async with Host(Path(name)) as host:
             world = World(host)
             try:
-                yield Repository(world, git=git)
+                yield Repository(world, git=git, mounts=mounts)
             finally:
                 for runtime in world.made:
                     await runtime.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,6 +271,19 @@ async def test_a_compiled_conftest_of_its_own_is_not_loaded(repository: Reposito
     graded = await repository.grade({"forge.py": FORGES}, *commands)
     assert graded.reward == 0.0
     assert graded.reason.startswith(f"these do not pass: {NAME}")
+
+
+@pytest.mark.deep
+async def test_what_is_mounted_in_the_repository_stays_as_it_is(tmp_path: Path) -> None:
+    """As a program of an agent is, in a path below the working directory."""
+    for name in ("__pycache__/a.pyc", "conftest.py", "a b[1].dist-info/entry_points.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    mount = {"source": str(tmp_path), "target": "/repository/src/a [program]"}
+    async with a_repository(mounts=[mount]) as repository:
+        assert (await repository.grade({"src/shop/prices.py": FIX})).reward == 1.0
+        assert (await repository.grade({"tests/conftest.py": PASS_ALL})).reward == 0.0
+    assert (tmp_path / "__pycache__" / "a.pyc").exists()
 
 
 METHOD = f"{TEST}::TestTotal::test_all_are_counted"

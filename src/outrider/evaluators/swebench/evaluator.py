@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
+import re
 import secrets
 import shlex
 from functools import cache, partial
@@ -122,22 +123,12 @@ class SwebenchEvaluator:
         options, found = self._options, set[str]()
         # pytest would believe a compiled conftest.py of the agent's, because it fits the source that is restored.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
-        done = await runtime.exec(["find", ".", *words], cwd=options.folder, seconds=FILE_SECONDS)
-        if done.exit_code != 0:
-            raise EvaluatorError("compiled files cannot be removed", log_tail=done.log_tail(), inside=True)
+        await find(runtime, options.folder, *words)
         if options.restored is None:
             names = [word for name in CONFIGURATION for word in ("-o", "-name", name)][1:]
             for sandbox in (untouched, runtime):
-                done = await sandbox.exec(
-                    ["find", ".", "(", *names, ")", "-print0"], cwd=options.folder, seconds=FILE_SECONDS
-                )
-                if done.exit_code != 0 or len(done.stdout) >= MAX_OUTPUT:
-                    raise EvaluatorError(
-                        "the configuration of the tests cannot be listed", log_tail=done.log_tail(), inside=True
-                    )
-                found |= {
-                    posixpath.normpath(path) for path in done.stdout.decode("utf-8", "surrogateescape").split("\0")
-                }
+                printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
+                found |= {posixpath.normpath(path) for path in printed.split("\0")}
         paths = [posixpath.join(options.folder, path) for path in restored_paths(options, found - {"."})]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
@@ -149,6 +140,33 @@ class SwebenchEvaluator:
             await runtime.restore(archive, paths)
         finally:
             await asyncio.to_thread(archive.unlink, missing_ok=True)
+
+
+async def find(runtime: Runtime, folder: str, *words: str) -> str:
+    """What `find` prints with these words below a folder; not in what is mounted read-only there, such as the program
+    that the agent was: that is as the task has it, and cannot be changed."""
+    mounts = await runtime.exec("pwd -P && cat /proc/self/mounts", cwd=folder, seconds=FILE_SECONDS)
+    pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
+    done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
+    if mounts.exit_code != 0 or done.exit_code != 0 or len(done.stdout) >= MAX_OUTPUT:
+        log_tail = mounts.log_tail() + done.log_tail()
+        raise EvaluatorError(
+            "the repository cannot be searched for what decides about tests", log_tail=log_tail, inside=True
+        )
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def read_only_mounts(printed: bytes) -> list[str]:
+    """What is mounted read-only below a folder, as patterns of `find` there. `printed` is the folder, and behind it the
+    lines of /proc/self/mounts (fstab(5))."""
+    folder, *lines = printed.decode("utf-8", "surrogateescape").splitlines()
+    found = []
+    for line in lines:
+        _, place, _, flags, *_ = line.split(" ")
+        place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)
+        if "ro" in flags.split(",") and place.startswith(f"{folder.rstrip('/')}/"):
+            found.append(re.sub(r"([][*?\\])", r"\\\1", f"./{posixpath.relpath(place, folder)}"))
+    return found
 
 
 ROW = {
