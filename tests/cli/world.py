@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ import pytest
 from outrider.cli import main
 from outrider.evaluators.base import Outcome
 from outrider.trajectory import Verdict
-from support.ordinary import interpreter
 from support.service import call, say
 
 REPLIES = (call("echo hi > out.txt"), say("done"))
@@ -32,7 +32,7 @@ name = "hi"
 
 
 STALLED: dict[str, Any] = {"reply": say("never"), "stall": 1}
-PROGRAM = (*interpreter(), "-c", "import sys; from outrider.cli import main; sys.exit(main())")
+PROGRAM = (sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())")
 
 
 async def grade(outcome: Outcome) -> Verdict:

@@ -154,6 +154,7 @@ async def test_nobody_comes(tmp_path: Path) -> None:
 
 async def test_only_who_knows_the_secret_is_met(server: Server) -> None:
     await server.lose_host()
+    os.kill(server.child.pid, signal.SIGSTOP)  # The impostors come first.
     meeting = asyncio.create_task(server.meet())
     while not (server.shared / SOCKET).exists():  # noqa: ASYNC110  # nothing tells of it
         await asyncio.sleep(0.001)
@@ -163,6 +164,7 @@ async def test_only_who_knows_the_secret_is_met(server: Server) -> None:
             end.setblocking(False)
             end.connect(str(server.shared / SOCKET))
             end.send(said)
+    os.kill(server.child.pid, signal.SIGCONT)
     assert (await run(await meeting, "echo here")).out == b"here\n"
     assert not (server.shared / SOCKET).exists()
 

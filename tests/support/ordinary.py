@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from outrider.pythons.portable import portable_command, portable_python
+from outrider.pythons.portable import portable_python
 
 USER = f"outrider-test-{os.getpid()}"
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,8 @@ def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]
     this environment. It is the portable one, as ours may be in a folder of root's own."""
     with tempfile.TemporaryDirectory(prefix="outrider-user-") as shared:
         os.chmod(shared, 0o755)
-        python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True)
+        python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True) / "bin/python3"
+        find_own_libraries(python)
         packages = [path for path in sys.path if path and Path(path).is_dir() and "lib-dynload" not in path]
         environment = {
             "PATH": os.environ["PATH"],
@@ -54,24 +55,15 @@ def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]
             **environment,
         }
         variables = (f"{name}={value}" for name, value in environment.items())
-        yield ["runuser", "-u", user, "--", "env", "-i", *variables, *before, str(launcher(Path(python)))]
+        yield ["runuser", "-u", user, "--", "env", "-i", *variables, *before, str(python)]
 
 
-def launcher(python: Path) -> Path:
-    """A program that starts the portable interpreter, and that it takes for its own file: so what it starts by
-    `sys.executable` has its libraries, too."""
-    path = python / "bin" / "launcher"
-    loader, *rest = portable_command(str(python))
-    argv0 = ["--argv0", str(path)] if rest else []
-    path.write_text(f'#!/bin/sh\nexec {shlex.join([loader, *argv0, *rest])} "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def interpreter() -> list[str]:
-    """The command of the interpreter that runs this: of the portable one, its own loader comes first."""
-    by_itself = Path("/proc/self/exe").samefile(sys.executable)
-    return [sys.executable] if by_itself else portable_command(sys.prefix)
+def find_own_libraries(python: Path) -> None:
+    """A program looks for libraries where it was told to when it was linked, which may be a folder of root's own: let
+    this copy look beside itself. So it needs no loader before it, and can be started as `sys.executable`."""
+    told, beside = f"\0{sysconfig.get_config_var('LIBDIR')}\0".encode(), b"\0$ORIGIN/../lib\0"
+    if len(beside) <= len(told):
+        python.write_bytes(python.read_bytes().replace(told, beside.ljust(len(told), b"\0")))
 
 
 def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:
