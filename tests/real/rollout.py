@@ -207,7 +207,7 @@ class Rollout:
         for sample in group.samples:
             assert sample.mode is TokenMode.TOKENS
             assert len(sample.ids) == len(sample.loss_mask) == len(sample.logprobs) == len(sample.versions)
-            assert sample.reward == reward
+            assert sample.reward == (reward if any(sample.loss_mask) else None)
 
     @property
     def session(self) -> SessionView:

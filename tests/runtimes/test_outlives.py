@@ -21,8 +21,9 @@ from aiohttp import web
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Outlives, SandboxContext, TakesOver
 from outrider.runtimes.containers.docker_api import DockerApi
-from outrider.runtimes.kernel.process_marks import RUN_FILE, marked
+from outrider.runtimes.kernel.process_marks import OUTLIVE_SECONDS, RUN_FILE, marked
 from outrider.runtimes.node_host import Host, lives, survives
+from outrider.runtimes.tool_server import sandbox as tool_server_sandbox
 from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.sandboxes.node_folder import NodeFolder
 from outrider.spec import RuntimeSpec
@@ -37,6 +38,8 @@ __all__ = ["temporary"]
 pytestmark = pytest.mark.real
 
 OWNER = "the service of this test"
+WAITS = 15.0
+"""Seconds, for a sandbox whose next node does not come."""
 TESTS = Path(__file__).parents[1]
 
 AGENT = """
@@ -91,9 +94,10 @@ def context_of(host: Host, directory: Path) -> SandboxContext:
     )
 
 
-async def node(temporary: str, spec: str, arm: str) -> None:
+async def node(temporary: str, spec: str, arm: str, waits: str) -> None:
     """The first node: it starts the sandbox and the agent in it, and says where it is when the agent has called."""
     tempfile.tempdir = temporary
+    tool_server_sandbox.OUTLIVE_SECONDS = float(waits)  # type: ignore[attr-defined]
     folder = NodeFolder.make(OWNER)
     folder.path.chmod(0o711)
     directory = folder.path / "s-1"
@@ -135,7 +139,7 @@ class Killed:
         return made
 
 
-async def killed_node(kind: str, temporary: Path, *, arm: str = "armed") -> Killed:
+async def killed_node(kind: str, temporary: Path, *, arm: str = "armed", waits: float = OUTLIVE_SECONDS) -> Killed:
     fields: dict[str, Any] = {"kind": kind}
     if kind == "apptainer":
         if not (can := cast(Any, kind_of(kind)).available()).ok:
@@ -147,7 +151,7 @@ async def killed_node(kind: str, temporary: Path, *, arm: str = "armed") -> Kill
     spec = RuntimeSpec(**fields)
     os.chmod(temporary, 0o711)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", NODE, str(TESTS), str(temporary), spec.model_dump_json(), arm),
+        *(sys.executable, "-c", NODE, str(TESTS), str(temporary), spec.model_dump_json(), arm, str(waits)),
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
@@ -171,6 +175,7 @@ async def alive(killed: Killed) -> bool:
 
 
 async def gone(killed: Killed) -> None:
+    """A node's keeper cannot see into gVisor: there the sandbox ends by itself, when its wait is over."""
     async with asyncio.timeout(30):
         while await alive(killed):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.1)
@@ -211,14 +216,14 @@ async def test_the_next_node_goes_on(kind: str, temporary: Path) -> None:
 
 
 async def test_what_may_not_outlive_its_node_is_ended_with_it(kind: str, temporary: Path) -> None:
-    killed = await killed_node(kind, temporary, arm="unarmed")
+    killed = await killed_node(kind, temporary, arm="unarmed", waits=WAITS)
     await gone(killed)
     assert not survives(killed.directory)
 
 
-async def test_nobody_comes(kind: str, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_comes(kind: str, temporary: Path) -> None:
     """The keeper ends the sandbox when the next node has not come in time, or comes without wanting it."""
-    killed = await killed_node(kind, temporary)
+    killed = await killed_node(kind, temporary, waits=WAITS)
     left = await asyncio.to_thread(NodeFolder.make, OWNER)
     await asyncio.to_thread(left.remove)
     await gone(killed)
@@ -226,7 +231,7 @@ async def test_nobody_comes(kind: str, temporary: Path, monkeypatch: pytest.Monk
 
 
 async def test_another_owner_gets_nothing(kind: str, temporary: Path) -> None:
-    killed = await killed_node(kind, temporary)
+    killed = await killed_node(kind, temporary, waits=WAITS)
     other = await asyncio.to_thread(NodeFolder.make, "another service")
     assert other.path != killed.folder
     await asyncio.to_thread(other.remove)
