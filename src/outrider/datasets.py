@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from outrider.errors import InvalidField
-from outrider.evaluators.checks.reasoning_sets import can_be_scored, check_data_set
+from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, check_data_set
 from outrider.examples import Example as Example
 from outrider.examples import Gold as Gold
 from outrider.harbor.tasks import harbor_examples as harbor_examples
@@ -70,11 +70,7 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
     could not solve. Raises InvalidField for a data set that cannot be used, and where reasoning-gym is missing.
     """
     check_data_set(name, field="name")
-    try:
-        factory = importlib.import_module("reasoning_gym.factory")
-    except ImportError as error:
-        hint = "pip install 'outrider[reasoning-gym]'"
-        raise InvalidField("tasks of reasoning-gym need it", field="source", hint=hint) from error
+    factory = _reasoning_gym_factory()
     try:
         entries = factory.create_dataset(name, size=size * SPARE_ENTRIES, seed=seed, **config)
     except (AssertionError, TypeError, ValueError) as error:  # as it says what is wrong with a name or a setting
@@ -95,6 +91,21 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
         gold = Gold(reply=f"<answer>{entry['answer']}</answer>")
         examples.append(Example(id=f"{name}-{seed}-{number}", task=task, row=entry, gold=gold))
     return examples
+
+
+def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
+    """One entry of each of reasoning-gym's data sets that can be used, by name, or of the first `size` of them. Raises
+    as `reasoning_gym_examples`."""
+    names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
+    return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
+
+
+def _reasoning_gym_factory() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        hint = "pip install 'outrider[reasoning-gym]'"
+        raise InvalidField("tasks of reasoning-gym need it", field="source", hint=hint) from error
 
 
 def template_examples(

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.datasets import Example, reasoning_gym_examples
+from outrider.certify.task_check import check_tasks
+from outrider.datasets import Example, one_of_each_reasoning_gym_set, reasoning_gym_examples
 from outrider.errors import InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.checks.reasoning_sets import EVALUATED, UNUSABLE
@@ -80,6 +81,16 @@ async def test_partial_scores_are_kept(grade: Grade) -> None:
     assert verdict.reward == 0.05
     assert verdict.metrics["solved"] == 0.0
     assert "it scores 0.05 (reasoning-gym 0.1." in (verdict.reason or "")
+
+
+async def test_without_a_marked_answer_there_is_all_or_nothing(grade: Grade) -> None:
+    """The scorer of `emoji_mystery` pays 0.01 for any text."""
+    entry = one("emoji_mystery")
+    assert (await grade("<answer>I have done nothing.</answer>", entry)).reward > 0
+    nothing = await grade("I have done nothing.", entry)
+    assert (nothing.reward, nothing.metrics["answered"]) == (0.0, 0.0)
+    assert "no answer is marked" in (nothing.reason or "")
+    assert (await grade(entry["answer"], entry)).reward == 1.0
 
 
 async def test_where_the_answer_is(grade: Grade) -> None:
@@ -171,6 +182,14 @@ async def test_what_cannot_be_scored_is_refused_at_submission(host: Host) -> Non
         with pytest.raises(InvalidField, match=message) as caught:
             await submitted(entry, host)
         assert caught.value.field == f"task.evaluator.options.{field}"
+
+
+@pytest.mark.timeout(600)
+async def test_one_of_each_data_set_pays_for_its_solution_and_nothing_for_nothing(tmp_path: Path) -> None:
+    examples = one_of_each_reasoning_gym_set()
+    assert len(examples) == 95
+    reports = await check_tasks(examples, folder=tmp_path, at_once=4)
+    assert [(report.id, report.problems) for report in reports if report.problems] == []
 
 
 def test_examples_are_the_same_for_the_same_seed() -> None:

