@@ -207,7 +207,10 @@ async def _serve_echo() -> None:
 async def _serve_bare(app: Any) -> None:
     """By uvicorn as it is."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
+        # After uvicorn's own 5 seconds a connection could be closed at the moment when a slow client uses it again.
+        config = uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=75
+        )
         server = uvicorn.Server(config)
         serving_it = asyncio.create_task(server.serve(sockets=[listening]))
         await _until_told([f"http://127.0.0.1:{listening.getsockname()[1]}"])
