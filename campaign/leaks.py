@@ -112,8 +112,10 @@ def _left(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection
         left += [f"mount {line.split()[4]}" for line in mounts if str(home.temporary) in line]
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     left += [f"socket {name}" for name in sockets if str(folder) in name]
+    namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    ours = {(namespace, str(pid)) for pid in hosts}
     for parent in set(cgroups.find().folders.values()):
         for group in parent.glob(f"{PREFIX}*"):
-            if group.name.split("-")[2] in map(str, hosts):
+            if tuple(group.name.split("-")[1:3]) in ours:
                 left.append(f"control group {group}")
     return left

@@ -24,7 +24,7 @@ from outrider.spec import RuntimeSpec
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, Turn
 from store.world import turn
 
 from .world import put
@@ -44,12 +44,19 @@ class Moments(Store):
         self.started: Callable[[], None] = lambda: None
         self.requeued: Callable[[], None] = lambda: None
         self.looked: Callable[[], Awaitable[None]] | None = None
+        self.read: Callable[[], Awaitable[None]] | None = None
 
     async def queued(self, limit: int, *, now: float = math.inf, **which: Any) -> list[SessionRow]:
         looked = self.looked
         found = await super().queued(limit, now=now, **which)
         if looked is not None:
             await looked()
+        return found
+
+    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
+        found = await super().turns(session_id, attempt, images=images)
+        if self.read is not None:
+            await self.read()
         return found
 
     async def start_attempt(
@@ -235,6 +242,27 @@ async def test_cancelled_between_its_lease_and_its_first_step() -> None:
         result = (await store.session("s")).result
         assert result is not None
         assert (result.stop_reason, result.attempt, node.ran) == (StopReason.CANCELLED, 1, [])
+
+
+async def test_a_turn_that_is_stored_while_an_interrupted_attempt_ends_is_counted() -> None:
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.hold.clear()
+        await put(store, "g", "s")
+        scheduler.wake()
+        await node.started.wait()
+        await store.add_turn("s", 1, turn(0))
+
+        async def add_another() -> None:
+            store.read = None
+            await store.add_turn("s", 1, turn(1))
+
+        store.read = add_another
+        await scheduler.end(await store.cancel_group("g"))
+        await done.wait()
+        ended = (await store.session("s")).result
+        assert ended is not None
+        assert (ended.stop_reason, ended.turns) == (StopReason.CANCELLED, 2)
+        assert ended.tokens.sampled == sum(len(one.output_ids) // 4 for one in await store.turns("s"))
 
 
 async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:

@@ -10,7 +10,8 @@ import pytest
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.store.rows import Delivery, EventKind
-from outrider.store.store import Store
+from outrider.store.store import MoreTurns, Store
+from outrider.trajectory import FrozenUse
 
 from .conftest import NOW
 from .world import FAILURE, STARTED, advance, group_row, kinds, result, start, submit, turn
@@ -35,6 +36,19 @@ async def test_the_last_session_ends_its_group(store: Store) -> None:
         Delivery(group_id="g", url="http://c/", tries=0, next_try=NOW, since=NOW)
     ]
     assert (await kinds(store))[-2:] == [EventKind.SESSION_DONE, EventKind.GROUP_DONE]
+
+
+async def test_a_result_of_all_turns_is_refused_when_one_has_come_since(store: Store) -> None:
+    await submit(store, group_row(n=1))
+    await start(store, "g.0")
+    await store.add_turn("g.0", 1, turn(0))
+    before = msgspec.structs.replace(result("g.0", 1), turns=1)
+    await store.add_turn("g.0", 1, turn(0), model="judge")
+    with pytest.raises(MoreTurns):
+        await store.finish("g.0", 1, before, of_all_turns=True)
+    assert (await store.session("g.0")).result is None
+    after = msgspec.structs.replace(before, frozen={"judge": FrozenUse(turns=1, tokens=2)})
+    assert await store.finish("g.0", 1, after, of_all_turns=True)
 
 
 async def test_a_result_is_read_back_whole_and_ends_the_lease(store: Store) -> None:

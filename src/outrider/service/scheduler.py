@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +31,7 @@ from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.sessions.resources import ResourceAmount
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.store.store import Store
+from outrider.store.store import MoreTurns, Store
 from outrider.trajectory import SessionResult, stored_run
 
 log = logging.getLogger("outrider.scheduler")
@@ -210,10 +211,7 @@ class Scheduler:
         reason: StopReason = StopReason.ERROR,
     ) -> None:
         """End a queued session, with what its last attempt has sampled."""
-        turns = await self._store.turns(session.id, session.attempt)
-        frozen = await self._store.frozen_turns(session.id, session.attempt)
-        result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-        await self._finish(session.id, session.attempt, result)
+        await self._finish_with_turns(session, reason, task=task, error=error)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
@@ -325,8 +323,8 @@ class Scheduler:
         started = time.monotonic()
         lost = False
         try:
-            result = await self._outcome(placement)
-            result = await retry_store(lambda: self._settle(placement, result))
+            outcome = await self._outcome(placement)
+            result = await retry_store(lambda: self._settle(placement, outcome))
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -353,9 +351,9 @@ class Scheduler:
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0))
             await retry_store(partial(self._retake, time.time(), wait=wait))
 
-    async def _outcome(self, placement: _Placement) -> SessionResult:
-        """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect. Raises
-        NodeLost."""
+    async def _outcome(self, placement: _Placement) -> SessionResult | None:
+        """How the attempt ended; None if it was interrupted, for the reason in `ending`. A cancellation may come before
+        the node has it; after its end it has no effect. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -375,30 +373,46 @@ class Scheduler:
                 raise
         finally:
             placement.task = None
-        return await retry_store(lambda: self._interrupted_result(placement))
+        return None
 
-    async def _interrupted_result(self, placement: _Placement) -> SessionResult:
-        session, task = placement.attempt.session, placement.attempt.task
-        turns = await self._store.turns(session.id, session.attempt)
-        frozen = await self._store.frozen_turns(session.id, session.attempt)
-        assert placement.ending is not None
-        return session_result(session, placement.ending, turns, task=task, frozen=frozen)
-
-    async def _settle(self, placement: _Placement, result: SessionResult) -> SessionResult:
+    async def _settle(self, placement: _Placement, outcome: SessionResult | None) -> SessionResult:
         """Requeue or finish the session; the result that was stored."""
+        session, task = placement.attempt.session, placement.attempt.task
         try:
-            await self._requeue_or_finish(placement, result)
-            return result
+            if outcome is None:
+                assert placement.ending is not None
+                return await self._finish_with_turns(session, placement.ending, task=task, under_way=True)
+            await self._requeue_or_finish(placement, outcome)
+            return outcome
         except ServiceError:  # the database failed: the caller tries the same again
             raise
         except Exception as error:
             # The result itself cannot be stored. That is a bug, but it must end only this session, not the service.
-            session = placement.attempt.session
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
-            failed = msgspec.structs.replace(result, stop_reason=StopReason.ERROR, verdict=None, error=record)
+            failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
+            failed = msgspec.structs.replace(failed, stop_reason=StopReason.ERROR, verdict=None, error=record)
             await self._finish(session.id, session.attempt, failed, under_way=True)
             return failed
+
+    async def _finish_with_turns(
+        self,
+        session: SessionRow,
+        reason: StopReason,
+        *,
+        task: TaskSpec | None,
+        error: ErrorRecord | None = None,
+        under_way: bool = False,
+    ) -> SessionResult:
+        """End a session whose attempt has not said how it ended, with the turns that are stored; the result."""
+        while True:
+            turns = await self._store.turns(session.id, session.attempt)
+            frozen = await self._store.frozen_turns(session.id, session.attempt)
+            result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
+            # A node that is gone may have sent a turn that was being stored when these were read.
+            with suppress(MoreTurns):
+                await self._finish(session.id, session.attempt, result, under_way=under_way, of_all_turns=True)
+                return result
 
     async def _requeue_or_finish(self, placement: _Placement, result: SessionResult) -> None:
         """Requeue a session whose failure is worth another attempt; finish any other."""
@@ -421,11 +435,22 @@ class Scheduler:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
         if placement.ending is not None:  # while this attempt was under way: `end` has left the session to it
-            await self._finish(session.id, session.attempt, await self._interrupted_result(placement))
+            await self._finish_with_turns(session, placement.ending, task=placement.attempt.task)
 
-    async def _finish(self, session_id: str, attempt: int, result: SessionResult, *, under_way: bool = False) -> None:
+    async def _finish(
+        self,
+        session_id: str,
+        attempt: int,
+        result: SessionResult,
+        *,
+        under_way: bool = False,
+        of_all_turns: bool = False,
+    ) -> None:
+        """As `Store.finish`, also where the session was settled elsewhere."""
         try:
-            group_done = await self._store.finish(session_id, attempt, result, under_way=under_way)
+            group_done = await self._store.finish(
+                session_id, attempt, result, under_way=under_way, of_all_turns=of_all_turns
+            )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
             self._on_done()  # perhaps it was settled here, by a commit whose answer was lost, and ended the group

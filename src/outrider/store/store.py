@@ -39,6 +39,8 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+COUNT_TURNS = """SELECT (SELECT COUNT(*) FROM turns WHERE session_id = ? AND attempt = ?)
+    + (SELECT COUNT(*) FROM frozen_turns WHERE session_id = ? AND attempt = ?)"""
 ADOPT = (
     """INSERT INTO turns (session_id, attempt, turn_index, turn)
         SELECT sessions.id, sessions.attempt, turn_index, turn FROM sessions, turns
@@ -52,6 +54,10 @@ ADOPT = (
 END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
     WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
 REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = ? WHERE given_up IS NOT NULL"""
+
+
+class MoreTurns(Exception):
+    """The attempt has turns that the result does not count: read them again."""
 
 
 class Store:
@@ -437,19 +443,33 @@ class Store:
 
         await self._db.write(body)
 
-    async def finish(self, session_id: str, attempt: int, result: SessionResult, *, under_way: bool = False) -> bool:
+    async def finish(
+        self,
+        session_id: str,
+        attempt: int,
+        result: SessionResult,
+        *,
+        under_way: bool = False,
+        of_all_turns: bool = False,
+    ) -> bool:
         """End a session for good; True if its group is now done.
 
         With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
         If its `min_usable` verdicts are there before that, the sessions that are left are to end early.
         A queued session (with `attempt` its last one) may be finished: that is how it is cancelled. An attempt that
         ends its own session says `under_way`: it is refused if its lease has lapsed, and its session waits for another.
+        A result that was made of turns read before, while the attempt could still add some, is to be `of_all_turns`:
+        raises MoreTurns if one has come since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
 
         async def body(tx: Connection) -> bool:
             session = await check(tx, session_id, attempt)
+            if of_all_turns:
+                [[stored]] = await tx.fetch(COUNT_TURNS, (session_id, attempt, session_id, attempt))
+                if stored != result.turns + sum(use.turns for use in result.frozen.values()):
+                    raise MoreTurns(session_id)
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
