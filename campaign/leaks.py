@@ -112,6 +112,7 @@ def _left(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection
         left += [f"mount {line.split()[4]}" for line in mounts if str(home.temporary) in line]
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     left += [f"socket {name}" for name in sockets if str(folder) in name]
+    # A process's number names it in one PID namespace only, and groups are named after both.
     namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     ours = {(namespace, str(pid)) for pid in hosts}
     for parent in set(cgroups.find().folders.values()):

@@ -94,8 +94,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """One entry of each of reasoning-gym's data sets that can be used, by name, or of the first `size` of them. Raises
-    as `reasoning_gym_examples`."""
+    """One entry of each data set of reasoning-gym that can be used, in the order of their names; of the first `size` if
+    that is given. Raises InvalidField where reasoning-gym is missing."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 

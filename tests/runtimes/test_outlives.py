@@ -97,7 +97,7 @@ def context_of(host: Host, directory: Path) -> SandboxContext:
 async def node(temporary: str, spec: str, arm: str, waits: str) -> None:
     """The first node: it starts the sandbox and the agent in it, and says where it is when the agent has called."""
     tempfile.tempdir = temporary
-    tool_server_sandbox.OUTLIVE_SECONDS = float(waits)  # type: ignore[attr-defined]
+    tool_server_sandbox.OUTLIVE_SECONDS = float(waits)  # type: ignore[attr-defined]  # imported there
     folder = NodeFolder.make(OWNER)
     folder.path.chmod(0o711)
     directory = folder.path / "s-1"
@@ -175,7 +175,8 @@ async def alive(killed: Killed) -> bool:
 
 
 async def gone(killed: Killed) -> None:
-    """A node's keeper cannot see into gVisor: there the sandbox ends by itself, when its wait is over."""
+    """A node's keeper kills what it sees. It sees nothing of a gVisor sandbox, which ends when it has waited long
+    enough for the next node."""
     async with asyncio.timeout(30):
         while await alive(killed):  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.1)

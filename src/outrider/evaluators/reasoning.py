@@ -73,14 +73,16 @@ class ReasoningGymEvaluator:
         request = {"entry": self._options.entry, "answer": said if marked is None else marked}
         checks = await checks_of(outcome.host, CHECKS)
         checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
-        metrics = {"answered": 1.0, "check_seconds": checked.seconds}
+        metrics = {"answered": float(marked is not None), "check_seconds": checked.seconds}
         result = checked.answer or {"refused": checked.fault}
         if "refused" in result:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{result['refused']} ({LIBRARY})")
         score = result["score"]
-        metrics |= {"solved": float(score == 1)}
-        reason = f"it scores {score:g} ({LIBRARY})"
-        if marked is None and score < 1:
-            # Some scorers pay a little for any text: no answer would earn it, too.
-            return Verdict(reward=0.0, metrics=metrics | {"answered": 0.0}, reason=f"no answer is marked; {reason}")
+        solved, reason = score == 1, f"it scores {score:g} ({LIBRARY})"
+        metrics["solved"] = float(solved)
+        if solved:
+            metrics["answered"] = 1.0
+        elif marked is None:
+            # Some scorers pay a little for any text: a reply that answers nothing must not earn that.
+            return Verdict(reward=0.0, metrics=metrics, reason=f"no answer is marked; {reason}")
         return Verdict(reward=score, metrics=metrics, reason=reason)

@@ -184,7 +184,7 @@ class Scheduler:
             placement = self._placements.get(session.id)
             if placement is None:
                 error = EXPIRED if session.ending is StopReason.EXPIRED else None
-                await self._give_up(session, await self._task_of(session), error, reason=session.ending)
+                await self._end_with_turns(session, session.ending, task=await self._task_of(session), error=error)
             elif placement.ending is None:
                 placement.ending = session.ending
                 if placement.task is not None:
@@ -197,21 +197,11 @@ class Scheduler:
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.ending is None:
-                await self._give_up(session, await self._task_of(session), session.last_error)
+                task = await self._task_of(session)
+                await self._end_with_turns(session, StopReason.ERROR, task=task, error=session.last_error)
         await self.end(await self._store.to_end())
         if recovered:
             self._work.set()
-
-    async def _give_up(
-        self,
-        session: SessionRow,
-        task: TaskSpec | None,
-        error: ErrorRecord | None,
-        *,
-        reason: StopReason = StopReason.ERROR,
-    ) -> None:
-        """End a queued session, with what its last attempt has sampled."""
-        await self._finish_with_turns(session, reason, task=task, error=error)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
@@ -264,7 +254,7 @@ class Scheduler:
         """False if the session must wait, because no node has room for it."""
         task = await self._task_of(session)
         if task is None:
-            await self._give_up(session, None, UNREADABLE)
+            await self._end_with_turns(session, StopReason.ERROR, task=None, error=UNREADABLE)
             return True
         node = self._places.find(task)
         if node is None:
@@ -381,7 +371,7 @@ class Scheduler:
         try:
             if outcome is None:
                 assert placement.ending is not None
-                return await self._finish_with_turns(session, placement.ending, task=task, under_way=True)
+                return await self._end_with_turns(session, placement.ending, task=task, under_way=True)
             await self._requeue_or_finish(placement, outcome)
             return outcome
         except ServiceError:  # the database failed: the caller tries the same again
@@ -395,7 +385,7 @@ class Scheduler:
             await self._finish(session.id, session.attempt, failed, under_way=True)
             return failed
 
-    async def _finish_with_turns(
+    async def _end_with_turns(
         self,
         session: SessionRow,
         reason: StopReason,
@@ -404,7 +394,8 @@ class Scheduler:
         error: ErrorRecord | None = None,
         under_way: bool = False,
     ) -> SessionResult:
-        """End a session whose attempt has not said how it ended, with the turns that are stored; the result."""
+        """End a session that is queued, or whose attempt was interrupted, with the turns that are stored of its last
+        attempt; the result."""
         while True:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
@@ -435,7 +426,7 @@ class Scheduler:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
         if placement.ending is not None:  # while this attempt was under way: `end` has left the session to it
-            await self._finish_with_turns(session, placement.ending, task=placement.attempt.task)
+            await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
         self,
@@ -446,7 +437,7 @@ class Scheduler:
         under_way: bool = False,
         of_all_turns: bool = False,
     ) -> None:
-        """As `Store.finish`, also where the session was settled elsewhere."""
+        """`Store.finish`, unless the session was settled elsewhere."""
         try:
             group_done = await self._store.finish(
                 session_id, attempt, result, under_way=under_way, of_all_turns=of_all_turns
