@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -215,5 +216,10 @@ async def test_a_neighbour_that_runs_out_of_its_memory_excuses_nobody(world: Wor
         pytest.skip("this process can set no memory limits by control groups")
     sandbox = await world.start(kind)
     neighbour = await world.start(kind, resources=Resources(memory_mb=64))
-    assert (await neighbour.exec("tail /dev/zero", seconds=20)).exit_code == 137
+    assert isinstance(neighbour, ToolServerSandbox)
+    # The kernel may kill the tool server too: once in thousands it looks again before the memory of the first is free.
+    with contextlib.suppress(RuntimeFailure):
+        assert (await neighbour.exec("tail /dev/zero", seconds=20)).exit_code == 137
+    assert neighbour.server.group is not None
+    assert neighbour.server.group.ran_out()
     assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137
