@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,13 +15,13 @@ import msgspec
 import pytest
 
 from outrider.concurrency.backoff import Backoff
-from outrider.errors import Boundary, ErrorRecord
+from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost
-from outrider.spec import RuntimeSpec
+from outrider.spec import RuntimeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
@@ -43,6 +44,7 @@ class Moments(Store):
         super().__init__(SqliteDatabase(None))
         self.started: Callable[[], None] = lambda: None
         self.requeued: Callable[[], None] = lambda: None
+        self.finished: Callable[[], None] = lambda: None
         self.looked: Callable[[], Awaitable[None]] | None = None
         self.read: Callable[[], Awaitable[None]] | None = None
 
@@ -69,6 +71,11 @@ class Moments(Store):
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
         await super().requeue(session_id, attempt, error, due=due)
         self.requeued()
+
+    async def finish(self, session_id: str, attempt: int, result: SessionResult, **how: bool) -> bool:
+        group_done = await super().finish(session_id, attempt, result, **how)
+        self.finished()
+        return group_done
 
 
 class FakeNode:
@@ -263,6 +270,23 @@ async def test_a_turn_that_is_stored_while_an_interrupted_attempt_ends_is_counte
         assert ended is not None
         assert (ended.stop_reason, ended.turns) == (StopReason.CANCELLED, 2)
         assert ended.tokens.sampled == sum(len(one.output_ids) // 4 for one in await store.turns("s"))
+
+
+async def test_a_group_whose_last_commit_was_not_answered_leaves_nothing_in_memory() -> None:
+    def lose_the_answer() -> None:
+        store.finished = lambda: None
+        raise ServiceError("the connection is gone")
+
+    async with scheduling() as (scheduler, store, _, _, done):
+        store.finished = lose_the_answer
+        await put(store, "g", "s")
+        scheduler.wake()
+        await done.wait()
+        result = (await store.session("s")).result
+        assert result is not None
+        assert result.stop_reason is StopReason.COMPLETED
+        await scheduler.run_dry()
+        assert not [one for one in gc.get_objects() if isinstance(one, StoredGroupSpec)]
 
 
 async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:

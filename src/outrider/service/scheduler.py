@@ -444,7 +444,9 @@ class Scheduler:
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
-            self._on_done()  # perhaps it was settled here, by a commit whose answer was lost, and ended the group
+            # Perhaps it was settled here, by a commit whose answer was lost, and ended the group.
+            self._specs.pop(result.group_id, None)
+            self._on_done()
             return
         self._on_session_done()
         if group_done:
