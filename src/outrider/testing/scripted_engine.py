@@ -28,6 +28,8 @@ TAIL_TOKENS = 1024
 """Tokens at the prompt's end in which a rule's `when` is searched."""
 
 REMEMBERED_REQUESTS = 1024
+REMEMBERED_SESSIONS = 20_000
+"""Those that asked last keep their place in the script. An engine is not told when a session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -291,7 +293,7 @@ class _Script:
         encoded = [(entry, self._encode(entry)) for entry in entries]
         self._rules = [(entry.when, entry, ids) for entry, ids in encoded if entry.when is not None]
         self._lines = [(entry, ids) for entry, ids in encoded if entry.when is None]
-        self._turns: dict[str, int] = {}
+        self._turns: OrderedDict[str, int] = OrderedDict()
 
     def next(self, request: GenerateRequest) -> tuple[Reply, list[int]]:
         """Raises EngineRejected when the script has nothing to say to this prompt."""
@@ -304,8 +306,10 @@ class _Script:
             raise EngineRejected("the script has no reply for this prompt")
         if len(self._lines) == 1:
             return self._lines[0]
-        turn = self._turns.get(request.session_key, 0)
+        turn = self._turns.pop(request.session_key, 0)
         self._turns[request.session_key] = turn + 1
+        if len(self._turns) > REMEMBERED_SESSIONS:
+            self._turns.popitem(last=False)
         return self._lines[min(turn, len(self._lines) - 1)]
 
     def _encode(self, entry: Reply) -> list[int]:
