@@ -217,7 +217,7 @@ async def test_a_neighbour_that_runs_out_of_its_memory_excuses_nobody(world: Wor
     sandbox = await world.start(kind)
     neighbour = await world.start(kind, resources=Resources(memory_mb=64))
     assert isinstance(neighbour, ToolServerSandbox)
-    # The kernel may kill the tool server too: once in thousands it looks again before the memory of the first is free.
+    # Rarely the kernel kills the tool server too: it looks for another before the memory of the first is free.
     with contextlib.suppress(RuntimeFailure):
         assert (await neighbour.exec("tail /dev/zero", seconds=20)).exit_code == 137
     assert neighbour.server.group is not None

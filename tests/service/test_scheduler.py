@@ -279,14 +279,16 @@ async def test_a_group_whose_last_commit_was_not_answered_leaves_nothing_in_memo
 
     async with scheduling() as (scheduler, store, _, _, done):
         store.finished = lose_the_answer
-        await put(store, "g", "s")
+        labels = {"run": "unanswered"}  # other tests have left parsed tasks, too
+        await put(store, "g", "s", labels=labels)
         scheduler.wake()
         await done.wait()
         result = (await store.session("s")).result
         assert result is not None
         assert result.stop_reason is StopReason.COMPLETED
         await scheduler.run_dry()
-        assert not [one for one in gc.get_objects() if isinstance(one, StoredGroupSpec)]
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, StoredGroupSpec) and one.task.labels == labels]
 
 
 async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:
