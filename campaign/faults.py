@@ -29,6 +29,7 @@ class FaultKind(StrEnum):
     CONNECTION_SILENT = "connection silent"  # the same for so long that the service gives the machine up
     AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
+    POWER_LOST = "power lost"  # the service is killed, and what it had not synced to its disk is gone
     DISK_FULL = "disk full"  # for its `seconds`
     DISK_SLOW = "disk slow"  # for its `seconds`: each commit waits 0.2 seconds times the `share`
     CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; set right after its `seconds`
@@ -37,7 +38,7 @@ class FaultKind(StrEnum):
     DATABASE_STOPPED = "database restarted"
 
 
-ON_FILES = frozenset({FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
+ON_FILES = frozenset({FaultKind.POWER_LOST, FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
 ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED})
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
 ON_MACHINES = (
@@ -71,8 +72,8 @@ DRAWN_ON_MACHINES = 3
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
     """Of these kinds, in order. In every run the service is killed while groups are submitted, and once more later, the
-    engine is killed, and leases lapse; and a database server is killed, where there is one, and so are two nodes, and a
-    machine, and a connection is cut."""
+    engine is killed, and leases lapse; and power is lost, or a database server is killed, where there is one, and so
+    are two nodes, and a machine, and a connection is cut."""
     drawn = rng.choices(kinds, k=DRAWN)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
@@ -80,6 +81,8 @@ def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> l
         (FaultKind.ENGINE_KILLED, rng.uniform(0.2, 0.9)),
         (FaultKind.LEASES_LAPSED, rng.uniform(0.25, 0.6)),
     ]
+    if FaultKind.POWER_LOST in kinds:
+        points.append((FaultKind.POWER_LOST, rng.uniform(0.1, 0.95)))
     if FaultKind.DATABASE_KILLED in kinds:
         points.append((FaultKind.DATABASE_KILLED, rng.uniform(0.1, 0.9)))
     if FaultKind.NODE_KILLED in kinds:

@@ -92,6 +92,7 @@ class Program:
         self._log = log
         self._temporary = temporary
         self._wanted = True
+        self._may_start = asyncio.Lock()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await self._start()
@@ -127,6 +128,14 @@ class Program:
             return False
         return True
 
+    @asynccontextmanager
+    async def down(self) -> AsyncIterator[bool]:
+        """Kill it, and start it again only at the end of the block; whether there was one to kill."""
+        async with self._may_start:
+            killed = self.signal(signal.SIGKILL)
+            await self._nursery.ended(self.pid)
+            yield killed
+
     async def _start(self) -> None:
         self.pids.append(
             await self._nursery.start(self._module, self._arguments, log=self._log, temporary=self._temporary)
@@ -138,6 +147,7 @@ class Program:
             self.statuses.append(await self._nursery.ended(self.pid))
             if time.monotonic() - started < SHORT_LIFE:
                 await asyncio.sleep(PAUSE_SECONDS)
-            if not self._wanted:
-                return
-            await self._start()
+            async with self._may_start:
+                if not self._wanted:
+                    return
+                await self._start()

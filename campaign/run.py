@@ -7,15 +7,15 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from tests.support.disk import a_disk
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
@@ -392,8 +392,15 @@ class Run:
                 if not self._disk:
                     self._left_out.append(fault.kind)
                     return
-                with a_full_disk(self._folder / "data"):
+                with self._disk.full():
                     await asyncio.sleep(fault.seconds)
+            case FaultKind.POWER_LOST:
+                if not self._disk:
+                    self._left_out.append(fault.kind)
+                    return
+                async with self._service.down() as killed:
+                    self._kills += killed
+                    await asyncio.to_thread(self._disk.lose_power)
             case FaultKind.DISK_SLOW:
                 self._knobs.commit_seconds = FULLEST_COMMIT * fault.share
                 await asyncio.sleep(fault.seconds)
@@ -487,37 +494,6 @@ class Run:
             return reader.groups()
         finally:
             reader.close()
-
-
-@contextmanager
-def a_disk(folder: Path, mib: int) -> Iterator[bool]:
-    """A file system of `mib` MiB at `folder`; False where this machine allows none: then it is a plain folder."""
-    folder.mkdir()
-    options = f"size={mib}m,mode=0700"
-    mounted = not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "campaign", folder], capture_output=True
-    ).returncode
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@contextmanager
-def a_full_disk(folder: Path) -> Iterator[None]:
-    big = folder / "big"
-    try:
-        with suppress(OSError), big.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 20))
-        # The last bytes, too: a file system gives whole pages.
-        with suppress(OSError), big.open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(512))
-        yield
-    finally:
-        big.unlink(missing_ok=True)
 
 
 def free_port() -> int:

@@ -1,5 +1,5 @@
-"""A process that hammers the store is killed again and again, and PostgreSQL with it; what it was told was stored is
-there."""
+"""A process that hammers the store is killed again and again, and with it PostgreSQL, or the power of its disk; what it
+was told is stored is there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from outrider.schemas import ArtifactList
+from outrider.store.artifacts import ArtifactStore
+from support.disk import Disk, a_disk
 from support.postgresql import PostgresqlServer
 
 TESTS = Path(__file__).parent.parent
@@ -129,6 +132,40 @@ def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
         assert rows("SELECT id FROM groups WHERE state <> 'done'") == []
     assert len(told.groups) > KILLS
     assert told.turns
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with a_disk(tmp_path / "disk", 64) as disk:
+        if disk is None:
+            pytest.skip("this machine lets nobody mount an ext4 file system that is in a file")
+        yield disk
+
+
+def test_a_loss_of_power_undoes_nothing_but_turns_of_sessions_that_run_again(disk: Disk) -> None:
+    place, told = SqliteFile(disk.folder / "outrider.db"), Acknowledged()
+    history: dict[str, list[Any]] = {"events": [], "results": []}
+    chance = random.Random(20_26)
+    for seed in range(KILLS):
+        for line in hammer_and_kill(place, seed, chance.randrange(1, MAX_LINES)):
+            told.add(line)
+        disk.lose_power()
+        with place.opened() as rows:
+            done = {id for (id,) in rows("SELECT id FROM sessions WHERE state = 'done'")}
+        told.turns = {turn for turn in told.turns if turn[0] in done}
+        check(place, told, history)
+    assert len(told.groups) > KILLS
+    assert told.turns
+
+
+def test_artifacts_that_are_listed_survive_a_loss_of_power(disk: Disk) -> None:
+    kept = ArtifactStore(disk.folder / "artifacts")
+    name = kept.put("s-1", 1, bytes(100_000))
+    listed = ArtifactList(session_id="s-1", attempt=1, artifacts=(), left_out=())
+    kept.index(listed)
+    disk.lose_power()
+    assert kept.listed("s-1") == listed
+    assert (disk.folder / "artifacts" / "s-1" / "1" / name).read_bytes() == bytes(100_000)
 
 
 def check(place: Place, told: Acknowledged, history: dict[str, list[Any]]) -> None:

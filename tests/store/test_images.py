@@ -115,8 +115,8 @@ class Counting(SqliteDatabase):
         super().__init__(path)
         self.statements: list[str] = []
 
-    async def write(self, body: Body[Any]) -> Any:
-        return await super().write(lambda tx: body(_Heard(tx, self.statements)))
+    async def write(self, body: Body[Any], *, volatile: bool = False) -> Any:
+        return await super().write(lambda tx: body(_Heard(tx, self.statements)), volatile=volatile)
 
 
 class _Heard:

@@ -113,8 +113,7 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # Artifacts are written before their session's end is stored: a loss of power may keep the one without the
-            # other.
+            # A database that was put back from a copy does not know the sessions that are younger than the copy.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])

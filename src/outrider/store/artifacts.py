@@ -1,7 +1,8 @@
 """Stores artifacts, the files that a task keeps of its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
 
-The name that a file had in its sandbox is data in an index and never becomes a file name here. Invariant: every file in
-an attempt's index is stored in full; an attempt without an index has no artifacts. What is not a coroutine blocks.
+The name that a file had in its sandbox is data in an index and never becomes a file name here. Invariants: every file
+in an attempt's index is stored in full, after a loss of power, too; an attempt without an index has no artifacts. What
+is not a coroutine blocks.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ class ArtifactStore:
         """Store the list of an attempt's artifacts. Raises OSError."""
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
+        place = self._place(listed.session_id, listed.attempt)
+        for folder in (place, place.parent, self._folder):  # their entries, too, must be on the disk
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
         """`put` in a thread."""
@@ -83,7 +91,7 @@ class ArtifactStore:
             try:
                 data = (self._place(session_id, number) / INDEX).read_bytes()
                 return msgspec.json.decode(data, type=ArtifactList)
-            except (FileNotFoundError, msgspec.DecodeError):  # not written, or cut short by a loss of power
+            except FileNotFoundError:
                 continue
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
@@ -118,5 +126,8 @@ class ArtifactStore:
         place = self._place(session_id, attempt)
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = place / f"{name}.draft"
-        draft.write_bytes(data)
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         draft.rename(place / name)

@@ -49,8 +49,12 @@ class Database(Protocol):
         """Finish the transactions already asked for and refuse later ones. Idempotent."""
         ...
 
-    async def write(self, body: Body[T]) -> T:
-        """Run a body as if no other writer existed. It may still be committed after its caller was cancelled."""
+    async def write(self, body: Body[T], *, volatile: bool = False) -> T:
+        """Run a body as if no other writer existed. It may still be committed after its caller was cancelled.
+
+        What it changed survives a loss of power. Of a `volatile` body only the death of any process is survived for
+        certain: a loss of power may undo it, together with the volatile ones after it, up to the next other one.
+        """
         ...
 
     async def read(self, body: Body[T]) -> T:

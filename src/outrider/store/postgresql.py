@@ -143,7 +143,8 @@ class PostgresqlDatabase:
         while self._idle:
             await _closed(self._idle.pop())
 
-    async def write(self, body: Body[T]) -> T:
+    async def write(self, body: Body[T], *, volatile: bool = False) -> T:
+        # A volatile change is made like any other: a server that is killed would lose what it commits asynchronously.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)

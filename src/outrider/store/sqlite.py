@@ -1,8 +1,9 @@
 """`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for it.
 
 It knows no table. Writes that arrive during a commit share the next one, so its cost is paid once for all of them; a
-separate thread waits for the disk. A commit survives the death of the process. A loss of power may undo the commits of
-the last seconds, but never half of one (WAL with synchronous=NORMAL).
+separate thread brings the log into the file. A commit survives the death of the process. It also waits for the disk,
+and so survives a loss of power with all before it, unless all of its batch is volatile: a loss of power may undo the
+volatile commits of the last seconds, but never half of one (WAL; synchronous is FULL, or NORMAL for those).
 Invariant: a body that fails undoes only its own changes, never those of another body in its batch.
 """
 
@@ -31,6 +32,9 @@ BUSY_SECONDS = 5.0
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_PAGES = 16_384
 """Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
+
+NORMAL, FULL = 1, 2
+"""Of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
 
 INCREMENTAL = 2
 """The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
@@ -93,11 +97,11 @@ class SqliteDatabase:
             thread.stop()
             await thread.ended()
 
-    async def write(self, body: Body[T]) -> T:
-        return await _result(self._writes, body)
+    async def write(self, body: Body[T], *, volatile: bool = False) -> T:
+        return await _result(self._writes, body, volatile=volatile)
 
     async def read(self, body: Body[T]) -> T:
-        return await _result(self._reads, body)
+        return await _result(self._reads, body, volatile=True)
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
@@ -110,7 +114,7 @@ class SqliteDatabase:
                 await tx.execute("PRAGMA incremental_vacuum(1)")  # for several, sqlite3 would stop after the first
             return excess > SHRINK_PAGES
 
-        return await self.write(body)
+        return await self.write(body, volatile=True)
 
     def _start(self, name: str, serve: Callable[[sqlite3.Connection], None], stop: Callable[[], None]) -> _Thread:
         thread = _Thread(f"outrider-store-{name}", self._connect, serve, stop)
@@ -123,7 +127,7 @@ class SqliteDatabase:
         try:
             raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only before the file has any content
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
-            raw.execute("PRAGMA synchronous=NORMAL")
+            raw.execute(f"PRAGMA synchronous={NORMAL}")
             raw.execute("PRAGMA foreign_keys=ON")
             raw.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}").fetchall()
         except sqlite3.Error:
@@ -134,6 +138,7 @@ class SqliteDatabase:
 
 class _Job(NamedTuple):
     body: Body[Any]
+    volatile: bool
     future: asyncio.Future[Any]
 
 
@@ -168,9 +173,9 @@ class _Jobs:
         self._loop = asyncio.get_running_loop()
         self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
 
-    def put(self, body: Body[T]) -> asyncio.Future[T]:
+    def put(self, body: Body[T], *, volatile: bool) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting.put(_Job(body, future))
+        self._waiting.put(_Job(body, volatile, future))
         return future
 
     def stop(self) -> None:
@@ -200,6 +205,7 @@ class _Jobs:
         """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the failing
         body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
         try:
+            raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
         except sqlite3.Error as error:
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
@@ -274,10 +280,10 @@ def _run(body: Body[T], connection: _Connection) -> T:
     raise TypeError("the body of a transaction awaited something else than its connection")
 
 
-async def _result(jobs: _Jobs | None, body: Body[T]) -> T:
+async def _result(jobs: _Jobs | None, body: Body[T], *, volatile: bool) -> T:
     if jobs is None:
         raise ServiceError("the store is not open")
-    return await jobs.put(body)
+    return await jobs.put(body, volatile=volatile)
 
 
 def _deliver(outcomes: Sequence[_Outcome]) -> None:

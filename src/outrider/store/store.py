@@ -226,7 +226,7 @@ class Store:
             )
         )
         if picked.empty:
-            await self._db.write(lambda tx: queue.close_shares(tx, picked.empty))
+            await self._db.write(lambda tx: queue.close_shares(tx, picked.empty), volatile=True)
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
@@ -383,7 +383,7 @@ class Store:
         """Extend the leases of attempts, given by session id. Those that are not under way any more are passed over."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
-        await self._db.write(lambda tx: tx.execute_many(sql, values))
+        await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
@@ -403,7 +403,9 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        await self._db.write(body)
+        # Volatile, because the agent's call waits for it, and a loss of power ends the agent with its sandbox, so that
+        # the session runs again from its task. The session's end makes its turns last, too.
+        await self._db.write(body, volatile=True)
 
     async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
         """The turns of one attempt (default: the newest) by index. Their images have bytes only with `images`."""

@@ -1,0 +1,92 @@
+"""A small disk that can be full and can lose its power: ext4 in a file, through a loop device. One has to be allowed to
+mount it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FS_IOC_SHUTDOWN = 0x8004587D
+WITHOUT_FLUSH = 2
+"""Nothing more is written to the device, the file system's own journal included: what was not synced is gone."""
+RELEASE_SECONDS = 10.0
+"""In which the processes that had files open there are gone."""
+
+
+class Disk:
+    """Mounted at `folder`."""
+
+    def __init__(self, folder: Path, image: Path) -> None:
+        self.folder = folder
+        self._image = image
+
+    def lose_power(self) -> None:
+        """Lose all that was not synced. The processes that use the disk must have been killed; afterwards it is mounted
+        again, as after a restart of the machine."""
+        root = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
+        finally:
+            os.close(root)
+        deadline = time.monotonic() + RELEASE_SECONDS
+        while (left := _run("umount", str(self.folder))) is not None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(left)
+            time.sleep(0.02)
+        if (fault := self.mount()) is not None:
+            raise RuntimeError(fault)
+
+    def mount(self) -> str | None:
+        """What speaks against it, if anything."""
+        return _run("mount", "-o", "loop", str(self._image), str(self.folder))
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """There is no room on it."""
+        big = self.folder / "big"
+        try:
+            with suppress(OSError), big.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+            # The last bytes, too: a file system gives whole pages.
+            with suppress(OSError), big.open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+            yield
+        finally:
+            big.unlink(missing_ok=True)
+
+
+@contextmanager
+def a_disk(folder: Path, mib: int) -> Iterator[Disk | None]:
+    """A disk of `mib` MiB at `folder`, which is made. None where the machine allows none: it is a plain folder then."""
+    folder.mkdir()
+    image = folder.with_name(f"{folder.name}.ext4")
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    disk = Disk(folder, image)
+    if _run("mkfs.ext4", "-q", "-F", "-m", "0", str(image)) is not None or disk.mount() is not None:
+        image.unlink()
+        yield None
+        return
+    folder.chmod(0o700)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        image.unlink()
+
+
+def _run(*command: str) -> str | None:
+    """What the command said, if it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return None if done.returncode == 0 else f"{command[0]} failed with {done.returncode}: {done.stderr.strip()}"
