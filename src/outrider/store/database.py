@@ -52,8 +52,8 @@ class Database(Protocol):
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
         """Run a body as if no other writer existed. It may still be committed after its caller was cancelled.
 
-        What it changed survives a loss of power. Of a `volatile` body only the death of any process is survived for
-        certain: a loss of power may undo it, together with the volatile ones after it, up to the next other one.
+        What it changed survives a loss of power. What a `volatile` body changed survives the death of any process,
+        and a loss of power only if a write that is not volatile came after it.
         """
         ...
 

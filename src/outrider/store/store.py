@@ -403,8 +403,8 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # Volatile, because the agent's call waits for it, and a loss of power ends the agent with its sandbox, so that
-        # the session runs again from its task. The session's end makes its turns last, too.
+        # Volatile, because the agent's call waits for it. A loss of power ends the attempt, and the session runs again
+        # from its task; once an attempt's end is stored, so are all its turns.
         await self._db.write(body, volatile=True)
 
     async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
