@@ -155,6 +155,7 @@ class Run:
         self._accepted: dict[str, list[str]] = {}
         self._with_callback: set[str] = set()
         self._kills = 0
+        self._grown = (0.0, 0)
 
     async def run(self) -> RunReport:
         begun = time.monotonic()
@@ -462,8 +463,9 @@ class Run:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
             findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
         findings += await leaks.held_by_idle_service(self._client, self._homes())
-        after = leaks.footprint(self._service.pid)
-        self._grown = (round(after.mib, 1), after.descriptors)
+        with suppress(FileNotFoundError):  # it has ended, which has been found above
+            after = leaks.footprint(self._service.pid)
+            self._grown = (round(after.mib, 1), after.descriptors)
         hosts = {machine.name: machine.program for machine in self._machines}
         service = {"the service": self._service}
         for name, program in (hosts | service if self._machines_leave else service | hosts).items():
@@ -475,18 +477,19 @@ class Run:
         return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
 
     async def _until_complete(self) -> set[str]:
-        """Wait for all nodes, those of the service and of machines; returns those that do not come. A node that starts
-        removes what a killed one has left, and so must have started before that is looked for."""
+        """Wait for the service and all nodes, its own and those of machines; returns those that do not come. A node
+        that starts removes what a killed one has left, and so must have started before that is looked for."""
         nodes = {node for machine in self._machines for node in machine.nodes}
-        deadline = time.monotonic() + JOIN_SECONDS
-        while True:
-            status = await self._answered(self._client.status)
-            assert status is not None
-            here = {node.name for node in status.nodes if node.capacity}
-            missing = (nodes | {node.name for node in status.nodes}) - here
-            if not missing or time.monotonic() > deadline:
-                return missing
-            await asyncio.sleep(LOOK_SECONDS)
+        missing = {"the service"}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_SECONDS):
+                while missing:
+                    status = await self._answered(self._client.status)
+                    assert status is not None
+                    here = {node.name for node in status.nodes if node.capacity}
+                    missing = (nodes | {node.name for node in status.nodes}) - here
+                    await asyncio.sleep(LOOK_SECONDS)
+        return missing
 
     def _read(self, name: str) -> Any:
         reader = Reader(self._folder / f"{name}.sqlite3")

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from support.disk import Disk, a_disk
+
 if TYPE_CHECKING:
     from support.postgresql import PostgresqlServer
 
@@ -54,6 +56,15 @@ def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An OUTRIDER_HOME for all tests that open an IPython, of every worker: to make what they show takes seconds."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """One that can lose its power."""
+    with a_disk(tmp_path / "disk", 64) as disk:
+        if disk is None:
+            pytest.skip("this machine lets nobody mount an ext4 file system that is in a file")
+        yield disk
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from outrider.concurrency.build_once import build_once, locked, new_draft
+from support.disk import Disk
 
 
 def names(folder: Path) -> list[str]:
@@ -66,3 +68,23 @@ def test_drafts_of_killed_builders_are_removed_and_those_of_live_ones_are_not(tm
         live = new_draft(tmp_path / "live-1")
         build_once(tmp_path / "x", fill)
     assert names(tmp_path) == sorted([".locks", live.name, "x"])
+
+
+def test_what_is_at_its_place_is_whole_after_a_loss_of_power(disk: Disk) -> None:
+    place = disk.folder / "x"
+    build_once(place, lambda draft: (draft / "a").write_bytes(b"a" * 100_000))
+    disk.write_names()
+    disk.lose_power()
+    assert (place / "a").read_bytes() == b"a" * 100_000
+
+
+def test_a_disk_without_power_is_mounted_again_only_when_other_mount_namespaces_have_let_go_of_it(disk: Disk) -> None:
+    """The test's own disk: sandboxes are made beside it, each with a copy of all mounts for a moment."""
+    (disk.folder / "a").touch()
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; sleep 0.5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        disk.lose_power()
+    (disk.folder / "b").touch()
+    assert "a" not in names(disk.folder)

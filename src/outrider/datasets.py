@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from outrider.concurrency.build_once import sync_file_system
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, check_data_set
 from outrider.examples import Example as Example
@@ -280,6 +281,7 @@ def verl_parquet(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)
+        sync_file_system(folder)  # the next run takes a file that is there for a whole one
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ file appears complete or not at all.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
@@ -137,6 +138,8 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

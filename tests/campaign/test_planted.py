@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from campaign.__main__ import one_run
-from campaign.checks import Harm
+from campaign.checks import Finding, Harm
 from campaign.fleet import MACHINES, Fleet
 from campaign.processes import a_nursery
 from campaign.run import GROUPS, RunReport
@@ -61,6 +61,13 @@ async def test_a_missing_fence_is_caught() -> None:
 
 async def test_a_teardown_that_a_cancellation_ends_is_caught() -> None:
     assert Harm.LEAKED in await caught("tests.campaign.unshielded_teardown")
+
+
+async def test_a_service_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in ("STALL_SECONDS", "JOIN_SECONDS"):
+        monkeypatch.setattr(f"campaign.run.{seconds}", 10.0)
+    report = await reported("tests.campaign.no_second_start", SEEDS[0])
+    assert Finding(Harm.LOST, "the service is not there again") in report.findings
 
 
 async def test_waiting_for_a_machine_that_is_gone_is_caught() -> None:

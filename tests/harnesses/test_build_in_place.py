@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
+from support.disk import Disk
 
 ONE = Contents(("a==1",))
 TWO = Contents(("a==2",))
@@ -62,3 +63,16 @@ def test_an_invalidateed_or_garbled_folder_does_not_count(tmp_path: Path) -> Non
     assert not is_complete(folder, ONE)
     (folder / ".outrider-sealed.json").write_text("{")
     assert not is_complete(folder, ONE)
+
+
+def test_what_is_complete_is_whole_after_a_loss_of_power(disk: Disk) -> None:
+    folder = disk.folder / "a"
+
+    def build() -> None:
+        (folder / "file").write_bytes(b"x" * 100_000)
+
+    build_in_place(folder, ONE, build)
+    disk.write_names()
+    disk.lose_power()
+    assert is_complete(folder, ONE)
+    assert (folder / "file").read_bytes() == b"x" * 100_000

@@ -20,7 +20,7 @@ import pytest
 
 from outrider.schemas import ArtifactList
 from outrider.store.artifacts import ArtifactStore
-from support.disk import Disk, a_disk
+from support.disk import Disk
 from support.postgresql import PostgresqlServer
 
 TESTS = Path(__file__).parent.parent
@@ -132,14 +132,6 @@ def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
         assert rows("SELECT id FROM groups WHERE state <> 'done'") == []
     assert len(told.groups) > KILLS
     assert told.turns
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    with a_disk(tmp_path / "disk", 64) as disk:
-        if disk is None:
-            pytest.skip("this machine lets nobody mount an ext4 file system that is in a file")
-        yield disk
 
 
 def test_a_loss_of_power_undoes_nothing_but_turns_of_sessions_that_run_again(disk: Disk) -> None:

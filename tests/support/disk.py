@@ -8,7 +8,7 @@ import os
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ FS_IOC_SHUTDOWN = 0x8004587D
 WITHOUT_FLUSH = 2
 """Nothing more is written to the device, the file system's own journal included: what was not synced is gone."""
 RELEASE_SECONDS = 10.0
-"""In which the processes that had files open there are gone."""
+"""In which the processes that had files open there are gone, and mount namespaces that were made have let go of it."""
 
 
 class Disk:
@@ -34,13 +34,17 @@ class Disk:
             fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
         finally:
             os.close(root)
-        deadline = time.monotonic() + RELEASE_SECONDS
-        while (left := _run("umount", str(self.folder))) is not None:
-            if time.monotonic() > deadline:
-                raise RuntimeError(left)
-            time.sleep(0.02)
+        _until_none(lambda: _run("umount", str(self.folder)))
+        # A process that has just been given a mount namespace has this mount in it until it has changed its root. To
+        # mount the image before that would bring back the file system that is shut down.
+        _until_none(lambda: _said("losetup", "--associated", str(self._image)))
         if (fault := self.mount()) is not None:
             raise RuntimeError(fault)
+
+    def write_names(self) -> None:
+        """Write the names of all files to the disk, but not what is in new ones, as a commit of a database does."""
+        with (self.folder / "other").open("w") as file:
+            os.fsync(file.fileno())
 
     def mount(self) -> str | None:
         """What speaks against it, if anything."""
@@ -83,6 +87,14 @@ def a_disk(folder: Path, mib: int) -> Iterator[Disk | None]:
         image.unlink()
 
 
+def _until_none(look: Callable[[], str | None]) -> None:
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while (left := look()) is not None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(left)
+        time.sleep(0.02)
+
+
 def _run(*command: str) -> str | None:
     """What the command said, if it failed."""
     try:
@@ -90,3 +102,8 @@ def _run(*command: str) -> str | None:
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else f"{command[0]} failed with {done.returncode}: {done.stderr.strip()}"
+
+
+def _said(*command: str) -> str | None:
+    """What the command said, if anything."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None

@@ -8,12 +8,14 @@ own:
     FOLDER/.locks/NAME      held by whoever builds or removes NAME
 
 The lock is `flock`, and not the library filelock: the kernel wakes the next waiter, where filelock asks again every
-50 ms, and releases the lock when its process ends, however that ends. Invariant: what is at its place is whole.
+50 ms, and releases the lock when its process ends, however that ends. Invariant: what is at its place is whole, after a
+loss of power, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import os
@@ -50,6 +52,7 @@ def build_once(
         try:
             draft.chmod(0o755)  # mkdtemp's 700 would shut out other users of a shared cache
             build(draft)
+            sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
         finally:  # also after a cancel
             if draft.exists():
@@ -79,6 +82,22 @@ def lock_file(place: Path) -> Path:
 def new_draft(place: Path) -> Path:
     """An empty folder beside a place. Call it with the lock held: a draft whose lock is free counts as abandoned."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
+
+
+def sync_file_system(folder: Path) -> None:
+    """Return once all files of the file system that holds `folder` are on its disk. Raises OSError.
+
+    Call it before the name that says that something is whole: file systems may write a new name long before what is in
+    the files that it names. One call for a tree of 100,000 files is faster than `fsync` of each.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if libc.syncfs(descriptor) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(folder))
+    finally:
+        os.close(descriptor)
 
 
 def _remove_abandoned(place: Path) -> None:

@@ -2,8 +2,8 @@
 
 It knows nothing of what is in the folder. It cannot build elsewhere and rename, as concurrency/build_once.py does,
 because the files of a virtual environment name its folder; a marker file that is written last says that a folder is
-complete. Invariant: a folder with its marker is complete, and of any number of builders in any number of processes
-exactly one builds.
+complete. Invariant: a folder with its marker is complete, after a loss of power, too, and of any number of builders in
+any number of processes exactly one builds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.concurrency.build_once import locked
+from outrider.concurrency.build_once import locked, sync_file_system
 
 MARKER = ".outrider-sealed.json"
 
@@ -55,6 +55,7 @@ def build_in_place(folder: Path, contents: Contents, build: Callable[[], None]) 
             build()
             draft = folder / f"{MARKER}.draft"
             draft.write_bytes(msgspec.json.encode(contents))
+            sync_file_system(folder)
             draft.rename(folder / MARKER)
         except BaseException:  # also an interrupt
             shutil.rmtree(folder, ignore_errors=True)

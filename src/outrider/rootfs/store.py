@@ -78,6 +78,8 @@ class ImageStore:
         handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
         with os.fdopen(handle, "w") as file:
             file.write(_hex(image.digest))
+            file.flush()
+            os.fsync(handle)
         os.replace(draft, place)  # others may be reading it: they see the old content or the new, never a part
 
     def images(self) -> dict[str, Image]:
