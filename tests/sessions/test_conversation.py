@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,59 @@ async def test_a_call_that_succeeds_clears_the_failure_of_one_before(tmp_path: P
             await world.ask({"role": "user", "content": "many words " * 100})
         await world.ask(USER)
         assert world.conversation.failure is None
+
+
+TITLE = {"role": "user", "content": "a title, please"}
+BREAKS_OFF = {"when": "hello there", "reply": "some words and more<|im_end|>", "fail": "unavailable", "after": 2}
+
+
+async def test_a_call_beside_the_one_that_failed_does_not_make_up_for_it(tmp_path: Path) -> None:
+    """The newest call to end has succeeded, but the agent has not gone on."""
+    async with a_world(tmp_path, [BREAKS_OFF, {"reply": "a title<|im_end|>", "stall": 1}]) as world:
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(world.ask(TITLE, tools=[BASH]))
+            await world.engine.stalled.wait()
+            with pytest.raises(EngineUnavailable):
+                await world.ask(USER, tools=[BASH])
+            world.engine.release()
+        assert beside.result().reply.content == "a title"
+        assert isinstance(world.conversation.failure, EngineUnavailable)
+        await world.ask(TITLE, tools=[BASH])
+        assert world.conversation.failure is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "goes_on"),
+    [([BASH], [], False), ([BASH], [BASH], True), ([], [], True), ([], [BASH], True)],
+    ids=["side call", "with tools", "without tools", "now with tools"],
+)
+async def test_a_call_for_a_title_does_not_show_that_the_work_goes_on(
+    tmp_path: Path, first: list[Any], then: list[Any], goes_on: bool
+) -> None:
+    async with a_world(tmp_path, [BREAKS_OFF, "a reply<|im_end|>"]) as world:
+        with pytest.raises(EngineUnavailable):
+            await world.ask(USER, tools=first)
+        await world.ask(TITLE, tools=then)
+        assert (world.conversation.failure is None) is goes_on
+
+
+async def test_an_engines_failure_outranks_a_prompt_that_was_too_long(tmp_path: Path) -> None:
+    """Such as a side call's, after which the work would be graded."""
+    async with a_world(tmp_path, [BREAKS_OFF], context_tokens=256) as world:
+        with pytest.raises(EngineUnavailable):
+            await world.ask(USER, tools=[BASH])
+        with pytest.raises(ContextOverflow):
+            await world.ask({"role": "user", "content": "many words " * 1000})
+        assert isinstance(world.conversation.failure, EngineUnavailable)
+
+
+async def test_failures_that_nothing_makes_up_for_are_not_heaped_up(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [BREAKS_OFF]) as world:
+        for tools in ([BASH], [], []) * 3:
+            with pytest.raises(EngineUnavailable):
+                await world.ask(USER, tools=tools)
+        failed = world.conversation._failed._failed
+        assert [one.tools for one in failed] == [True, False]
 
 
 async def test_the_turn_limit_is_told_once_and_refuses_further_calls(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls.body_limits import LARGE, Body, Capacity
 from outrider.sessions.calls.call import Call, ModelBackend, Step
+from outrider.sessions.calls.failed_calls import FailedCalls
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
@@ -65,9 +66,8 @@ class Conversation:
 
     `step` is the step of the task that is under way, and `step_turns` how many turns it has.
 
-    `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
-    record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `frozen` is the
-    name of a frozen model, in errors; None for the policy.
+    `broken` is what broke the record of a turn, after which no call is taken. `hung_up` says whether a client has given
+    up a call. `frozen` is the name of a frozen model, in errors; None for the policy.
 
     Requests are read and joined one at a time; long work on one runs in the worker thread (`offload`).
     """
@@ -95,7 +95,6 @@ class Conversation:
         self.replies = 0
         """Turns that the agent was given to their end."""
         self.limit: StopReason | None = None
-        self.failure: OutriderError | None = None
         self.broken: OutriderError | None = None
         self.hung_up = False
         self._frozen = frozen
@@ -104,6 +103,7 @@ class Conversation:
         self._sampling = sampling
         self._sample_index = sample_index
         self._seeded_calls = 0
+        self._failed = FailedCalls()
         self._record = record
         self._on_limit = on_limit
         self._calls: set[asyncio.Task[object]] = set()
@@ -150,16 +150,18 @@ class Conversation:
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive a request. Raises as `Body.received`, and for a LARGE body RunEnded and EngineError."""
+        number = self._failed.begin()
         try:
             return await body.received(parts, self.capacity)
         except EngineError as error:
-            self.failure = error
+            self._failed.ended(number, tools=False, error=error)
             raise
 
     async def read(self, received: bytes, dialect: Dialect, call: WireCall) -> ModelRequest:
         """Read a request that was received. Raises RequestError, and for a LARGE one RunEnded, EngineError and
         ContextOverflow."""
         memory = self._memories.setdefault(dialect.name, {})
+        number = self._failed.begin()
         try:
             capacity = None
             if len(received) > LARGE:
@@ -168,7 +170,7 @@ class Conversation:
             async with self._reading:
                 return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
-            self.failure = error
+            self._failed.ended(number, tools=False, error=error)
             raise
 
     async def count(self, request: ModelRequest) -> int:
@@ -202,6 +204,7 @@ class Conversation:
         the generation; what was sampled until then is recorded as an aborted turn.
         """
         self._admit()
+        number, tools = self._failed.begin(), bool(request.tools)
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -226,11 +229,11 @@ class Conversation:
             # Stored before the client gets the end of its reply: its next request may quote this turn.
             await self._store(call.commit())
             self.replies += 1
-            self.failure = self.broken
+            self._failed.ended(number, tools=tools)
             yield [call.completion()]
         except EngineRejected as error:
             if not client_may_be_at_fault(request.sampling):
-                self.failure = error
+                self._failed.ended(number, tools=tools, error=error)
                 raise
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except asyncio.CancelledError:
@@ -238,7 +241,7 @@ class Conversation:
             raise
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
-                self.failure = error
+                self._failed.ended(number, tools=tools, error=error)
             elif isinstance(error, LimitReached):
                 self.limit = error.reason
             raise
@@ -250,6 +253,15 @@ class Conversation:
             if not self._calls:
                 self._idle.set()
                 self._end_at_limit()
+
+    @property
+    def failure(self) -> OutriderError | None:
+        """What a run that ends now fails with: `broken`, or the error of a call that it has not gone on from."""
+        return self.broken or self._failed.error
+
+    def was_cut_off(self, error: OutriderError) -> None:
+        """A call may have been cut off, and fails with `error`, unless the agent makes another one."""
+        self._failed.ended(self._failed.begin(), tools=False, error=error)
 
     @property
     def open(self) -> bool:
@@ -273,7 +285,8 @@ class Conversation:
     def begin_step(self) -> None:
         """Take the calls of the task's next step, after `close`, unless the record is broken."""
         self._open = self.broken is None
-        self.failure, self.limit, self.hung_up = self.broken, None, False
+        self._failed.forget()
+        self.limit, self.hung_up = None, False
         self.step += 1
         self.step_turns = 0
 
@@ -428,7 +441,6 @@ class Conversation:
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
-        self.failure = self.broken
         return self.broken
 
 

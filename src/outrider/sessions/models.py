@@ -102,7 +102,7 @@ class SessionModels:
 
     @property
     def frozen_failure(self) -> OutriderError | None:
-        """The engine's error of a frozen model's newest call. A prompt that was too long is the caller's fault."""
+        """The engine's error of a frozen model's call that the agent has not gone on from. A prompt that was too long is the caller's fault."""
         failures = (one.failure for one in self._frozen.values())
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
@@ -112,8 +112,7 @@ class SessionModels:
         await self.policy.restore(turns)
         for name, conversation in self._frozen.items():
             await conversation.restore(frozen.get(name, ()))
-        # A call may have been cut off. The agent has come over that when it makes another one.
-        self.policy.failure = ServiceError("the node of the session died while its agent ran")
+        self.policy.was_cut_off(ServiceError("the node of the session died while its agent ran"))
         self._known.set()
 
     def begin_step(self) -> None:

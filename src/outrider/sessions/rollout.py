@@ -489,7 +489,7 @@ class Rollout:
     def _ended_by_model(self, log_tail: str | None) -> StopReason | None:
         """The limit or the model call that ended the run before the harness did, if one did.
 
-        Raises the failure of the newest model call, with the end of the agent's log.
+        Raises the failure of a model call that the agent has not gone on from, with the end of the agent's log.
         """
         self._check_frozen(log_tail)
         if self.conversation.limit is not None:
@@ -522,7 +522,7 @@ class Rollout:
 
     def _out_of_time(self) -> StopReason:
         """A TimeoutError left a step: the session's own, or one that a plugin let out. Raises HarnessError for that,
-        and the failure of the newest model call, for which the session may have waited."""
+        and the failure of a model call that it has not gone on from, for which the session may have waited."""
         if not self._budget.exhausted:
             raise HarnessError("a step of the session timed out by itself") from None
         failure = self.conversation.failure
