@@ -102,7 +102,8 @@ class SessionModels:
 
     @property
     def frozen_failure(self) -> OutriderError | None:
-        """The engine's error of a frozen model's call that the agent has not gone on from. A prompt that was too long is the caller's fault."""
+        """The engine's error of a frozen model's call that the agent has not gone on from. A prompt that was too long
+        is the caller's fault."""
         failures = (one.failure for one in self._frozen.values())
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
