@@ -157,7 +157,7 @@ async def test_a_limit_is_told_with_the_models_name(tmp_path: Path) -> None:
             await c.chat.completions.create(model="judge", messages=USER)
         await c.chat.completions.create(model="policy", messages=USER)
         assert pair.models.policy.limit is None
-        assert pair.models.frozen_failure is None
+        assert pair.models.failure is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ async def test_a_long_request_is_held_against_its_own_models_context(tmp_path: P
                 said[model] = (await reply.json())["error"]["message"]
         assert "the model's context is 512" in said["judge"]
         assert "the model's context is 100000" in said["policy"]
-        assert pair.models.frozen_failure is None  # too long a prompt is the caller's fault
+        assert pair.models.failure is None  # too long a prompt is the caller's fault
         assert pair.models.bodies.size == pair.models.under_way == 0
 
 
@@ -214,7 +214,7 @@ async def test_a_dead_engine_fails_its_own_calls_only(tmp_path: Path) -> None:
         async with http.get("v1/models") as reply:  # does not wait for it
             assert [model["id"] for model in (await reply.json())["data"]] == ["policy", "judge"]
         assert statuses == {"policy": 200, "judge": 503}
-        failure = pair.models.frozen_failure
+        failure = pair.models.failure
         assert isinstance(failure, EngineUnavailable)
         assert "judge" in failure.message
         assert pair.models.policy.failure is None

@@ -112,6 +112,19 @@ async def test_a_failed_call_that_the_harness_got_over_is_no_failure(world: Make
         assert (result.stop_reason, result.turns, result.error) == (StopReason.COMPLETED, 1, None)
 
 
+@pytest.mark.parametrize("limits", [{"turns": 1}, {"response_tokens": 1}], ids="-".join)
+@pytest.mark.parametrize("do", [("ask quietly", "ask"), ("ask quietly", "ask quietly")], ids="-".join)
+async def test_a_broken_reply_that_used_up_a_limit(
+    world: MakeWorld, limits: dict[str, int], do: tuple[str, ...]
+) -> None:
+    """The agent asks again and is refused: what it lacks is the reply, and that was the engine's failure."""
+    async with world([BREAKING_OFF]) as w:
+        session = await w.run(*do, limits=limits, max_attempts=1)
+        result = failed(session, Boundary.ENGINE, "engine_unavailable")
+        assert (result.turns, result.tokens.sampled, w.stage.count["graded"]) == (1, 1, 0)
+        w.assert_quiet()
+
+
 async def test_an_agent_that_spends_its_time_on_a_failed_call(world: MakeWorld) -> None:
     async with world([SAY, REJECTING]) as w:
         session = await w.run("ask", "ask quietly", "pass 30", limits={"agent_seconds": 20})

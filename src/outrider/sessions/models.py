@@ -101,10 +101,9 @@ class SessionModels:
         return any(one.hung_up for one in self._all)
 
     @property
-    def frozen_failure(self) -> OutriderError | None:
-        """The engine's error of a frozen model's call that the agent has not gone on from. A prompt that was too long
-        is the caller's fault."""
-        failures = (one.failure for one in self._frozen.values())
+    def failure(self) -> OutriderError | None:
+        """What a run that ends now fails with. A prompt that was too long is no failure: the agent wrote it."""
+        failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
     async def restore(self, turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]]) -> None:

@@ -29,7 +29,6 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import (
-    ContextOverflow,
     ErrorRecord,
     HarnessError,
     OutriderError,
@@ -430,7 +429,7 @@ class Rollout:
                     await self._collect(sandbox)
                 if self.models.broken is not None:  # perhaps by the last call, which was cut off
                     raise self.models.broken
-                self._check_frozen(ended.outcome.log_tail)
+                self._check_engines(ended.outcome.log_tail)
                 if self.models.hung_up or ended.reason in ENDED_BADLY:
                     self._check_harm(stalls)
                 return ended
@@ -487,24 +486,19 @@ class Rollout:
         return AgentRun(reason=StopReason.COMPLETED, outcome=outcome)
 
     def _ended_by_model(self, log_tail: str | None) -> StopReason | None:
-        """The limit or the model call that ended the run before the harness did, if one did.
-
-        Raises the failure of a model call that the agent has not gone on from, with the end of the agent's log.
-        """
-        self._check_frozen(log_tail)
-        if self.conversation.limit is not None:
-            return self.conversation.limit
-        if isinstance(self.conversation.failure, ContextOverflow):
+        """The limit, or the prompt that was too long, that ended the run before the harness did, if one did. Raises as
+        `_check_engines`."""
+        self._check_engines(log_tail)
+        if self.conversation.limit is None and self.conversation.failure is not None:
             return StopReason.CONTEXT_OVERFLOW
-        if self.conversation.failure is not None:
-            self.conversation.failure.log_tail = log_tail
-            raise self.conversation.failure
-        return None
+        return self.conversation.limit
 
-    def _check_frozen(self, log_tail: str | None) -> None:
-        """Raise the failure of a frozen model's engine, however the agent took it: what an agent does without its judge
-        or its user says nothing about the policy."""
-        if (failure := self.models.frozen_failure) is not None:
+    def _check_engines(self, log_tail: str | None) -> None:
+        """Raise the failure of a model call that the agent has not gone on from, with the end of the agent's log.
+
+        However the agent took it: what it does without its model, its judge or its user says nothing about the policy.
+        So it also outranks a limit, which the broken reply may have used up."""
+        if (failure := self.models.failure) is not None:
             failure.log_tail = log_tail
             raise failure
 
@@ -521,13 +515,9 @@ class Rollout:
         )
 
     def _out_of_time(self) -> StopReason:
-        """A TimeoutError left a step: the session's own, or one that a plugin let out. Raises HarnessError for that,
-        and the failure of a model call that it has not gone on from, for which the session may have waited."""
+        """A TimeoutError left a step: the session's own, or one that a plugin let out. Raises HarnessError for that."""
         if not self._budget.exhausted:
             raise HarnessError("a step of the session timed out by itself") from None
-        failure = self.conversation.failure
-        if failure is not None and not isinstance(failure, ContextOverflow):
-            raise failure
         return StopReason.SESSION_TIMEOUT
 
     def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
