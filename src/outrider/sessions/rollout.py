@@ -442,7 +442,7 @@ class Rollout:
     async def _run_agent(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it.
 
-        Raises the first true cause of a failed run: a failed model call outranks the harness's own failure.
+        Raises the first true cause of a failed run: a failed model call outranks a limit and the harness's own.
         """
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
         clock = Budget(seconds, self._node.stood_still)
@@ -458,9 +458,11 @@ class Rollout:
             if clock.exhausted:
                 reason = await self._out_of_agent_time()
             else:
+                self._check_engines(None)
                 reason = self.conversation.limit or self._out_of_time()
             return AgentRun(reason=reason, outcome=HarnessOutcome())
         except LimitReached as reached:  # in-process agents let it out
+            self._check_engines(None)
             return AgentRun(reason=reached.reason, outcome=HarnessOutcome())
         except ModelRefused as refused:
             if not self.conversation.replies:
