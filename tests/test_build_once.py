@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -88,3 +89,27 @@ def test_a_disk_without_power_is_mounted_again_only_when_other_mount_namespaces_
         disk.lose_power()
     (disk.folder / "b").touch()
     assert "a" not in names(disk.folder)
+
+
+def test_a_disk_is_not_filled_while_it_is_away(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's own disk: the machine's was filled instead, as far as it went."""
+    mount, away, back = disk.mount, Event(), Event()
+
+    def late() -> str | None:
+        away.set()
+        back.wait(10)
+        return mount()
+
+    def filled() -> bool:
+        with disk.full():
+            return (disk.folder / "big").stat().st_dev != disk.folder.parent.stat().st_dev
+
+    monkeypatch.setattr(disk, "mount", late)
+    with ThreadPoolExecutor() as pool:
+        losing = pool.submit(disk.lose_power)
+        away.wait(10)
+        filling = pool.submit(filled)
+        assert not wait((filling,), timeout=0.2).done
+        back.set()
+        losing.result()
+        assert filling.result()

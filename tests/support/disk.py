@@ -7,6 +7,7 @@ import fcntl
 import os
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,21 +26,24 @@ class Disk:
     def __init__(self, folder: Path, image: Path) -> None:
         self.folder = folder
         self._image = image
+        self._there = threading.Lock()
+        """Held while it is away, and while files are changed that must not be those of the folder beneath it."""
 
     def lose_power(self) -> None:
         """Lose all that was not synced. The processes that use the disk must have been killed; afterwards it is mounted
         again, as after a restart of the machine."""
-        root = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
-        finally:
-            os.close(root)
-        _until_none(lambda: _run("umount", str(self.folder)))
-        # A process that has just been given a mount namespace has this mount in it until it has changed its root. To
-        # mount the image before that would bring back the file system that is shut down.
-        _until_none(lambda: _said("losetup", "--associated", str(self._image)))
-        if (fault := self.mount()) is not None:
-            raise RuntimeError(fault)
+        with self._there:
+            root = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
+            finally:
+                os.close(root)
+            _until_none(lambda: _run("umount", str(self.folder)))
+            # A process that has just been given a mount namespace has this mount in it until it has changed its root.
+            # To mount the image before that would bring back the file system that is shut down.
+            _until_none(lambda: _said("losetup", "--associated", str(self._image)))
+            if (fault := self.mount()) is not None:
+                raise RuntimeError(fault)
 
     def write_names(self) -> None:
         """Write the names of all files to the disk, but not what is in new ones, as a commit of a database does."""
@@ -54,7 +58,8 @@ class Disk:
     def full(self) -> Iterator[None]:
         """There is no room on it."""
         big = self.folder / "big"
-        try:
+        with self._there:
+            assert self.folder.is_mount()  # or the machine's own disk is filled
             with suppress(OSError), big.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
@@ -62,9 +67,11 @@ class Disk:
             with suppress(OSError), big.open("ab", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
+        try:
             yield
         finally:
-            big.unlink(missing_ok=True)
+            with self._there:
+                big.unlink(missing_ok=True)
 
 
 @contextmanager
