@@ -26,13 +26,13 @@ class Disk:
     def __init__(self, folder: Path, image: Path) -> None:
         self.folder = folder
         self._image = image
-        self._there = threading.Lock()
-        """Held while it is away, and while files are changed that must not be those of the folder beneath it."""
+        self._lock = threading.Lock()
+        """Held while it is not mounted, and by who must not write to the folder beneath it instead."""
 
     def lose_power(self) -> None:
         """Lose all that was not synced. The processes that use the disk must have been killed; afterwards it is mounted
         again, as after a restart of the machine."""
-        with self._there:
+        with self._lock:
             root = os.open(self.folder, os.O_RDONLY)
             try:
                 fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
@@ -58,7 +58,7 @@ class Disk:
     def full(self) -> Iterator[None]:
         """There is no room on it."""
         big = self.folder / "big"
-        with self._there:
+        with self._lock:
             assert self.folder.is_mount()  # or the machine's own disk is filled
             with suppress(OSError), big.open("wb", buffering=0) as file:
                 while True:
@@ -70,7 +70,7 @@ class Disk:
         try:
             yield
         finally:
-            with self._there:
+            with self._lock:
                 big.unlink(missing_ok=True)
 
 

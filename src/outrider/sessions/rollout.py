@@ -429,7 +429,7 @@ class Rollout:
                     await self._collect(sandbox)
                 if self.models.broken is not None:  # perhaps by the last call, which was cut off
                     raise self.models.broken
-                self._check_engines(ended.outcome.log_tail)
+                self._check_engines(ended.outcome.log_tail)  # however it ended, and with the calls that were left
                 if self.models.hung_up or ended.reason in ENDED_BADLY:
                     self._check_harm(stalls)
                 return ended

@@ -1,8 +1,9 @@
 """The failed model calls that a session has not gone on from: what its run ends with, if it ends now.
 
-A session goes on from a failed call once a call that began after the failure has ended. One that was under way beside
-it says nothing, and neither does a call without tools about one that offered them: agents ask for a title, or what to
-call a branch, beside their work, and go on asking when their work has failed.
+A session goes on from a failed call with a later one: one that began after the failure, and has ended. If that fails,
+too, it takes the place of the first. A call that was under way beside the failed one says nothing, and neither does a
+call without tools about one that offered them: agents ask for a title, or what to call a branch, beside their work, and
+go on asking when their work has failed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class FailedCalls:
 
     @property
     def error(self) -> OutriderError | None:
-        """The newest failure, one of an engine before a prompt that was too long: the first says nothing about the
-        policy, and must not be graded."""
+        """The newest failure of an engine, which must not be graded; if there is none, a prompt that was too long."""
         errors = [one.error for one in reversed(self._failed)]
         return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))
