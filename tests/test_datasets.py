@@ -36,7 +36,10 @@ TEMPLATE = {
 QUESTIONS: list[dict[str, Any]] = [{"question": "1 + 1?", "answer": 2}, {"question": "Who?", "answer": "You"}]
 
 
-def harbor_task(folder: Path, toml: str = "", test: str = "echo 1 > /logs/verifier/reward.txt") -> Path:
+OFFLINE = '[environment]\nnetwork_mode = "no-network"\n'
+
+
+def harbor_task(folder: Path, toml: str = OFFLINE, test: str = "echo 1 > /logs/verifier/reward.txt") -> Path:
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text(toml)
     (folder / "instruction.md").write_text("Write hello into out.txt.\n")
@@ -157,14 +160,14 @@ def test_verls_parquet_has_the_tasks_and_a_cache_that_sees_every_edit(tmp_path: 
     folder = tmp_path / "cache"
 
     def write(**changes: Any) -> Any:
-        return verl_parquet(harbor_examples(tmp_path / "tasks"), folder, data_source="mine", **changes)
+        return verl_parquet(harbor_examples(tmp_path / "tasks", offline=True), folder, data_source="mine", **changes)
 
     first = write()
     assert (first.rows, first.cached) == (1, False)
     [row] = pq.read_table(first.path).to_pylist()
     assert row["prompt"] == [{"role": "user", "content": "Write hello into out.txt.\n"}]
     assert row["extra_info"] == {"index": 0, "split": "train", "id": "a"}
-    assert json.loads(row["task"]) == harbor_examples(tmp_path / "tasks")[0].task
+    assert json.loads(row["task"]) == harbor_examples(tmp_path / "tasks", offline=True)[0].task
     written = first.path.stat().st_mtime_ns
     assert write() == first._replace(cached=True)
     assert first.path.stat().st_mtime_ns == written

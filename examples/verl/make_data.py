@@ -20,9 +20,12 @@ def main() -> None:
     parser.add_argument("--template", type=Path, help='JSON task with "{row.COLUMN}" for the columns of a row')
     parser.add_argument("--id-column", help="the column that names a row")
     parser.add_argument("--val", type=int, default=0, help="how many examples, the last ones, are for validation")
+    parser.add_argument("--offline", action="store_true", help="Harbor tasks that ask for a network run without one")
     arguments = parser.parse_args()
     template = json.loads(arguments.template.read_text()) if arguments.template else None
-    examples = examples_of(arguments.source, template=template, id_column=arguments.id_column)
+    examples = examples_of(
+        arguments.source, template=template, id_column=arguments.id_column, offline=arguments.offline
+    )
     split = len(examples) - arguments.val
     for name, part in (("train", examples[:split]), ("val", examples[split:])):
         if part:

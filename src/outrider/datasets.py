@@ -210,9 +210,15 @@ def _writing(path: str, text: str) -> str:
 
 
 def examples_of(
-    source: Path, *, template: Mapping[str, Any] | None = None, id_column: str | None = None, limit: int | None = None
+    source: Path,
+    *,
+    template: Mapping[str, Any] | None = None,
+    id_column: str | None = None,
+    limit: int | None = None,
+    offline: bool = False,
 ) -> list[Example]:
-    """The examples of a source of any kind: rows with a `template`, Harbor task folders without one."""
+    """The examples of a source of any kind: rows with a `template`, Harbor task folders without one. `offline` is for
+    Harbor folders that ask for a network (see `harbor_examples`)."""
     _check_there(source)
     if template is None:
         if not source.is_dir():
@@ -221,7 +227,7 @@ def examples_of(
                 field="template",
                 hint='give a task such as {"instruction": "{row.question}", ...}',
             )
-        return harbor_examples(source, limit=limit)
+        return harbor_examples(source, limit=limit, offline=offline)
     rows = list(read_rows(source))[:limit]
     return template_examples(rows, template, id_column=id_column, source=str(source))
 

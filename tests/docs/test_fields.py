@@ -37,6 +37,7 @@ from outrider.evaluators.judge.questions import JudgeOptions
 from outrider.evaluators.maths import MathOptions
 from outrider.evaluators.nested import AllOptions, WeightedOptions
 from outrider.evaluators.reasoning import ReasoningOptions
+from outrider.harbor.fields import FIELD_USES
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.harnesses.tool_agent import ToolOptions
@@ -115,6 +116,12 @@ def listed(table: Table) -> list[str]:
 
 def values(kind: Iterable[StrEnum]) -> set[str]:
     return {item.value for item in kind}
+
+
+def test_datasets_says_what_becomes_of_each_field_of_a_harbor_task() -> None:
+    [table] = page("docs/datasets.md").tables("Field of `task.toml`")
+    rows = [(", ".join(f"`{field}`" for field in row.fields), str(row.use), row.how) for row in FIELD_USES]
+    assert list(table.rows) == rows
 
 
 def test_tasks_has_every_field_with_its_default() -> None:

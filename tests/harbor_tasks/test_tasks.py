@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import random
 import re
@@ -10,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from outrider.datasets import harbor_examples
 from outrider.errors import InvalidField, TooLarge
+from outrider.harbor import schema
+from outrider.harbor.fields import FIELD_USES, Use
 from outrider.harbor.tasks import build_contexts
 from outrider.rootfs.dockerfile import read_dockerfile
 from outrider.rootfs.store import ImageStore
@@ -23,7 +28,7 @@ LOGS = {"run": "mkdir -p /logs/agent /logs/verifier /logs/artifacts"}
 
 
 def only(root: Path, **settings: Any) -> Any:
-    [example] = harbor_examples(root, **settings)
+    [example] = harbor_examples(root, **{"offline": True, **settings})
     return example
 
 
@@ -49,7 +54,7 @@ env = { LANG = "C" }
     harbor_task(tmp_path / "b", toml)
     harbor_task(tmp_path / "a")
     (tmp_path / "c").mkdir()
-    first, second = harbor_examples(tmp_path)
+    first, second = harbor_examples(tmp_path, offline=True)
     assert (first.id, second.id) == ("a", "b")
     task = as_task(second.task)
     assert task.instruction == "Write hello into out.txt.\n"
@@ -62,8 +67,8 @@ env = { LANG = "C" }
     assert task.artifacts == ["/logs/artifacts/**", "/work/out.txt", "/work/out.txt/**"]
     assert task.labels == {"harbor": "org/hello"}
     assert as_task(first.task).evaluator.seconds == 600
-    assert [one.id for one in harbor_examples(tmp_path, tasks=["b"])] == ["b"]
-    assert [one.id for one in harbor_examples(tmp_path, limit=1)] == ["a"]
+    assert [one.id for one in harbor_examples(tmp_path, tasks=["b"], offline=True)] == ["b"]
+    assert [one.id for one in harbor_examples(tmp_path, limit=1, offline=True)] == ["a"]
 
 
 def test_an_agent_with_much_time_has_a_session_that_is_longer(tmp_path: Path) -> None:
@@ -131,7 +136,7 @@ env = { A = "${X}", B = "${NOWHERE:-b}", C = "a ${X} stays", D = "${Y:-unused}",
         (folder / "solution").mkdir(exist_ok=True)
         (folder / "solution" / "solve.sh").touch()
         with pytest.raises(InvalidField, match="takes KEY from the environment, which has no NOWHERE") as raised:
-            harbor_examples(tmp_path, environ=known)
+            harbor_examples(tmp_path, environ=known, offline=True)
         assert raised.value.field == f"{table}.env.KEY"
 
 
@@ -281,14 +286,11 @@ REFUSED: dict[str, str] = {
     "[environment]\ngpus = 1\ngpu_types = ['H100']": "environment.gpu_types",
     "[environment]\nos = 'Windows'": "environment.os",
     "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
-    "[environment]\nnetwork_mode = 'allowlist'": "environment.network_mode",
-    "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']": "agent.network_mode",
     "[agent]\nuser = 'nobody'": "agent.user",
     "[verifier]\nuser = 1000": "verifier.user",
     "[environment.tpu]\ntype = 'v6e'\ntopology = '2x2'": "environment.tpu",
     "[[environment.mcp_servers]]\nname = 'x'\nurl = 'http://x'": "environment.mcp_servers",
     "[verifier.environment]\ngpus = 1\ngpu_types = ['H100']": "verifier.environment.gpu_types",
-    "[verifier.environment]\nnetwork_mode = 'allowlist'": "verifier.environment.network_mode",
     "[[steps]]\nname = 'a'\nverifier = {environment = {os = 'windows'}}": "steps.0.verifier.environment.os",
     "[[verifier.collect]]\ncommand = 'x'\nservice = 'db'": "verifier.collect.0.service",
     "[[artifacts]]\nsource = '/x'\nservice = 'db'": "artifacts.0.service",
@@ -316,15 +318,208 @@ INVALID: dict[str, str] = {
 def test_what_a_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, field: str) -> None:
     harbor_task(tmp_path / "a", toml)
     with pytest.raises(InvalidField, match=f"task.toml has {field}, and Outrider does not do") as raised:
+        harbor_examples(tmp_path, offline=True)
+    assert raised.value.field == field
+
+
+NONE = "[environment]\nnetwork_mode = 'no-network'\n"
+ASKS_FOR_A_NETWORK: dict[str, str] = {
+    "": "environment.network_mode",
+    "[environment]\nnetwork_mode = 'public'": "environment.network_mode",
+    "[environment]\nnetwork_mode = 'allowlist'": "environment.network_mode",
+    "[environment]\nallow_internet = true": "environment.network_mode",
+    # Harbor's rule: the older field counts only where nothing newer is stated.
+    "[environment]\nallow_internet = false\nnetwork_mode = 'public'": "environment.network_mode",
+    "[environment]\nallow_internet = false\nallowed_hosts = []": "environment.network_mode",
+    f"{NONE}[agent]\nnetwork_mode = 'public'": "agent.network_mode",
+    f"{NONE}[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']": "agent.network_mode",
+    f"{NONE}[verifier]\nnetwork_mode = 'public'": "verifier.network_mode",
+    f"{NONE}[verifier.environment]\ncpus = 1": "verifier.environment.network_mode",
+    f"{NONE}[[steps]]\nname = 'a'\nagent = {{network_mode = 'public'}}": "steps.0.agent.network_mode",
+    f"{NONE}[[steps]]\nname = 'a'\nverifier = {{environment = {{}}}}": "steps.0.verifier.environment.network_mode",
+}
+
+
+@pytest.mark.parametrize(("toml", "field"), ASKS_FOR_A_NETWORK.items())
+def test_a_network_that_no_sandbox_has_is_not_promised(tmp_path: Path, toml: str, field: str) -> None:
+    folder = harbor_task(tmp_path / "a", toml)
+    (folder / "steps" / "a").mkdir(parents=True)
+    (folder / "steps" / "a" / "instruction.md").write_text("a")
+    with pytest.raises(InvalidField, match=r"a network \(\w+\): sandboxes have none") as raised:
         harbor_examples(tmp_path)
     assert raised.value.field == field
+    assert "--offline" in str(raised.value.hint)
+    assert only(tmp_path, offline=True).id == "a"
+
+
+@pytest.mark.parametrize("said", ["network_mode = 'no-network'", "allow_internet = false"])
+def test_a_task_that_needs_no_network_is_taken_as_it_is(tmp_path: Path, said: str) -> None:
+    harbor_task(tmp_path / "a", f"[environment]\n{said}\n[verifier.environment]\n{said}\n[agent]\ntimeout_sec = 5")
+    assert only(tmp_path, offline=False).id == "a"
+
+
+WITH_ALL = {
+    "task": {"name": "org/x", "authors": [{"name": "A"}]},
+    "environment": {"docker_image": "x", "healthcheck": {"command": "true"}},
+    "verifier": {"environment": {"docker_image": "x"}, "collect": [{"command": "true"}]},
+    "artifacts": [{"source": "/x"}],
+}
+NEEDS: dict[str, dict[str, Any]] = {
+    "verifier.environment_mode": {"verifier.environment": None},
+    "environment.gpu_types": {"environment.gpus": 1},
+    "artifacts.service": {"artifacts.source": "/y"},
+}
+"""By field: what else is set for it to count; None takes something away."""
+OTHER: dict[str, Any] = {
+    "schema_version": "1.3",
+    "metadata": {"a": 1},
+    "source": "here",
+    "task.name": "org/y",
+    "task.authors.name": "B",
+    "task.keywords": ["a"],
+    "agent.user": "nobody",
+    "verifier.user": "nobody",
+    "verifier.collect.user": "nobody",
+    "environment.network_mode": "public",
+    "environment.allow_internet": True,
+    "environment.allowed_hosts": [],
+    "agent.network_mode": "public",
+    "verifier.network_mode": "public",
+    "environment.os": "windows",
+    "environment.gpu_types": ["H100"],
+    "environment.tpu": {"type": "v6e"},
+    "environment.mcp_servers": [{"name": "x"}],
+    "environment.env": {"A": "b"},
+    "environment.workdir": "/x",
+    "verifier.env": {"A": "b"},
+    "verifier.environment": {"network_mode": "no-network", "cpus": 3},
+    "verifier.environment_mode": "separate",
+    "artifacts.exclude": ["*.o"],
+    "artifacts.source": "/z",
+    "solution.env": {"A": "b"},
+    "steps.min_reward": 0.5,
+    "steps.name": "b",
+}
+"""By field: a value unlike its default; for most others the number 7, or the text of it, does."""
+
+
+def placed(config: dict[str, Any], field: str, value: Any) -> None:
+    *above, last = field.split(".")
+    table: Any = config
+    for name in above:
+        table = table.setdefault(name, {})
+        table = table[0] if isinstance(table, list) else table
+    if value is None:
+        table.pop(last, None)
+    else:
+        table[last] = value
+
+
+def what_comes_of(folder: Path, config: dict[str, Any]) -> Any:
+    """The task and its solution, or the field that is refused."""
+    (folder / "task.toml").write_text("".join(f"{name} = {as_toml(value)}\n" for name, value in config.items()))
+    try:
+        [example] = harbor_examples(folder.parent, environ={})
+    except InvalidField as error:
+        return error.field if "Outrider does not do" in error.message else error
+    return example.task, example.gold
+
+
+def as_toml(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{name} = {as_toml(inner)}" for name, inner in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(as_toml, value)) + "]"
+        case _:
+            return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "use"), [(field, row.use) for row in FIELD_USES for field in row.fields], ids=lambda each: str(each)
+)
+def test_each_field_of_the_table_is_used_as_it_says(tmp_path: Path, field: str, use: Use) -> None:
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    config: dict[str, Any] = copy.deepcopy(WITH_ALL)
+    for place in ("environment", "verifier.environment"):
+        placed(config, f"{place}.network_mode", "no-network")
+    if field.startswith(("steps.", "multi_step")):
+        config["steps"] = [{"name": "a"}, {"name": "c"}]
+        placed(config, "multi_step_reward_strategy", "mean")
+    for place in ("solution", "steps/a/solution", "steps/b/solution", "steps/c/solution"):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "solve.sh").write_text("")
+        if place != "solution":
+            (folder / place / ".." / "instruction.md").write_text(place)
+    for name, value in NEEDS.get(field, {}).items():
+        placed(config, name, value)
+    before = what_comes_of(folder, config)
+    assert not isinstance(before, str) or use is Use.CHECKED, before
+    if field in ("environment.allow_internet", "environment.allowed_hosts"):
+        placed(config, "environment.network_mode", None)
+    if field.endswith(".allowed_hosts") and not field.startswith("environment"):
+        placed(config, field.replace("allowed_hosts", "network_mode"), "allowlist")
+        OTHER[field] = ["a.org"]
+    value = OTHER.get(field, "final" if field.startswith("multi") else 7 if field.endswith(NUMBERS) else "7")
+    placed(config, field, value)
+    after = what_comes_of(folder, config)
+    if use is Use.CHECKED:
+        assert isinstance(after, str)
+        assert after.rpartition(".")[2] in (field.rpartition(".")[2], "network_mode")
+    elif use is Use.GIVEN:
+        assert not isinstance(after, str)
+        assert after != before
+    else:
+        assert after == before
+
+
+NUMBERS = ("_sec", "_mb", "cpus", "gpus", "retries")
+
+
+def fields_of(table: type[BaseModel], above: str = "") -> set[str]:
+    """The paths of all fields, those of repeated tables once: a step's are the task's, a verifier's environment has the
+    environment's."""
+    found: set[str] = set()
+    for name, field in table.model_fields.items():
+        path = f"{above}{name}"
+        inner = [each for each in INNER if each in repr(field.annotation)]
+        if not inner or path in ("verifier.environment",):
+            found.add(path)
+        elif path not in ("steps.agent", "steps.verifier", "steps.healthcheck", "steps.artifacts"):
+            found |= fields_of(INNER[inner[0]], f"{path}.")
+    return found
+
+
+INNER: dict[str, type[BaseModel]] = {
+    f"schema.{kind.__name__}": kind
+    for kind in vars(schema).values()
+    if isinstance(kind, type) and issubclass(kind, schema.Table) and kind is not schema.Table
+}
+
+
+def test_the_table_has_every_field_once() -> None:
+    listed = [field for row in FIELD_USES for field in row.fields]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == fields_of(schema.TaskToml)
+
+
+def test_files_that_nothing_brings_into_the_sandbox_are_not_left_out(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a")
+    (folder / "environment").mkdir()
+    assert only(tmp_path).task["runtime"]["prepare"] == [LOGS]
+    (folder / "environment" / "data.csv").write_text("1,2")
+    with pytest.raises(InvalidField, match=r"no Dockerfile and no docker_image says how data.csv comes into") as raised:
+        only(tmp_path)
+    assert raised.value.field == "environment.docker_image"
+    brought = only(tmp_path, image="debian").task["runtime"]
+    assert (brought["image"], brought["prepare"][1:]) == ("debian", [{"write": "1,2", "to": "./data.csv"}])
 
 
 @pytest.mark.parametrize(("toml", "field"), INVALID.items())
 def test_what_is_invalid_is_named(tmp_path: Path, toml: str, field: str) -> None:
     harbor_task(tmp_path / "a", toml)
     with pytest.raises(InvalidField) as raised:
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
     assert str(raised.value.field).startswith(field)
     assert str(tmp_path / "a" / "task.toml") in raised.value.message
 
@@ -344,13 +539,13 @@ def test_a_file_that_asks_for_something_in_vain_is_named(tmp_path: Path, name: s
     (folder / "environment").mkdir()
     (folder / name).write_text("x")
     with pytest.raises(InvalidField, match=re.escape(name)):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
 
 
 def test_a_table_that_is_no_toml(tmp_path: Path) -> None:
     harbor_task(tmp_path / "a", "[environment")
     with pytest.raises(InvalidField, match=r"cannot read .*task\.toml"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
 
 
 def test_a_dockerfile_needs_an_image_that_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +554,7 @@ def test_a_dockerfile_needs_an_image_that_was_built(tmp_path: Path, monkeypatch:
     (folder / "environment").mkdir()
     (folder / "environment" / "Dockerfile").write_text("FROM debian:13")
     with pytest.raises(InvalidField, match=r"Dockerfile, line 1: there is no image 'debian:13'"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
     assert only(tmp_path, image="mine").task["runtime"]["image"] == "mine"
 
 
@@ -374,11 +569,11 @@ def test_links_that_lead_out_or_in_a_circle_are_refused(tmp_path: Path, place: s
         link.unlink(missing_ok=True)
         link.symlink_to(aim)
         with pytest.raises(InvalidField, match=says):
-            harbor_examples(tmp_path)
+            harbor_examples(tmp_path, offline=True)
     link.unlink()
     os.mkfifo(link)
     with pytest.raises(InvalidField, match="neither a file nor a folder"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
 
 
 def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -387,7 +582,7 @@ def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
     (folder / "instruction.md").unlink()
     (folder / "instruction.md").symlink_to(tmp_path / "secret")
     with pytest.raises(InvalidField, match="leaves the task's folder"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
 
 
 def test_steps_are_those_of_the_task(tmp_path: Path) -> None:
@@ -466,16 +661,16 @@ verifier = { environment_mode = "separate" }
 
 def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="no folder below"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
     folder = harbor_task(tmp_path / "a")
     with pytest.raises(InvalidField, match="there is no task 'b'"):
-        harbor_examples(tmp_path, tasks=["b"])
+        harbor_examples(tmp_path, tasks=["b"], offline=True)
     (folder / "tests" / "fixture").mkdir()
     harbor_task(folder / "tests" / "fixture" / "inner")  # a part of the tests, and no task
     assert only(tmp_path).id == "a"
     (folder / "tests" / "more").write_bytes(random.Random(1).randbytes(17 << 20))
     with pytest.raises(TooLarge, match="16 MiB"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)
     (folder / "tests" / "test.sh").unlink()
     with pytest.raises(InvalidField, match=r"has no tests/test\.sh"):
-        harbor_examples(tmp_path)
+        harbor_examples(tmp_path, offline=True)

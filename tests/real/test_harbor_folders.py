@@ -109,7 +109,7 @@ async def test_a_verifiers_image_is_another_than_the_agents(
 ) -> None:
     agents = engines.prepared(kind, monkeypatch)
     with grading_image(kind) as graders:
-        examples = harbor_examples(folders(tmp_path, agents=agents, graders=graders), environ={})
+        examples = harbor_examples(folders(tmp_path, agents=agents, graders=graders), environ={}, offline=True)
         reports = await check_tasks([in_kind(each, kind) for each in examples], folder=tmp_path)
     assert [(report.id, report.problems) for report in reports] == [("single", ()), ("steps", ())]
 

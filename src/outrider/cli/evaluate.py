@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, async_client
+from outrider.cli.options import Ca, Json, Offline, Token, Url, async_client
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
 from outrider.cli.task_sources import examples_in
@@ -31,6 +31,7 @@ def eval_(
     ] = None,
     agent: Annotated[str, typer.Option(metavar="NAME", help="Agent in Python for tasks that name none.")] = BUILT_IN,
     image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none.")] = None,
+    offline: Offline = False,
     n: Annotated[int, typer.Option("-n", metavar="N", help="Sessions of each task.")] = 1,
     limit: Annotated[int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all")] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Task i gets the seed S + i.")] = 0,
@@ -57,7 +58,7 @@ def eval_(
     tasks = [
         {"harness": {"agent": agent}, **example.task} | ({"harness": {"preset": harness}} if harness else {})
         for source in sources
-        for example in examples_in(source, limit=limit, image=image)
+        for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")

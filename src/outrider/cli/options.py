@@ -36,6 +36,9 @@ Ca = Annotated[
         show_default="$OUTRIDER_CA, else those of this machine",
     ),
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
+]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
 ]

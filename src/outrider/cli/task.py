@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from outrider.cli.event_loop import run_service
-from outrider.cli.options import Json
+from outrider.cli.options import Json, Offline
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import printable, terminal_of
@@ -60,7 +60,14 @@ class Listed(msgspec.Struct, frozen=True):
     instruction: str
 
 
-def list_(ctx: typer.Context, sources: Sources, limit: Limit = None, image: Image = None, json: Json = False) -> None:
+def list_(
+    ctx: typer.Context,
+    sources: Sources,
+    limit: Limit = None,
+    image: Image = None,
+    offline: Offline = False,
+    json: Json = False,
+) -> None:
     """The tasks of sources: how each is graded, whether a solution is known, what it asks for.
 
     Examples:
@@ -73,7 +80,7 @@ def list_(ctx: typer.Context, sources: Sources, limit: Limit = None, image: Imag
     listed = [
         Listed(example.id, evaluator_of(example), example.gold is not None, str(example.task.get("instruction", "")))
         for source in sources
-        for example in examples_in(source, limit=limit, image=image)
+        for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]
     if terminal.json:
         terminal.write_json(listed)
@@ -87,6 +94,7 @@ def show(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="As of `outrider task list`.")],
     task: Annotated[str | None, typer.Argument(metavar="ID", help="As listed.", show_default="the first")] = None,
     image: Image = None,
+    offline: Offline = False,
     json: Json = False,
 ) -> None:
     """One task: its instruction, and all its other fields with the solution.
@@ -101,7 +109,7 @@ def show(
         outrider task show human-eval HumanEval/0 --json
     """
     terminal = terminal_of(ctx)
-    example = chosen(examples_in(source, limit=None, image=image), task, source)
+    example = chosen(examples_in(source, limit=None, image=image, offline=offline), task, source)
     if terminal.json:
         terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold})
         return
@@ -120,6 +128,7 @@ def import_(
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
     limit: Limit = None,
     image: Image = None,
+    offline: Offline = False,
     json: Json = False,
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
@@ -136,7 +145,9 @@ def import_(
     terminal = terminal_of(ctx)
     if not out.name.endswith(".jsonl"):
         raise InvalidField(f"{out} does not end in .jsonl", field="out")
-    examples = [example for source in sources for example in examples_in(source, limit=limit, image=image)]
+    examples = [
+        example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
+    ]
     write_tasks(examples, out)
     if terminal.json:
         terminal.write_json({"tasks": len(examples), "file": str(out)})
@@ -201,6 +212,7 @@ def check(
     sources: Sources,
     limit: Limit = None,
     image: Image = None,
+    offline: Offline = False,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,
@@ -225,7 +237,9 @@ def check(
     from outrider.certify.task_check import TaskReport, check_tasks
 
     terminal = terminal_of(ctx)
-    examples = [example for source in sources for example in examples_in(source, limit=limit, image=image)]
+    examples = [
+        example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
+    ]
     graders = load_config({}, file=config).graders if config is not None else ()
     done = 0
 

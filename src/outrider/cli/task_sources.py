@@ -65,8 +65,9 @@ class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     gold: Gold | None = None
 
 
-def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Example]:
-    """The tasks of a source, by name or path. Raises InvalidField."""
+def examples_in(source: str, *, limit: int | None, image: str | None, offline: bool = False) -> list[Example]:
+    """The tasks of a source, by name or path. `offline`: Harbor tasks that ask for a network run without one. Raises
+    InvalidField."""
     if source == HUMAN_EVAL:
         return human_eval_examples(limit=limit)
     if source == REASONING_GYM:
@@ -91,7 +92,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Ex
         return [example for file in files for example in examples_in_file(file)][:limit]
     if not any(path.rglob(TASK_TOML)):
         raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
-    return harbor_examples(path, limit=limit, image=image)
+    return harbor_examples(path, limit=limit, image=image, offline=offline)
 
 
 def examples_in_file(path: Path) -> list[Example]:

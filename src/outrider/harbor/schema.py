@@ -131,6 +131,13 @@ class Environment(EnvironmentNetwork):
             raise ValueError("must be a finite number")
         return value
 
+    @model_validator(mode="after")
+    def _network_of_older_schemas(self) -> Self:
+        """`allow_internet` counts where neither a mode nor hosts are stated."""
+        if self.allow_internet is False and "network_mode" not in self.model_fields_set and self.allowed_hosts is None:
+            self.network_mode = "no-network"
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _sizes_of_older_schemas(cls, data: Any) -> Any:
@@ -278,16 +285,30 @@ class Unsupported(NamedTuple):
 
     field: str
     what: str
+    hint: str | None = None
 
 
-def unsupported(config: TaskToml) -> Iterator[Unsupported]:
-    """All that a valid `task.toml` asks for in vain."""
+NO_NETWORK = "no-network"
+NETWORK_HINT = (
+    'write network_mode = "no-network" into task.toml, or pass --offline (offline=True), if the task can be solved and'
+    " graded without a network: `outrider task check FOLDER --offline` finds out"
+)
+
+
+def unsupported(config: TaskToml, *, offline: bool = False) -> Iterator[Unsupported]:
+    """All that a valid `task.toml` asks for in vain. With `offline`, a network is not counted."""
+    for found in _unsupported(config):
+        if not (offline and found.hint is NETWORK_HINT):
+            yield found
+
+
+def _unsupported(config: TaskToml) -> Iterator[Unsupported]:
     yield from of_environment(config.environment, "environment")
-    yield from of_agent(config.agent, "agent")
+    yield from of_phase(config.agent, "agent")
     yield from of_verifier(config.verifier, "verifier")
     yield from of_artifacts(config.artifacts, "artifacts")
     for number, step in enumerate(config.steps or ()):
-        yield from of_agent(step.agent, f"steps.{number}.agent")
+        yield from of_phase(step.agent, f"steps.{number}.agent")
         yield from of_verifier(step.verifier, f"steps.{number}.verifier")
         yield from of_artifacts(step.artifacts, f"steps.{number}.artifacts")
 
@@ -295,8 +316,7 @@ def unsupported(config: TaskToml) -> Iterator[Unsupported]:
 def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
     if environment.os != "linux":
         yield Unsupported(f"{at}.os", "sandboxes of Windows")
-    if environment.network_mode == "allowlist":
-        yield Unsupported(f"{at}.network_mode", "a network allowlist: sandboxes have no network")
+    yield from of_network(environment.network_mode, at)
     if environment.gpus and environment.gpu_types:
         yield Unsupported(f"{at}.gpu_types", "GPUs of a certain type")
     if environment.tpu is not None:
@@ -307,15 +327,20 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
         yield Unsupported(f"{at}.skills_dir", "skills of an agent")
 
 
-def of_agent(agent: Agent | Verifier, at: str) -> Iterator[Unsupported]:
-    if agent.network_mode == "allowlist":
-        yield Unsupported(f"{at}.network_mode", "a network allowlist: sandboxes have no network")
-    if agent.user not in USERS:
+def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
+    """Harbor's default for an environment is a public network; None is the environment's, for a phase of a task."""
+    if mode not in (None, NO_NETWORK):
+        yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
+
+
+def of_phase(phase: Agent | Verifier, at: str) -> Iterator[Unsupported]:
+    yield from of_network(phase.network_mode, at)
+    if phase.user not in USERS:
         yield Unsupported(f"{at}.user", "users other than root")
 
 
 def of_verifier(verifier: Verifier, at: str) -> Iterator[Unsupported]:
-    yield from of_agent(verifier, at)
+    yield from of_phase(verifier, at)
     if verifier.environment is not None:
         yield from of_environment(verifier.environment, f"{at}.environment")
     for number, hook in enumerate(verifier.collect):

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.examples import Example, Gold
-from outrider.harbor.files import check_links, instruction_in, read_text, written
+from outrider.harbor.files import check_links, files_below, instruction_in, read_text, written
 from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, TaskToml, unsupported
 from outrider.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
@@ -55,6 +55,7 @@ def harbor_examples(
     limit: int | None = None,
     image: str | None = None,
     environ: Mapping[str, str] | None = None,
+    offline: bool = False,
 ) -> list[Example]:
     """The Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by path.
 
@@ -73,7 +74,7 @@ def harbor_examples(
             )
     chosen = list(tasks if tasks is not None else folders)[:limit]
     known = variables() if environ is None else environ
-    return [HarborFolder(folders[name], known, image).example(name) for name in chosen]
+    return [HarborFolder(folders[name], known, image, offline=offline).example(name) for name in chosen]
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
@@ -105,14 +106,16 @@ def build_contexts(root: Path) -> list[Path]:
 class HarborFolder:
     """One folder. Its constructor raises InvalidField for what is invalid or unsupported in its task.toml."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str], image: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], image: str | None = None, *, offline: bool = False
+    ) -> None:
         self._folder = folder
         self._toml = folder / TASK_TOML
         self._environ = environ
         self._image = image
         self._config = read_config(self._toml)
-        for field, what in unsupported(self._config):
-            raise self._refusal(field, what)
+        for field, what, hint in unsupported(self._config, offline=offline):
+            raise self._refusal(field, what, hint)
 
     def example(self, name: str) -> Example:
         """Raises InvalidField, and TooLarge for tests that do not fit."""
@@ -203,13 +206,24 @@ class HarborFolder:
     def _image_of_agents(self) -> str | None:
         image = self._config.environment.docker_image or self._image
         folder = self._folder / "environment"
-        return built_name(folder, ImageStore()) if image is None and (folder / DOCKERFILE).exists() else image
+        if image is not None:
+            return image
+        if (folder / DOCKERFILE).exists():
+            return built_name(folder, ImageStore())
+        for path, name in files_below(folder, self._folder) if folder.is_dir() else ():
+            raise InvalidField(
+                f"{path}: no Dockerfile and no docker_image says how {name} comes into the sandbox",
+                field="environment.docker_image",
+                hint="write docker_image into task.toml, or pass --image NAME: the files are then brought along",
+            )
+        return None
 
     def _loose_files(self) -> list[dict[str, Any]]:
         """Prepare steps for the files that Harbor brings to the working directory, because nothing puts them into the
         image."""
         folder = self._folder / "environment"
-        if not self._config.environment.docker_image or (folder / DOCKERFILE).exists() or not folder.is_dir():
+        named = self._config.environment.docker_image or self._image
+        if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
             return []
         return written(folder, self._folder, ".")
 
@@ -313,8 +327,8 @@ class HarborFolder:
             found[name] = known
         return found
 
-    def _refusal(self, field: str, what: str) -> InvalidField:
-        return InvalidField(f"{self._toml} has {field}, and Outrider does not do {what}", field=field)
+    def _refusal(self, field: str, what: str, hint: str | None = None) -> InvalidField:
+        return InvalidField(f"{self._toml} has {field}, and Outrider does not do {what}", field=field, hint=hint)
 
 
 def read_config(file: Path) -> TaskToml:
