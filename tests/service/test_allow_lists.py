@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import socket
+import subprocess
 import sys
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +166,83 @@ def test_callbacks_go_where_they_may(place: str, settings: dict[str, Any], allow
     assert refusal(group(place), **config) == (None if allowed else "callback_url")
 
 
+def own_addresses() -> list[str]:
+    """Of this machine's interfaces, but the loopback's: IPv4 as the kernel's table of local addresses has them."""
+    lines = Path("/proc/net/fib_trie").read_text().splitlines()
+    four = {
+        above.split()[-1] for above, line in itertools.pairwise(lines) if "host LOCAL" in line and " 127." not in above
+    }
+    six = [line.split()[0] for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return sorted(four) + [str(IPv6Address(int(one, 16))) for one in six]
+
+
+HELD = (
+    *("::ffff:{0}", "64:ff9b::{0}", "64:ff9b:1::{0}", "::{0}", "::ffff:0:{0}", "2001:db8::5efe:{0}"),
+    *("2002:{1:04x}:{2:04x}::1", "2001:0:{1:04x}:{2:04x}::1"),
+)
+"""Addresses of IPv6 that hold one of IPv4."""
+
+
+def held(address: str) -> list[str]:
+    number = int(IPv4Address(address))
+    return [form.format(address, number >> 16, number & 0xFFFF) for form in HELD]
+
+
+@pytest.mark.parametrize("address", own_addresses())
+def test_no_notation_of_an_own_address_is_called_back_where_others_reach_the_service(address: str) -> None:
+    four = ip_address(address).version == 4
+    for form in (address, *(held(address) if four else ())):
+        at = form if form == address and four else f"[{form}]"
+        assert refusal(group(f"http://{at}:8000/"), host="0.0.0.0") == "callback_url", form
+        if not ip_address(address).is_link_local:
+            assert refusal(group(f"http://{at}:8000/")) is None, form
+        family = socket.AF_INET6 if ":" in form else socket.AF_INET
+        for place in (form,) if family == socket.AF_INET else (form, f"{form}%lo"):
+            with pytest.raises(OSError, match="callbacks may not go to"):
+                AllowLists(Config(host="0.0.0.0")).socket((family, socket.SOCK_STREAM, 0, "", (place, 80)))
+    listed = CallbacksConfig(allow=(address,))
+    at = address if four else f"[{address}]"
+    assert refusal(group(f"http://{at}/"), host="0.0.0.0", callbacks=listed) is None
+
+
+@pytest.mark.parametrize("form", [*held("169.254.169.254"), "fd00:ec2::254", "fd20:ce::254"])
+def test_no_notation_of_a_cloud_s_credentials_is_called_back(form: str) -> None:
+    assert refusal(group(f"http://[{form}]/latest")) == "callback_url"
+
+
+def test_an_address_that_holds_a_listed_one_is_not_listed_by_that() -> None:
+    callbacks = CallbacksConfig(allow=("10.0.0.0/8",))
+    assert refusal(group("http://[2002:a00:5::1]/"), callbacks=callbacks) == "callback_url"
+    assert refusal(group("http://[::ffff:10.0.0.5]/"), callbacks=callbacks) is None
+
+
+ADDED = """
+import ctypes, sys
+from ipaddress import ip_address
+from outrider.service.own_addresses import is_own
+import subprocess
+asked = [ip_address(one) for one in ("198.51.100.7", "10.200.3.4", "fd77::9", "192.0.2.77")]
+before = [is_own(one) for one in asked]
+for command in ("link set lo up", "addr add 198.51.100.7/24 dev lo", "route add local 10.200.0.0/16 dev lo",
+                "addr add fd77::9/64 dev lo"):
+    subprocess.run(["ip", *command.split()], check=True)
+print(before, [is_own(one) for one in asked])
+"""
+
+
+@pytest.mark.skipif(shutil.which("ip") is None or shutil.which("unshare") is None, reason="needs ip and unshare")
+def test_an_address_that_the_machine_gets_later_is_own_from_then_on() -> None:
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", ADDED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unshare failed" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip("no user namespaces here")
+    assert done.stdout.strip() == "[False, False, False, False] [True, True, True, False]", done.stderr
+
+
 def test_a_name_that_leads_to_a_refused_address_is_not_connected_to() -> None:
     public = AllowLists(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
     public.check_host("http://localhost/")
-    for address in ("127.0.0.1", "::1", "fe80::1%eth0", "::ffff:169.254.169.254", "0.0.0.0"):
+    for address in ("127.0.0.1", "::1", "fe80::1%eth0", "fd00:ec2::254%eth0", "::ffff:169.254.169.254", "0.0.0.0"):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with pytest.raises(OSError, match="callbacks may not go to"):
             public.socket((family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (address, 80)))

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
+from outrider.service.own_addresses import Address, is_own, meanings, plain
 from outrider.service.principals import Principal
 from outrider.service.step_fields import naming_step
 from outrider.spec import GroupSpec, RuntimeSpec, runtimes_of, steps_of
 
-Address = IPv4Address | IPv6Address
-
-METADATA = frozenset(map(ip_address, ("100.100.100.200", "192.0.0.192", "fd00:ec2::254")))
+METADATA = frozenset(
+    map(
+        ip_address,
+        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
+    )
+)
 """Where clouds give a machine its credentials, beside the link-local 169.254.169.254."""
 
 
@@ -92,7 +96,7 @@ class AllowLists:
         """Raises InvalidField for a callback to a host, or literal address, that is not allowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
-            address = ip_address(host)
+            address = plain(ip_address(host))
         except ValueError:
             listed = any(host == name or (name[:2] == "*." and host.endswith(name[1:])) for name in self._names)
             refused = bool(self._names or self._networks) and not listed
@@ -108,18 +112,18 @@ class AllowLists:
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
         """A socket for a callback to connect with. Raises OSError for an address that callbacks may not go to."""
         family, kind, protocol, _, address = place
-        if self._refused(ip_address(str(address[0]).partition("%")[0])):
+        if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
         """Whether only the operator may send anything there: to the services of this machine, where others can reach
         ours, and to what gives credentials to whoever asks from here."""
-        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        own = address.is_loopback or address.is_unspecified  # Linux takes 0.0.0.0 for this machine, too
-        dangerous = address.is_link_local or address.is_multicast or address in METADATA
-        return (dangerous or (own and self._config.public)) and not self._listed(address)
+        return any(
+            (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
+            and not self._listed(one)
+            for one in meanings(address)
+        )
 
     def _listed(self, address: Address) -> bool:
         return str(address) in self._names or any(address in network for network in self._networks)

@@ -1,0 +1,79 @@
+"""Which addresses lead to this machine, whatever their notation.
+
+It opens no connection. Invariant: the answer is that of the kernel's routing tables at the moment of the question, so
+an address that the machine gets later counts, too.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from ipaddress import IPv4Address, IPv6Address, IPv6Network
+
+Address = IPv4Address | IPv6Address
+
+EMBEDDING = tuple(
+    (IPv6Network(network), shift)
+    for network, shift in (
+        ("::/96", 0),  # IPv4-compatible, RFC 4291
+        ("::ffff:0:0:0/96", 0),  # IPv4-translated, RFC 2765
+        ("64:ff9b::/96", 0),  # NAT64, RFC 6052
+        ("64:ff9b:1::/96", 0),  # NAT64 of a site, RFC 8215
+        ("2002::/16", 80),  # 6to4
+    )
+)
+"""Networks of IPv6 whose addresses hold one of IPv4, and how many bits are behind it."""
+ISATAP = 0x5EFE
+NETLINK_ROUTE, RTM_GETROUTE, NLM_F_REQUEST, RTA_DST = 0, 26, 1, 1
+HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
+LOCAL, ANYCAST = 2, 4
+"""Types of routes to this machine."""
+ANSWER_SECONDS = 1.0
+
+
+def plain(address: Address) -> Address:
+    """The address without a zone; that of IPv4 for a mapped one, which is only another notation."""
+    if isinstance(address, IPv4Address):
+        return address
+    return address.ipv4_mapped or IPv6Address(int(address))
+
+
+def meanings(address: Address) -> tuple[Address, ...]:
+    """The plain addresses that a packet to a plain one may reach: itself, and those of IPv4 that it holds."""
+    if isinstance(address, IPv4Address):
+        return (address,)
+    number = int(address)
+    found: list[Address] = [address]
+    found += [IPv4Address(number >> shift & 0xFFFFFFFF) for network, shift in EMBEDDING if address in network]
+    if (number >> 32) & 0xFCFFFFFF == ISATAP:
+        found.append(IPv4Address(number & 0xFFFFFFFF))
+    return (*found, *(address.teredo or ()))
+
+
+def is_own(address: Address) -> bool:
+    """Whether the kernel would deliver a packet to that address on this machine."""
+    if address.is_loopback or address.is_unspecified:  # Linux takes 0.0.0.0 for this machine, too
+        return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        return _route_type(family, address.packed) in (LOCAL, ANYCAST)
+    except OSError:  # no netlink here, as behind some system-call filters: only an own address can be bound
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((str(address), 0))
+            except OSError:
+                return False
+        return True
+
+
+def _route_type(family: int, packed: bytes) -> int | None:
+    """The type of the route to an address, None where there is none. Raises OSError."""
+    body = ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + ATTRIBUTE.pack(4 + len(packed), RTA_DST) + packed
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_ROUTE) as kernel:
+        kernel.settimeout(ANSWER_SECONDS)
+        kernel.send(HEADER.pack(HEADER.size + len(body), RTM_GETROUTE, NLM_F_REQUEST, 1, 0) + body)
+        answer = kernel.recv(8192)
+    _, kind, *_ = HEADER.unpack_from(answer)
+    if kind != RTM_GETROUTE - 2:  # RTM_NEWROUTE; else an error: no route leads there
+        return None
+    return int(ROUTE.unpack_from(answer, HEADER.size)[7])
