@@ -220,6 +220,11 @@ class ServiceStopping(ServiceError):
     http_status = 503
 
 
+class StoreUnavailable(ServiceError):
+    code = "store_unavailable"
+    http_status = 503
+
+
 class QueueFull(ServiceError):
     """`retry_after` is the number of seconds to wait: the header Retry-After of the reply."""
 

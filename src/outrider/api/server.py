@@ -36,6 +36,7 @@ from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
 from outrider.file_descriptors import raise_limit, shares
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
+from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
 from outrider.tls import presenting
@@ -155,12 +156,15 @@ def control_app(service: Service) -> FastAPI:
     async def alive() -> Response:
         return Response("ok\n", media_type="text/plain")
 
+    store = StoreReadiness(service.store)
+
     @app.get("/readyz", include_in_schema=False)
     async def ready() -> Response:
         if not any(engine.ok for engine in service.pool.status()):
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
         if service.stopping:
             raise ServiceStopping("it starts no more sessions", hint="the next service on the same data will")
+        await store.check()
         return Response("ok\n", media_type="text/plain")
 
     description = cache(lambda: msgspec.json.encode(describe(app)))

@@ -308,6 +308,11 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN submitted_by TEXT",
         "CREATE INDEX groups_by_submitter ON groups (submitted_by, open_sessions) WHERE open_sessions > 0",
     ),
+    (
+        # One row, which `Store.probe` changes to find out whether anything can be stored.
+        "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
+        "INSERT INTO probe (id, at) VALUES (1, 0)",
+    ),
 )
 
 

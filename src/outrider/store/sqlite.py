@@ -10,6 +10,7 @@ Invariant: a body that fails undoes only its own changes, never those of another
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,8 @@ HINTS: dict[int, str] = {
     sqlite3.SQLITE_READONLY: "the database file and its folder must be writable",
 }
 
+GONE = "put the data folder back where it was, or restart the service: what it goes on storing would be lost"
+
 
 def sqlite_store(path: Path | None) -> Store:
     """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests."""
@@ -70,10 +73,12 @@ class SqliteDatabase:
         self._writes: _Jobs | None = None
         self._reads: _Jobs | None = None
         self._threads: list[_Thread] = []
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the file that is open, once something was written."""
 
     async def open(self) -> None:
         """Start the threads. Raises ServiceError when the file cannot be opened."""
-        writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH)
+        writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH, self._check_file)
         try:
             # The writer opens first and alone, because it may have to create the file.
             await self._start("writer", writes.serve, writes.stop).opened
@@ -89,7 +94,7 @@ class SqliteDatabase:
         self._writes, self._reads = writes, reads
 
     async def close(self) -> None:
-        self._writes = self._reads = None
+        self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
         # One by one: only the last connection to close removes the log, and of several that close at the same time none
         # may see that it is the last.
@@ -115,6 +120,20 @@ class SqliteDatabase:
             return excess > SHRINK_PAGES
 
         return await self.write(body, volatile=True)
+
+    def _check_file(self) -> None:
+        """Raises ServiceError where the file is not at its path any more: SQLite goes on with a removed one, and what
+        it commits is gone with the process."""
+        if self._path is None:
+            return
+        try:
+            status = os.stat(self._path)
+            found = status.st_dev, status.st_ino
+        except OSError as error:
+            raise ServiceError(f"the database failed: {self._path}: {error.strerror}", hint=GONE) from error
+        self._file = self._file or found
+        if found != self._file:
+            raise ServiceError(f"the database failed: {self._path} is another file now", hint=GONE)
 
     def _start(self, name: str, serve: Callable[[sqlite3.Connection], None], stop: Callable[[], None]) -> _Thread:
         thread = _Thread(f"outrider-store-{name}", self._connect, serve, stop)
@@ -167,8 +186,9 @@ class _Connection:
 class _Jobs:
     """Queue of bodies to run, served by one or more threads. It needs no bound: every entry has a caller that waits."""
 
-    def __init__(self, begin: str, batch: int) -> None:
+    def __init__(self, begin: str, batch: int, check_file: Callable[[], None] = lambda: None) -> None:
         self._begin = begin
+        self._check_file = check_file
         self._batch = batch
         self._loop = asyncio.get_running_loop()
         self._waiting: SimpleQueue[_Job | None] = SimpleQueue()
@@ -205,9 +225,10 @@ class _Jobs:
         """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the failing
         body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
         try:
+            self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ServiceError) as error:
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)

@@ -100,6 +100,11 @@ class Store:
     ) -> None:
         await self._db.close()
 
+    async def probe(self) -> None:
+        """Store something. Raises ServiceError where that fails; takes as long as the database's patience."""
+        now = self._clock()
+        await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
+
     async def create_group(
         self,
         group: GroupRow,

@@ -1,0 +1,51 @@
+"""Whether the service can do its work: what `/readyz` asks.
+
+It changes nothing but one row of the store. Invariant: however many ask at once, the store is asked once in
+FRESH_SECONDS, and nobody waits much longer than STORE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import OutriderError, StoreUnavailable
+from outrider.store.store import Store
+
+FRESH_SECONDS = 1.0
+"""For how long an answer of the store holds."""
+STORE_SECONDS = 2.0
+"""How long a store may take to answer. Orchestrators wait a few seconds for a probe."""
+HINT = "nothing is accepted until it is back; sessions under way wait for it"
+
+
+class StoreReadiness:
+    """Asks a store, and remembers the answer. `seconds` is how long an answer may take, `fresh` for how long it
+    holds."""
+
+    def __init__(self, store: Store, *, seconds: float = STORE_SECONDS, fresh: float = FRESH_SECONDS) -> None:
+        self._store = store
+        self._seconds = seconds
+        self._fresh = fresh
+        self._asking = asyncio.Lock()
+        self._answered = -1.0
+        self._fault: str | None = None
+
+    async def check(self) -> None:
+        """Raises StoreUnavailable while nothing can be stored."""
+        clock = asyncio.get_running_loop().time
+        async with self._asking:
+            if self._answered < 0 or clock() - self._answered >= self._fresh:
+                self._fault = await self._ask()
+                self._answered = clock()
+        if self._fault is not None:
+            raise StoreUnavailable(f"the store cannot be used: {self._fault}", hint=HINT)
+
+    async def _ask(self) -> str | None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._store.probe()
+        except TimeoutError:
+            return f"it does not answer within {self._seconds:g} s"
+        except OutriderError as error:
+            return error.message
+        return None
