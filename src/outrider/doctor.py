@@ -1,29 +1,48 @@
 """Finds out what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
 
-It starts nothing that outlives it. Invariant: every finding that is not ok says what to do about it.
+In a sandbox of each kind that needs no image it runs a command, as a session would. It starts nothing that outlives it.
+Invariant: every finding that is not ok says what to do about it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import platform
 import socket
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from outrider import file_descriptors
 from outrider.config import Config
-from outrider.errors import HarnessUnavailable, OutriderError
+from outrider.errors import HarnessUnavailable, OutriderError, RuntimeFailure
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.plugins import names, resolve
-from outrider.runtimes.base import Availability, RuntimeKind
+from outrider.runtimes.base import Availability, RuntimeKind, SandboxContext
+from outrider.runtimes.node_host import Host
 from outrider.runtimes.nvidia import NVIDIA
+from outrider.spec import RuntimeSpec
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
 """Packages that an engine, a format or a store needs beyond the core. The key is also the extra that installs them."""
+
+TRIED = frozenset({"namespace", "process", "process-landlock"})
+"""Runtimes whose sandboxes need no image: one of each is started."""
+TRIAL_SECONDS = 30.0
+HINTS = {
+    "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
+    "'process-landlock', which isolates less",
+    "process": "set TMPDIR to a folder of an ordinary file system, in which programs may run",
+    "process-landlock": "set TMPDIR to a folder of an ordinary file system, in which programs may run",
+}
+READ_ONLY_HINT = "agents that install into /usr need CAP_SYS_ADMIN for the service, or an image (task.runtime.image)"
+WRITE_IN_USR = "touch /usr/outrider-doctor"
 
 NOTHING_MORE = "needs nothing more"
 
@@ -57,7 +76,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything. Blocks for up to a second."""
+    """Look at everything. Blocks for a few seconds."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -91,9 +110,52 @@ def _runtime(name: str) -> Finding:
     try:
         runtime: RuntimeKind = resolve("runtime", name)
         can = runtime.available()
+        if can.ok and name in TRIED:
+            can = _tried(name, runtime, can)
     except OutriderError as error:
         can = Availability(ok=False, detail=error.message, hint=error.hint)
     return Finding(name=name, ok=can.ok, detail=can.detail, hint=can.hint)
+
+
+def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
+    """What comes of commands in a new sandbox."""
+    with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
+        for part in ("sandbox", "gateway"):
+            Path(folder, part).mkdir()
+        try:
+            writable = asyncio.run(_try(name, runtime, Path(folder)))
+        except OutriderError as error:
+            told = (error.log_tail or "").strip().splitlines()
+            detail = f"a sandbox was tried, and does not work: {told[-1] if told else error.message}"
+            return Availability(ok=False, detail=detail, hint=error.hint or HINTS[name])
+    if name == "namespace" and os.stat("/usr").st_uid == os.geteuid() and not writable:
+        detail = f"{can.detail}; /usr is read-only in them, for what is mounted in it or how it is mounted itself"
+        return Availability(ok=True, detail=detail, hint=READ_ONLY_HINT)
+    return can
+
+
+async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
+    """Run commands in a sandbox whose node has this folder. Returns whether /usr can be written to. Raises
+    OutriderError."""
+    async with Host(folder) as host:
+        context = SandboxContext(
+            session_id="doctor",
+            attempt=1,
+            directory=folder / "sandbox",
+            host=host,
+            gateway_url="http://127.0.0.1:1",
+            gateway_socket=folder / "gateway",
+        )
+        sandbox = runtime.create(RuntimeSpec(kind=name), context)
+        try:
+            await sandbox.start()
+            ran = await sandbox.exec("true", seconds=TRIAL_SECONDS)
+            if ran.exit_code != 0:
+                raise RuntimeFailure(f"`true` ends with exit code {ran.exit_code}", log_tail=ran.log_tail())
+            # A process sandbox has the host's own /usr, where nothing is tried.
+            return name == "namespace" and (await sandbox.exec(WRITE_IN_USR, seconds=TRIAL_SECONDS)).exit_code == 0
+        finally:
+            await sandbox.stop()
 
 
 def _preset(name: str) -> Finding:

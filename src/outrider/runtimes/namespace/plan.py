@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+
+from outrider.runtimes.kernel.mounts import Mount
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
@@ -24,7 +26,15 @@ ETC_MADE = {
     "hosts": b"127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": b"passwd: files\ngroup: files\nhosts: files\n",
 }
-
+HIDDEN_KINDS = frozenset(
+    {
+        *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"),
+        *("fusectl", "mqueue", "nfsd", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "smackfs"),
+        *("sysfs", "tracefs"),
+    }
+)
+"""File systems that are never shown in a sandbox, even where they are mounted below a system folder (in a chroot, for
+one): the kernel's own, which tell of the host, and `autofs`, in which a look may wait for a server."""
 
 Ids = tuple[int, int, int]
 """The first id inside, the first outside, and how many: as in a line of /proc/PID/uid_map."""
@@ -34,8 +44,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
 
     `layers` are pairs (folder of the host, path inside), the first of them the root; each is under a throw-away
-    writable layer. `shown` are pairs (path of the host, path inside), mounted read-only; `devices` are such pairs of
-    device files beside the usual ones, which can be used. `bytes` and `files` bound what
+    writable layer, or read-only where there can be none over the folder, unless that is the root. `folders` are pairs
+    (folder of the host, path inside), mounted read-only. `inner` are such pairs of what is mounted below the layers'
+    folders and `folders` and has to be mounted by itself (see `inner_of`); the source is "" where the place is covered.
+    `shown` are pairs (path of the host, path inside) of what else is mounted read-only, over the former; `devices` are
+    such pairs of device files beside the usual ones, which can be used. `bytes` and `files` bound what
     may be written. `gateway` is the path of the gateway's socket, `cgroups` are the files by which to enter the control
     groups (see `Group.entrances`). `memory` is `counted_memory`. `saved` is an archive of writable layers to begin
     with, "" for none. `uids` and `gids` say which users there are; `mappers` are the programs that can map more than
@@ -43,7 +56,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     base: str
     layers: tuple[tuple[str, str], ...]
-    shown: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, str], ...] = ()
+    inner: tuple[tuple[str, str], ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
     devices: tuple[tuple[str, str], ...] = ()
     bytes: int
     files: int
@@ -58,14 +73,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Root(msgspec.Struct, frozen=True):
-    """The folders of the host that a sandbox's root is made of."""
+    """The folders of the host that a sandbox's root is made of, as in `Plan`."""
 
     layers: tuple[tuple[str, str], ...]
-    shown: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, str], ...] = ()
 
 
 def image_root(folder: Path) -> Root:
-    return Root(((str(folder), "/"),), ())
+    return Root(((str(folder), "/"),))
 
 
 def host_root(skeleton: Path) -> Root:
@@ -78,6 +93,25 @@ def host_root(skeleton: Path) -> Root:
         ((str(skeleton), "/"), *((usr,) if own else ())),
         (*(() if own else (usr,)), *zip(folders, folders, strict=True)),
     )
+
+
+def inner_of(root: Root, mounts: Sequence[Mount]) -> tuple[tuple[str, str], ...]:
+    """`Plan.inner` for a root, where these are all the mounts of the host, outer ones first. What is mounted in a mount
+    comes with it, unless it is of HIDDEN_KINDS."""
+    found: list[tuple[str, str]] = []
+    for folder, inside in (*root.layers[1:], *root.folders):
+        shown, hidden = tuple[str, ...](), tuple[str, ...]()
+        for mount in mounts:
+            if not mount.path.startswith(f"{folder}/") or mount.path.startswith(hidden):
+                continue
+            place = f"{inside}{mount.path[len(folder) :]}"
+            if mount.kind in HIDDEN_KINDS:
+                hidden += (f"{mount.path}/",)
+                found.append(("", place))
+            elif not mount.path.startswith(shown):
+                shown += (f"{mount.path}/",)
+                found.append((mount.path, place))
+    return tuple(found)
 
 
 def make_skeleton(folder: Path) -> None:

@@ -25,8 +25,9 @@ from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.cgroups import Cgroups, Group
 from outrider.runtimes.kernel.child import Child
+from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
-from outrider.runtimes.namespace.plan import Plan, Root, image_root, unsupported
+from outrider.runtimes.namespace.plan import Plan, Root, image_root, inner_of, unsupported
 from outrider.runtimes.namespace.user_ids import user_ids
 from outrider.runtimes.namespace.zygote import Zygote
 from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
@@ -57,6 +58,8 @@ if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", 
     sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
 """
 """All the namespaces of a sandbox at once, and its /proc: a container whose own /proc is masked allows none."""
+NO_OVERLAY = "mount overlay"
+"""In the error of a sandbox whose writable layer could not be mounted."""
 DEATH_SECONDS = 0.5
 """How long a killed first process may take to die before the others of its namespace are killed one by one."""
 
@@ -101,16 +104,16 @@ async def launch(
     # process that starts meanwhile would be missed.
     zygote = await context.host.part(Zygote)
     root, image_env = _root(spec, zygote)
-    python: list[str] = []
+    shown, python = gpus.libraries, list[str]()
     if not _has_python(root):
-        shown = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
-        root, python = Root(root.layers, (*root.shown, shown)), portable_command()
-    root = Root(root.layers, (*root.shown, *gpus.libraries))
+        portable = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
+        shown, python = (portable, *shown), portable_command()
+    inner = inner_of(root, zygote.mounts())
     memory = counted_memory(spec.resources, groups.hierarchies.folders)
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
-        plan = _plan(spec, context, str(zygote.base), root, gpus.devices, groups, group)
+        plan = _plan(spec, context, str(zygote.base), root, inner, shown, gpus.devices, groups, group)
         with connection() as (ours, theirs):
             child, zygote_lives = await zygote.fork(plan, theirs)
         tools = ToolClient(ours, child.log_tail)
@@ -121,8 +124,9 @@ async def launch(
             setup = rooted_setup(spec, context, image_env, memory=memory, python=python, libraries=gpus.libraries_at)
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked is the doing of the agent that left it, unless the host failed meanwhile.
-            if context.layer is not None and not group.starved():
+            # A layer that cannot be unpacked is the doing of the agent that left it, unless the host failed meanwhile,
+            # or something was mounted below /usr since, so that there is no place for what was written there.
+            if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 error.inside = error.inside or await zygote_lives()
             raise
 
@@ -140,6 +144,8 @@ def _plan(
     context: SandboxContext,
     base: str,
     root: Root,
+    inner: tuple[tuple[str, str], ...],
+    shown: tuple[tuple[str, str], ...],
     devices: tuple[tuple[str, str], ...],
     groups: Cgroups,
     group: Group,
@@ -150,8 +156,10 @@ def _plan(
     return Plan(
         base=base,
         layers=root.layers,
+        folders=root.folders,
+        inner=inner,
         shown=(
-            *root.shown,
+            *shown,
             *((str(path), str(path)) for path in context.mounts),
             *((mount.source, mount.target or mount.source) for mount in spec.mounts),
         ),
@@ -183,11 +191,16 @@ def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
         raise RuntimeUnavailable(
             f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
         )
+    if mounted := inner_mounts([(folder, "/")]):
+        raise RuntimeUnavailable(
+            f"something is mounted in rootfs {folder}: {mounted[0][0]}",
+            hint="unmount it: a sandbox has /proc and /dev of its own, and task.runtime.mounts shows it other folders",
+        )
     return image_root(folder), {}
 
 
 def _has_python(root: Root) -> bool:
-    if root.shown or root.layers[1:]:  # it is the host's, not an image
+    if root.folders or root.layers[1:]:  # it is the host's, not an image
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)

@@ -23,6 +23,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.kernel.child import Child
+from outrider.runtimes.kernel.mounts import MountTable
 from outrider.runtimes.kernel.process_marks import VARIABLE
 from outrider.runtimes.namespace.plan import Plan, host_root, make_skeleton
 from outrider.runtimes.node_host import Host
@@ -52,8 +53,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 class Zygote:
     """A part of a node's host (see node_host.py). `host_root` is the root made of the host's own system folders, `base`
-    an empty folder at which each sandbox mounts its root. When the zygote dies, all sandboxes that came from it die
-    with it, and the next fork starts another."""
+    an empty folder at which each sandbox mounts its root; `mounts` tells what is mounted on this machine. When the
+    zygote dies, all sandboxes that came from it die with it, and the next fork starts another."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -70,11 +71,14 @@ class Zygote:
     async def __aenter__(self) -> Self:
         self.base.mkdir(exist_ok=True)
         self.host_root = host_root(await shielded(lambda: asyncio.to_thread(_skeleton, self._folder)))
+        self._table = MountTable()
+        self.mounts = self._table.mounts
         self._spawn()
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         self._give_up()
+        self._table.close()
         await shielded(self._await_deaths)
 
     async def _await_deaths(self) -> None:

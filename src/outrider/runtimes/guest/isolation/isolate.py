@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Plan = dict[str, Any]
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+"""Errors that say nothing about a file. ENOSPC: the namespace has as many mounts as it may have."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
@@ -70,14 +72,34 @@ def mapping(ids: list[list[int]]) -> str:
     return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
 
 
-def enter(plan: Plan) -> list[int]:
-    """Do all of it. Returns descriptors of the layers' upper folders, in the plan's order: no path leads to them any
-    more, and saving a layer needs them."""
+def bare_layers(plan: Plan) -> dict[int, int]:
+    """Copies of the layers' folders without what the plan's `inner` says is mounted in them, by number of the layer. An
+    overlay cannot be mounted over a folder in which something is, and only this process, which is in no user namespace
+    of a sandbox yet, may make such a copy. Where it may not either, there is none. Raises OSError."""
+    bare = {}
+    for number, (lower, target) in enumerate(plan["layers"]):
+        if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
+            try:
+                bare[number] = syscalls.clone_bare(lower, SHOWN_MOUNT)
+            except OSError as error:
+                must_not_be_scarce(error)
+    return bare
+
+
+def must_not_be_scarce(error: OSError) -> None:
+    """Raise the error again where it says nothing about the file, but that something has run out."""
+    if error.errno in SCARCE:
+        raise error
+
+
+def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
+    """Do all of it. `bare` is what `bare_layers` has returned. Returns descriptors of the layers' upper folders, in the
+    plan's order: no path leads to them any more, and saving a layer needs them."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
     become_root(plan)
-    uppers = change_root(plan)
+    uppers = change_root(plan, bare)
     ipc = not plan["memory"] or limit_ipc(plan["memory"])
     protect_proc()
     syscalls.set_host_name(b"sandbox")
@@ -91,7 +113,7 @@ def enter(plan: Plan) -> list[int]:
     return uppers
 
 
-def change_root(plan: Plan) -> list[int]:
+def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Make the plan's root the root of this process.
 
     Everything that is needed of the host is opened first. Then the root is changed, and the host's is gone. Only then
@@ -99,6 +121,7 @@ def change_root(plan: Plan) -> list[int]:
     """
     base = plan["base"]
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here shall reach the host
+    folders = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["folders"]]
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source), target) for source, target in (*own, *plan["devices"])]
@@ -115,12 +138,33 @@ def change_root(plan: Plan) -> list[int]:
         from outrider.runtimes.guest.filesystem.layers import restore_layers  # slow to load, and rarely used
 
         restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
-    uppers = [mount_layer(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
+    uppers, whole = [], [f"{target}/" for _, target in plan["folders"]]
+    for number, (lower, target) in enumerate(plan["layers"]):
+        os.chdir(base)
+        uppers.append(os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            mount_layer(number, lower, target, bare.get(number))
+        except OSError as error:
+            must_not_be_scarce(error)
+            # Without the root itself there is no sandbox; and what an agent has written below is not left out silently.
+            if number == 0 or os.listdir(f"upper{number}"):
+                raise
+            folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
+            whole.append(f"{target}/")
+    inner = []
+    for source, target in plan["inner"]:
+        there = target.startswith(tuple(whole))  # a folder that is shown has come with all that is mounted in it
+        tree = None if there or not source else clone_inner(source)
+        inner.append((not source or (not there and tree is None), tree, syscalls.clone_tree("/dev/null"), target))
     proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows it only where a /proc is visible
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same place
     syscalls.detach(".")
     os.chdir("/")
+    for tree, target in folders:
+        attach_at(tree, target)
+    for one in inner:
+        attach_inner(*one)
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
@@ -131,19 +175,54 @@ def change_root(plan: Plan) -> list[int]:
     return uppers
 
 
-def mount_layer(base: str, number: int, lower: str, target: str) -> int:
-    """Mount a throw-away writable layer over a folder of the host. Returns a descriptor of its upper folder.
+def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
+    """Mount a throw-away writable layer over a folder of the host, or over the `bare` copy of it. Raises OSError where
+    that cannot be: something is mounted in the folder, or it is itself an overlay over an overlay.
 
     The first target is `/`; all others are plain folders of the first's lower one. The paths are relative, or of /proc:
     programs inside can read a mount's options, and the host's paths are none of theirs.
     """
-    os.chdir(base)
+    if bare is not None:
+        os.mkdir(f"lower{number}")
+        syscalls.attach(bare, f"lower{number}")  # an overlay takes no folder that is attached nowhere
+        lower = f"lower{number}"
     held = os.open(lower, os.O_PATH | os.O_DIRECTORY)
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper one's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
-    syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
-    os.close(held)
-    return os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
+    finally:
+        os.close(held)
+
+
+def clone_inner(source: str) -> int | None:
+    """A copy of what is mounted at a path of the host; None where this user cannot have one, or it is gone by now."""
+    try:
+        return syscalls.clone_tree(source, SHOWN_MOUNT)
+    except OSError as error:
+        must_not_be_scarce(error)
+        return None
+
+
+def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
+    """Attach what is mounted below a folder of the host at its place in the sandbox; or, if `hidden`, cover the place.
+    Without `tree` it is there already. Folders and regular files are shown, and not sockets, behind which is the host.
+    """
+    kind = syscalls.file_type(target)
+    if kind and kind != stat.S_IFDIR and tree is not None:
+        kind = stat.S_IFMT(os.fstat(tree).st_mode)
+    if kind in (0, stat.S_IFLNK):
+        pass  # an agent whose layer was restored has removed the place
+    elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
+        if kind == stat.S_IFDIR:
+            syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
+        else:
+            syscalls.attach(os.dup(cover), target)
+    elif tree is not None:
+        syscalls.attach(os.dup(tree), target)
+    for fd in (tree, cover):
+        if fd is not None:
+            os.close(fd)
 
 
 def make_proc(proc: int) -> None:

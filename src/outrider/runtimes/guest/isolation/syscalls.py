@@ -23,7 +23,9 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
 MNT_DETACH = 2
 
-AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+AT_FDCWD, AT_NO_AUTOMOUNT, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x800, 0x1000, 0x8000
+AT_SYMLINK_NOFOLLOW, AT_STATX_DONT_SYNC = 0x100, 0x4000
+STATX_TYPE, STATX_BYTES, STATX_MODE_AT = 1, 256, 28
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
@@ -87,14 +89,43 @@ def pivot_root(new: str, old: str) -> None:
 
 def clone_tree(path: str, attributes: int = 0) -> int:
     """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere:
-    it keeps what it shows when the root changes."""
-    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
+    it keeps what it shows when the root changes. What is mounted on demand is not asked for."""
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     if attributes:
-        wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0), 32)
-        flags = AT_EMPTY_PATH | AT_RECURSIVE
-        syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, tree, b"", flags, wanted, 32)
+        set_attributes(tree, path, attributes, AT_RECURSIVE)
     return tree
+
+
+def clone_bare(path: str, attributes: int) -> int:
+    """Copy the mount at a path as `clone_tree` does, without what is mounted below: there, the copy has what the mounts
+    hide. Only for a process with privileges over its mount namespace, and mounts that are its own: the kernel hides
+    such things from others."""
+    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
+    tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
+    try:
+        # Private, so that what the host mounts below the path later does not come to be mounted in the copy, too.
+        set_attributes(tree, path, attributes, 0, MS_PRIVATE)
+    except OSError:
+        os.close(tree)
+        raise
+    return tree
+
+
+def set_attributes(tree: int, path: str, attributes: int, recursive: int, propagation: int = 0) -> None:
+    wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, propagation, 0), 32)
+    flags = AT_EMPTY_PATH | recursive
+    syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, tree, b"", flags, wanted, 32)
+
+
+def file_type(path: str) -> int:
+    """The type bits of the mode of what is at a path, 0 where nothing is or it cannot be seen. What is mounted there is
+    not asked, because it might never answer; nor is anything mounted on demand."""
+    found = ctypes.create_string_buffer(STATX_BYTES)
+    flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
+    if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
+        return 0
+    return int(struct.unpack_from("H", found, STATX_MODE_AT)[0]) & 0o170000
 
 
 def new_mount(kind: str, attributes: int) -> int:

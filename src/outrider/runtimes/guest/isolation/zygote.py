@@ -76,9 +76,14 @@ class Zygote:
     def _clone(
         self, plan: dict[str, Any], connection: int, log: int, mapped_reader: int = -1, mapped_writer: int = -1
     ) -> int:
-        pid = syscalls.clone(syscalls.NEWUSER | syscalls.NEWPID)
-        if pid == 0:
-            become_sandbox(plan, connection, log, mapped_reader, mapped_writer)
+        bare = isolate.bare_layers(plan)
+        try:
+            pid = syscalls.clone(syscalls.NEWUSER | syscalls.NEWPID)
+            if pid == 0:
+                become_sandbox(plan, connection, log, bare, mapped_reader, mapped_writer)
+        finally:
+            for tree in bare.values():
+                os.close(tree)
         self.loop.exits[pid] = lambda code: None
         return pid
 
@@ -111,7 +116,9 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
             raise OSError(f"{' '.join(words)} failed")
 
 
-def become_sandbox(plan: dict[str, Any], connection: int, log: int, mapped_reader: int, mapped_writer: int) -> None:
+def become_sandbox(
+    plan: dict[str, Any], connection: int, log: int, bare: dict[int, int], mapped_reader: int, mapped_writer: int
+) -> None:
     """In the child, the first process of its pid namespace: confine it, and serve as its tool server. Never returns."""
     code = FAILED
     try:
@@ -124,10 +131,10 @@ def become_sandbox(plan: dict[str, Any], connection: int, log: int, mapped_reade
             os.close(mapped_writer)
             if not os.read(mapped_reader, 1):
                 raise OSError("the sandbox was given no users")
-        close_others({0, 1, 2, connection})
+        close_others({0, 1, 2, connection, *bare.values()})
         signal.set_wakeup_fd(-1)
         gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1
-        layers = isolate.enter(plan)
+        layers = isolate.enter(plan, bare)
         serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
     except BaseException as error:  # whatever it is, this process must not go on as a second zygote
