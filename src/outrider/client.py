@@ -359,9 +359,10 @@ class AsyncClient:
         """Returns when nothing is being generated any more, however long that takes."""
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
-    async def resume_policy(self, version: int | None = None) -> PolicyStatus:
-        """Generate again; `version` is that of the weights that the engines have now, if they changed."""
-        body = _encoded({"version": version})
+    async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
+        """Generate again; `version` is that of the weights that the engines have now, if they changed. `go_back`: it
+        may be lower than the policy's, which undoes a version that was set by mistake."""
+        body = _encoded({"version": version, "go_back": go_back})
         return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
 
     async def update_policy(
@@ -371,11 +372,13 @@ class AsyncClient:
         mode: PolicyPause = "finish",
         weights: str | None = None,
         cancel_older_than: int | None = None,
+        go_back: bool = False,
     ) -> PolicyStatus:
         """Pause, have the engines load `weights` (a file or folder) if they are given, set the version, and resume.
-        Returns when the engines generate again, however long that takes."""
-        body = {"version": version, "mode": mode, "weights": weights, "cancel_older_than": cancel_older_than}
-        return await self._call("POST", "/v1/policy", PolicyStatus, body=_encoded(body), seconds=None)
+        Returns when the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
+        asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
+        body = _encoded({"version": version, **asked})
+        return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
     @property
     def _http(self) -> aiohttp.ClientSession:

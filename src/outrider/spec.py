@@ -552,22 +552,25 @@ class PolicyPauseSpec(Spec):
 
 
 class PolicyResumeSpec(Spec):
-    """Generate again. `version` is that of the weights which the engines have now; null if they did not change."""
+    """Generate again. `version` is that of the weights which the engines have now; null if they did not change.
+    `go_back`: it may be lower than the policy's, which undoes a version that was set by mistake."""
 
     version: Version | None = None
+    go_back: bool = False
 
 
 class PolicyUpdateSpec(Spec):
     """Pause, have the engines load `weights` in place, set the version, and resume.
 
     `weights` is a file or folder that every engine can read; null where the trainer has changed the weights itself.
-    Groups are cancelled whose first session began at a version below `cancel_older_than`.
+    Groups are cancelled whose first session began at a version below `cancel_older_than`. `go_back` as for a resume.
     """
 
     version: Version
     mode: Mode = "finish"
     weights: Annotated[Text, AfterValidator(without_nul), Field(min_length=1)] | None = None
     cancel_older_than: Version | None = None
+    go_back: bool = False
 
 
 MAX_CURSOR = (1 << 63) - 1

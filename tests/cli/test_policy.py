@@ -17,6 +17,8 @@ async def test_the_policy_is_shown_paused_and_updated(cli: Cli, tmp_path: Path) 
         resumed = await cli("policy", "resume", "3", "--url", url, "--json")
         updated = await cli("policy", "update", "4", "--weights", tmp_path, "--url", url)
         back = await cli("policy", "update", "2", "--url", url)
+        far = await cli("policy", "update", str(2**31 - 1), "--url", url)
+        undone = await cli("policy", "update", "4", "--weights", tmp_path, "--go-back", "--url", url)
         wrong = await cli("policy", "update", "5", "--weights", "nowhere", "--url", url)
     engines = [{"name": "scripted", "version": 0, "ok": True}]
     assert shown.document == {"version": 0, "paused": None, "engines": engines, "cancelled": []}
@@ -29,4 +31,6 @@ async def test_the_policy_is_shown_paused_and_updated(cli: Cli, tmp_path: Path) 
         2,
         "error: the policy is at version 4: it cannot go back to 2",
     )
+    assert "policy version 2147483647" in far.out
+    assert "policy version 4" in undone.out
     assert (wrong.code, wrong.err.splitlines()[0]) == (1, "error: engine 'scripted' finds no weights in nowhere")

@@ -266,6 +266,31 @@ async def test_a_version_never_goes_back(folder: Path) -> None:
         assert pool.policy.status().paused is None
 
 
+async def test_a_version_goes_back_where_that_is_asked_for(folder: Path) -> None:
+    first, second = StampingEngine(folder), StampingEngine(folder, name="second")
+    kept: list[KnownPolicy] = []
+
+    async def keep(known: KnownPolicy) -> None:
+        kept.append(known)
+
+    async with pool_of(first, second, keep=keep) as pool:
+        await pool.policy.update(5, mode="finish", weights="weights-5")
+        await pool.policy.update((1 << 31) - 1, mode="finish")
+        second.fails["set_version"] = EngineUnavailable("down")
+        await pool.policy.resume(5, go_back=True)
+        assert (pool.policy.version, first.version, kept[-1]) == (5, 5, KnownPolicy(5))
+        # One that was away still reports the version that was undone, and serves nobody until it is told.
+        del second.fails["set_version"]
+        assert second.version == (1 << 31) - 1
+        await until_waiting()
+        assert [engine.ok for engine in pool.policy.status().engines] == [True, False]
+        await pool.policy.update(6, mode="finish", weights="weights-6", go_back=True)  # it need not go back
+        await all_up(pool)
+        assert (first.version, second.version) == (6, 6)
+        with pytest.raises(Conflict, match="go back"):
+            await pool.policy.resume(5)
+
+
 async def test_weights_that_every_engine_refuses_change_nothing(folder: Path) -> None:
     engine = StampingEngine(folder)
     async with pool_of(engine) as pool, asyncio.TaskGroup() as group:

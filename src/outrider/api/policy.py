@@ -39,7 +39,8 @@ def policy_routes(service: Service) -> APIRouter:
     @routes.post("/resume", **takes(PolicyResumeSpec), **answers(PolicyStatus, *FAILURES))
     async def resume(request: Request) -> Response:
         """Tell the engines the version of their weights, if one is given, and generate again."""
-        await service.pool.policy.resume(parse_body(PolicyResumeSpec, await whole_body(request)).version)
+        asked = parse_body(PolicyResumeSpec, await whole_body(request))
+        await service.pool.policy.resume(asked.version, go_back=asked.go_back)
         return json_reply(service.pool.policy.status())
 
     return routes

@@ -26,6 +26,11 @@ InFlight = Annotated[
 ]
 
 
+GoBack = Annotated[
+    bool, typer.Option("--go-back", help="N may be lower than the policy's version: undo one that was set by mistake.")
+]
+
+
 def policy_commands() -> typer.Typer:
     """The sub-commands of `outrider policy`."""
     app = typer.Typer(no_args_is_help=True, help="Show, pause, resume and update the policy that the engines serve.")
@@ -71,6 +76,7 @@ def resume(
         int | None,
         typer.Argument(metavar="[N]", help="Version of the weights that the engines have now; by default the old one."),
     ] = None,
+    go_back: GoBack = False,
     url: Url = None,
     token: Token = None,
     ca: Ca = None,
@@ -85,7 +91,7 @@ def resume(
         outrider policy resume 12
     """
     with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.resume_policy(version))
+        _show(terminal_of(ctx), service.resume_policy(version, go_back=go_back))
 
 
 def update(
@@ -101,6 +107,7 @@ def update(
     cancel_older_than: Annotated[
         int | None, typer.Option(metavar="M", help="Cancel groups whose first session began at a version below this.")
     ] = None,
+    go_back: GoBack = False,
     url: Url = None,
     token: Token = None,
     ca: Ca = None,
@@ -118,7 +125,9 @@ def update(
     with client(url, token, ca) as service:
         _show(
             terminal_of(ctx),
-            service.update_policy(version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than),
+            service.update_policy(
+                version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than, go_back=go_back
+            ),
         )
 
 

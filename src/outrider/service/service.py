@@ -346,7 +346,9 @@ class Service:
                     await self._scheduler.end(await self.store.cancel_group(group_id))
                     cancelled.append(group_id)
 
-        await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)
+        await self.pool.policy.update(
+            update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old, go_back=update.go_back
+        )
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:

@@ -2,7 +2,8 @@
 
 It knows no request. While the policy is paused no generation begins, and nothing is generated once `pause` has
 returned. Engines are told in their own words; one that fails on the way is given up (`lost`) and catches up before it
-serves again. Invariant: the version never goes back, and an engine that reports an older one serves nobody.
+serves again. Invariant: the version goes back only where that is asked for, and an engine that reports an older one
+serves nobody.
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ class Policy:
         self._found = found
         self._known = known
         """None while the version is only what engines report."""
+        self._undone: set[int] = set()
+        """Versions from which the policy went back. An engine that still reports one of them missed that."""
         self._keep = keep
         self._draining = False
         self._lock = asyncio.Lock()
@@ -194,8 +197,13 @@ class Policy:
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: Engine | ChatEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Why an engine that has just reported its health may not serve: its weights are older than the policy."""
-        if self._known is None or health.version >= self._known.version or not isinstance(engine, SetsVersion):
+        """Why an engine that has just reported its health may not serve: its weights are older than the policy, or of a
+        version that was undone."""
+        if self._known is None or not isinstance(engine, SetsVersion):
+            return None
+        if health.version == self._known.version:
+            return None
+        if health.version > self._known.version and health.version not in self._undone:
             return None
         return EngineUnavailable(
             f"engine {engine.name!r} serves policy version {health.version}, the policy is at {self._known.version}",
@@ -211,14 +219,14 @@ class Policy:
         async with self._closed(mode):
             await self._halt()
 
-    async def resume(self, version: int | None = None) -> None:
+    async def resume(self, version: int | None = None, *, go_back: bool = False) -> None:
         """Have the engines told the version, where one is given, and generate again; also those that somebody else has
-        paused. Raises Conflict for a version that goes back."""
-        self._check_forward(version)
+        paused. Raises Conflict for a version that goes back, unless that is allowed."""
+        self._check_forward(version, go_back)
         if self._draining:
             self.gate.open()
         async with self._lock:
-            self._check_forward(version)
+            self._check_forward(version, go_back)
             known = None if version is None else self._at(version)
             await self._remember(known)
             await self._go_on(known)
@@ -230,15 +238,16 @@ class Policy:
         mode: PolicyPause,
         weights: str | None = None,
         meanwhile: Callable[[], Awaitable[None]] | None = None,
+        go_back: bool = False,
     ) -> None:
         """Pause, have every engine load `weights` in place where they are given, set the version, and resume.
         `meanwhile` is awaited between: the weights are loaded then, and nothing is generated yet.
 
         Engines that fail while others do not are left behind, and catch up. Raises Conflict for a version that goes
-        back, InvalidField where engines cannot load weights, and, with everything as it was before, what the engines
-        raise if none of them took the weights.
+        back unless that is allowed, InvalidField where engines cannot load weights, and, with everything as it was
+        before, what the engines raise if none of them took the weights.
         """
-        self._check_forward(version)
+        self._check_forward(version, go_back)
         if weights is not None:
             unable = [member.name for member in self._reached() if weights_loader(member.engine) is None]
             if unable:
@@ -251,7 +260,7 @@ class Policy:
             if not self._reached():
                 raise EngineUnavailable("no engine is there to load the weights", hint="see GET /v1/engines")
         async with self._closed(mode):
-            self._check_forward(version)
+            self._check_forward(version, go_back)
             await self._halt()
             known = self._at(version, weights)
             loaded = None if weights is None else await self._load(weights, version)
@@ -291,12 +300,12 @@ class Policy:
 
         await self._tell([member for member in members if member.paused], go_on)
 
-    def _check_forward(self, version: int | None) -> None:
-        if version is not None and version < self.version:
+    def _check_forward(self, version: int | None, go_back: bool) -> None:
+        if version is not None and version < self.version and not go_back:
             raise Conflict(
                 f"the policy is at version {self.version}: it cannot go back to {version}",
                 hint="GET /v1/policy has the version; count on from it, or train another policy with a data folder of"
-                " its own: outrider serve --data DIR",
+                " its own: outrider serve --data DIR. To undo a version that was set by mistake: go_back, --go-back",
                 field="version",
             )
 
@@ -365,6 +374,8 @@ class Policy:
     async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[Member] | None = None) -> None:
         """Set the version, where there is a new one, and have all engines generate again. An engine that fails is lost,
         and so is one that is not among those that have `loaded` the version's weights: it has joined meanwhile."""
+        if known is not None and known.version < self.version:
+            self._undone.add(self.version)
         self._known = known or self._known
         version = None if known is None else known.version
 
