@@ -99,7 +99,7 @@ async def machines_of(fleet: Fleet, nursery: Nursery, folder: Path, port: int) -
             temporary.mkdir()
             way = Way(port)
             await ways.enter_async_context(way.open())
-            arguments = (way.url, name, str(processes), str(folder))
+            arguments = (way.url, name, str(processes))
             log = folder / f"{name}.log"
             program = Program(nursery, "campaign.machine", arguments, log=log, temporary=temporary)
             machines.append(Machine(name, processes, way, program, temporary))

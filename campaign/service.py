@@ -47,7 +47,6 @@ def main(folder: str, port: str, engine: str, store: str, processes: str, elsewh
         port=int(port),
         processes=int(processes),
         data=Path(folder) / "data",
-        files=Path(folder),
         store=store or None,
         model=ModelConfig(tokenizer=str(TOKENIZER), renderer="template:qwen3"),
         lanes=LANES,

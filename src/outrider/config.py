@@ -13,10 +13,10 @@ from contextlib import suppress
 from difflib import get_close_matches
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 
 from outrider.callbacks import check_secret
 from outrider.environment import variables
@@ -72,7 +72,8 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 class SandboxesConfig(Section):
     """What tasks may use of this node.
 
-    `allow`: files and folders of the host that tasks may name, with everything below them. `cpus` and `memory_mb`:
+    `allow`: files and folders of the host that tasks may name, with everything below them (see
+    sandboxes/host_paths.py for what it may not hold). `cpus` and `memory_mb`:
     how much all sandboxes together may reserve (None: all that the machine has). `gpus`: names of the GPUs that they
     may use, plain for NVIDIA's (an index or a UUID), `vendor/class=device` for others (None: the NVIDIA GPUs of the
     machine that CUDA_VISIBLE_DEVICES, if it is set, lets this process see). `warm`: how many sandboxes of each
@@ -234,7 +235,8 @@ class TlsConfig(Section):
 
 class Config(Section):
     """All settings of a service. `processes`: how many run sessions; one is the service's own, several are beside it,
-    and without any only nodes that join run some.
+    and without any only nodes that join run some. `files`: the folder out of which tasks may upload (None: they may
+    not).
     `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
@@ -245,7 +247,7 @@ class Config(Section):
     processes: Annotated[int, Field(ge=0, le=256)] = 1
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
-    files: Path = Path(".")
+    files: Path | None = None
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
     queue: QueueConfig = QueueConfig()
@@ -256,6 +258,19 @@ class Config(Section):
     graders: tuple[GraderConfig, ...] = ()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
+    _read_from: Path | None = PrivateAttr(default=None)
+
+    @property
+    def read_from(self) -> Path | None:
+        """The file that the settings were read from, which tasks may not read; None without one. It is no setting, and
+        not in the JSON of the settings."""
+        return self._read_from
+
+    def as_read_from(self, file: Path | None) -> Self:
+        """The same settings, read from that file."""
+        copy = self.model_copy()
+        copy._read_from = file
+        return copy
 
     @field_validator("graders")
     @classmethod
@@ -309,7 +324,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     for _, values in sources:
         _merge(merged, values)
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(merged).as_read_from(file)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])

@@ -63,7 +63,7 @@ class Nodes:
     async def start(self) -> None:
         tokenizer, data = self.folder / "tokenizer", self.folder / "data"
         flags = "--port 0 --allow-plugin * "
-        flags += f"--data {data} --tokenizer {tokenizer} --renderer {RENDERER} --files {self.folder}"
+        flags += f"--data {data} --tokenizer {tokenizer} --renderer {RENDERER}"
         lanes = "--init-lane 4 --run-lane 12 --eval-lane 4"
         command = [sys.executable, "-m", "real.storm_node", str(self.tally), *flags.split(), *lanes.split()]
         engine = {"kind": "scripted", "options": {"replies": [*RULES]}}

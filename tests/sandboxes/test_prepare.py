@@ -11,6 +11,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
 
@@ -39,20 +40,21 @@ class Noting:
         self.done.append((path, data, executable))
 
 
-async def prepared(sandbox: Noting, *steps: PrepareStep) -> list[Any]:
-    await prepare(cast(Runtime, sandbox), list(steps), files=Path("files"), pauses=AT_ONCE)
+async def prepared(sandbox: Noting, *steps: PrepareStep, files: Path | None = None) -> list[Any]:
+    await prepare(cast(Runtime, sandbox), list(steps), paths=HostPaths.of(files), pauses=AT_ONCE)
     return sandbox.done
 
 
-async def test_steps_are_done_in_order() -> None:
+async def test_steps_are_done_in_order(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
     steps = (
         Run(run="one", env={"A": "b"}, seconds=5.0),
         Upload(upload="folder", to="there"),
         Write(write="text", to="x"),
     )
-    assert await prepared(Noting(), *steps) == [
+    assert await prepared(Noting(), *steps, files=tmp_path) == [
         ("one", {"A": "b"}, 5.0),
-        (Path("files/folder"), "there"),
+        (tmp_path / "folder", "there"),
         ("x", b"text", False),
     ]
 

@@ -14,6 +14,7 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import Sandboxes, run_step
 from outrider.spec import Run, RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
@@ -40,12 +41,12 @@ def spec(**fields: Any) -> RuntimeSpec:
 async def some_sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
     Counted.ledger = MemoryLedger()
     async with Host(folder) as host, asyncio.TaskGroup() as background:
-        yield Sandboxes(host=host, background=background, files=folder, gateway_socket=folder / "s")
+        yield Sandboxes(host=host, background=background, paths=HostPaths.of(folder), gateway_socket=folder / "s")
 
 
 async def test_it_is_ready_once_and_stopped_once(tmp_path: Path) -> None:
     async with some_sandboxes(tmp_path) as sandboxes:
-        sandbox = sandboxes.make(spec(prepare=[{"run": "echo x >> prepared"}]), "s", 1)
+        sandbox = await sandboxes.make(spec(prepare=[{"run": "echo x >> prepared"}]), "s", 1)
         await sandbox.ready()
         await sandbox.ready()
         assert await sandbox.runtime.read("prepared") == b"x\n"
@@ -58,13 +59,13 @@ async def test_it_is_ready_once_and_stopped_once(tmp_path: Path) -> None:
 async def test_what_cannot_be_prepared_is_stopped(tmp_path: Path) -> None:
     async with some_sandboxes(tmp_path) as sandboxes:
         with pytest.raises(RuntimeFailure, match="prepare step 0"):
-            await sandboxes.make(spec(prepare=[{"run": "false"}]), "s", 1).ready()
+            await (await sandboxes.make(spec(prepare=[{"run": "false"}]), "s", 1)).ready()
     assert (Counted.ledger.stopped, os.listdir(tmp_path)) == (STOPPED_ONCE, [])
 
 
 async def test_what_is_cancelled_while_it_is_prepared_is_stopped(tmp_path: Path) -> None:
     async with some_sandboxes(tmp_path) as sandboxes:
-        sandbox = sandboxes.make(spec(prepare=[{"run": "sleep 60"}]), "s", 1)
+        sandbox = await sandboxes.make(spec(prepare=[{"run": "sleep 60"}]), "s", 1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await sandbox.ready()
@@ -73,7 +74,7 @@ async def test_what_is_cancelled_while_it_is_prepared_is_stopped(tmp_path: Path)
 
 async def test_the_folder_goes_although_a_runtime_cannot_stop(tmp_path: Path) -> None:
     async with some_sandboxes(tmp_path) as sandboxes:
-        sandbox = sandboxes.make(spec(env={"STOP_FAILS": "1"}), "s", 1)
+        sandbox = await sandboxes.make(spec(env={"STOP_FAILS": "1"}), "s", 1)
         await sandbox.ready()
         with pytest.raises(OSError, match="busy"):
             await sandbox.stop()
@@ -83,7 +84,7 @@ async def test_the_folder_goes_although_a_runtime_cannot_stop(tmp_path: Path) ->
 async def test_a_sandbox_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:
     async with some_sandboxes(tmp_path) as sandboxes:
         with pytest.raises(ValueError, match="of no use"):
-            sandboxes.make(spec(kind="sandboxes.test_sandbox:Unmakeable"), "s", 1)
+            await sandboxes.make(spec(kind="sandboxes.test_sandbox:Unmakeable"), "s", 1)
     assert os.listdir(tmp_path) == []
 
 
@@ -98,8 +99,8 @@ async def test_the_address_of_the_gateway_is_the_one_of_the_innermost_block(tmp_
         made = []
         with sandboxes.gateway_at("http://one"):
             with sandboxes.gateway_at("http://two"):
-                made.append(sandboxes.make(spec(), "two", 1))
-            made.append(sandboxes.make(spec(), "one", 1))
+                made.append(await sandboxes.make(spec(), "two", 1))
+            made.append(await sandboxes.make(spec(), "one", 1))
         assert [sandbox.runtime.endpoint for sandbox in made] == ["http://two", "http://one"]
         for sandbox in made:
             await sandbox.stop()

@@ -19,6 +19,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import (
     ASSUMED_MB,
@@ -98,7 +99,7 @@ async def a_pool(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple
     with tempfile.TemporaryDirectory(prefix="or-") as name, watcher() as seen:
         folder = Path(name)
         async with Host(folder) as host, asyncio.TaskGroup() as owner:
-            sandboxes = Sandboxes(host=host, background=owner, files=folder, gateway_socket=folder / "s")
+            sandboxes = Sandboxes(host=host, background=owner, paths=HostPaths.of(folder), gateway_socket=folder / "s")
             limits = WarmLimits(each=each, memory_mb=memory_mb)
             async with WarmPool(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as pool:
                 yield pool, seen
@@ -162,13 +163,13 @@ async def test_a_change_of_what_is_uploaded_is_another_kind(tmp_path: Path) -> N
     file = tmp_path / "tree/file"
     file.write_text("one")
     wanted = spec(prepare=[{"upload": "tree", "to": "t"}])
-    first = kind_key(wanted, (), tmp_path)
-    assert first == kind_key(wanted, (), tmp_path)
+    first = kind_key(wanted, (), HostPaths.of(tmp_path))
+    assert first == kind_key(wanted, (), HostPaths.of(tmp_path))
     file.write_text("other")
-    second = kind_key(wanted, (), tmp_path)
+    second = kind_key(wanted, (), HostPaths.of(tmp_path))
     assert second not in (first, None)
     (tmp_path / "tree/out").symlink_to("/etc/passwd")
-    assert kind_key(wanted, (), tmp_path) is None
+    assert kind_key(wanted, (), HostPaths.of(tmp_path)) is None
 
 
 async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_path: Path) -> None:
@@ -177,15 +178,15 @@ async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_pa
     link = tmp_path / "link"
     link.symlink_to("old")
     wanted = spec(mounts=[{"source": str(link), "target": "/data"}])
-    first, as_program = kind_key(wanted, (), tmp_path), kind_key(spec(), (link,), tmp_path)
+    first, as_program = kind_key(wanted, (), HostPaths.of(tmp_path)), kind_key(spec(), (link,), HostPaths.of(tmp_path))
     (tmp_path / "old/more").touch()  # which is seen in a sandbox that stands already
-    assert kind_key(wanted, (), tmp_path) == first
+    assert kind_key(wanted, (), HostPaths.of(tmp_path)) == first
     link.unlink()
     link.symlink_to("new")
-    assert kind_key(wanted, (), tmp_path) not in (first, None)
-    assert kind_key(spec(), (link,), tmp_path) not in (as_program, None)
+    assert kind_key(wanted, (), HostPaths.of(tmp_path)) not in (first, None)
+    assert kind_key(spec(), (link,), HostPaths.of(tmp_path)) not in (as_program, None)
     link.unlink()
-    assert kind_key(wanted, (), tmp_path) is None
+    assert kind_key(wanted, (), HostPaths.of(tmp_path)) is None
 
 
 async def test_a_name_that_stands_for_another_image_now_is_not_given_what_was_made_of_the_old_one() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider.harnesses.command import MAX_INSTRUCTION
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.service.admission import check_group, parse_group
 from outrider.spec import MAX_GROUP, MAX_INLINE_FILE, MAX_TEXT
 
@@ -255,7 +256,7 @@ def ids(case: tuple[str, Any, str | None]) -> str:
 
 
 def test_the_good_one_is_good(files: Path) -> None:
-    check_group(parse_group(json.dumps(GOOD).encode()), files=files)
+    check_group(parse_group(json.dumps(GOOD).encode()), paths=HostPaths.of(files))
     assert changed("n", 3) == GOOD | {"n": 3}
 
 
@@ -263,7 +264,7 @@ def test_the_good_one_is_good(files: Path) -> None:
 def test_the_field_is_named(files: Path, case: tuple[str, Any, str | None]) -> None:
     path, value, field = case
     with pytest.raises(OutriderError) as refused:
-        check_group(parse_group(body(path, value)), files=files)
+        check_group(parse_group(body(path, value)), paths=HostPaths.of(files))
     assert (refused.value.field, refused.value.http_status) == (field or path, 422)
     assert refused.value.message
     assert len(refused.value.message) < 1000

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.service.admission import check_group
 from outrider.spec import GroupSpec
 
@@ -46,7 +47,7 @@ def filled(value: Any, folder: Path) -> Any:
 
 def checked(folder: Path, runtime: dict[str, Any]) -> GroupSpec:
     spec = group("ask", runtime=filled(runtime, folder))
-    check_group(spec, files=folder, allow=[folder / "in", folder / "aside"])
+    check_group(spec, paths=HostPaths.of(folder, [folder / "in", folder / "aside"]))
     return spec
 
 
@@ -107,7 +108,7 @@ def environment(folder: Path, base: Path) -> Path:
 def check_venv(folder: Path, venv: Path, **runtime: Any) -> None:
     harness = {"command": ["agent"], "venv": str(venv)}
     spec = group("ask", harness=harness, runtime={"kind": "process", **filled(runtime, folder)})
-    check_group(spec, files=folder, allow=[folder / "in", folder / "aside"])
+    check_group(spec, paths=HostPaths.of(folder, [folder / "in", folder / "aside"]))
 
 
 def test_an_environment_whose_parts_are_allowed_may_be_named(folder: Path) -> None:

@@ -66,7 +66,7 @@ class Served:
     def __init__(self, folder: Path, engine: str, *more: str) -> None:
         self._folder = folder
         self._command = [
-            *(sys.executable, "-m", "outrider.cli", "serve", "--data", str(folder / "data"), "--files", str(folder)),
+            *(sys.executable, "-m", "outrider.cli", "serve", "--data", str(folder / "data")),
             *("--engine", f"vllm={engine}", "--tokenizer", str(TOKENIZER), "--renderer", "template:qwen3"),
             *("--allow-path", str(sif_images.folder()), "--port", "0", *more),
         ]

@@ -16,6 +16,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.rootfs.store import Image
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import Deliverer
@@ -155,7 +156,7 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
                 artifacts=kept,
                 lanes=lanes,
                 resources=NodeResources(Capacity(cpus=2.0, memory_mb=1024)),
-                files=tmp_path,
+                paths=HostPaths.of(tmp_path),
             ) as node:
                 await put(store, "g", "s")
                 await store.start_attempt("s", node="node", lease_until=1e12)

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.node_host import PREFIX
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources
@@ -30,7 +31,7 @@ def a_node(files: Path) -> LocalNode:
         artifacts=nothing,
         lanes=lanes,
         resources=NodeResources(Capacity(cpus=1.0, memory_mb=64)),
-        files=files,
+        paths=HostPaths.of(files),
     )
 
 

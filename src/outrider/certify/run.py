@@ -17,8 +17,9 @@ from outrider.certify.gateway_tap import tapped
 from outrider.certify.judge import Certificate, Evidence, RowVerdict, Subject, holds, judge
 from outrider.certify.rows import FIRST_WORD, MARK, Row
 from outrider.certify.scripted_model import ScriptedModel
+from outrider.certify.users_paths import allowing
 from outrider.client import AsyncClient
-from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.service.assembly import open_service
 from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -52,10 +53,10 @@ async def certify(
             data=Path(data),
             model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # Tasks here come from the user, who may read these files, and run this Python.
-            sandboxes=SandboxesConfig(allow=(Path("/"),)),
+            # Tasks here come from the user, who may run this Python, and read what the tasks name.
             plugins=PluginsConfig(allow=("*",)),
         )
+        config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])
         async with (
             open_service(config) as opened,
             serving(*opened) as url,

@@ -5,6 +5,7 @@ It knows no terminal. Invariant: when `check_tasks` returns, nothing is left of 
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
@@ -14,13 +15,15 @@ from typing import Any
 import msgspec
 
 from outrider.api.server import serving
+from outrider.certify.users_paths import allowing, uploads
 from outrider.client import AsyncClient
-from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
+from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.examples import Example, Gold
 from outrider.schemas import GroupView
+from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
-from outrider.spec import EngineSpec
+from outrider.spec import EngineSpec, TaskSpec
 
 TIMES = 2
 """How often each is tried: what depends on chance, or on the time of day, should show."""
@@ -57,19 +60,20 @@ async def check_tasks(
         for number, example in enumerate(examples)
         for step, gold in enumerate(solutions(example))
     ]
+    tasks = [task for example in examples if (task := _valid(example.task)) is not None]
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
         config = Config(
             port=0,
             data=Path(data),
-            files=folder,
+            files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The tasks are the user's, who may read these files, and run this Python.
-            sandboxes=SandboxesConfig(allow=(Path("/"),)),
+            # The tasks are the user's, who may run this Python, and read what the tasks name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
             engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),
         )
+        config = await asyncio.to_thread(allowing, config, tasks)
         async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
             waiting: dict[str, tuple[int, str]] = {}
             found: list[dict[str, GroupView]] = [{} for _ in examples]
@@ -106,6 +110,14 @@ async def check_tasks(
                         )
                         watch(reports[number])
     return [reports[number] for number in range(len(examples))]
+
+
+def _valid(task: dict[str, Any]) -> TaskSpec | None:
+    """None for a task that is refused when it is submitted."""
+    try:
+        return validate_group({"task": task, "n": 1}).task
+    except OutriderError:
+        return None
 
 
 def solutions(example: Example) -> tuple[Gold, ...]:

@@ -173,7 +173,13 @@ def _cluster(
 
         fleet = RayFleet(
             # Without what is not set: the number of processes depends on the machine.
-            Place(url=url, token=token, ca=ca, config=config.model_dump_json(include=OWN, exclude_unset=True).encode()),
+            Place(
+                url=url,
+                token=token,
+                ca=ca,
+                config=config.model_dump_json(include=OWN, exclude_unset=True).encode(),
+                file="" if config.read_from is None else str(config.read_from.absolute()),
+            ),
             address=ray,
             resource=resource,
             stop_seconds=config.stop_seconds,

@@ -75,7 +75,7 @@ WarmMemory = Annotated[
     ),
 ]
 Files = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the files that `upload` steps name.", show_default=".")
+    Path | None, typer.Option(metavar="DIR", help="Folder of the files that `upload` steps name.", show_default="none")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
 Processes = Annotated[

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from outrider.cli.event_loop import run_service, shorten_pauses
@@ -182,10 +183,12 @@ async def _run(
     # Imported here, with the paths of the service.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
+    from outrider.sandboxes.host_paths import HostPaths
     from outrider.service.assembly import local_node, open_models
     from outrider.store.artifacts import ArtifactStore
 
-    config = Config.model_validate_json(setup.config)
+    config = Config.model_validate_json(setup.config).as_read_from(Path(setup.file) if setup.file else None)
+    paths = await asyncio.to_thread(HostPaths.checked, config)
     async with AsyncExitStack() as stack:
         models = await stack.enter_async_context(open_models(config, leader=service.leader))
         followers = {
@@ -201,6 +204,7 @@ async def _run(
                 # A node on another machine has no folder in common with the service.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
+                paths=paths,
                 owner=url or str(config.data.resolve()),
                 service_silence=service.silence,
             )

@@ -1,6 +1,7 @@
 """What a node on another machine is told of the service's settings, and what it makes of them there.
 
-Models, harnesses and limits are the service's; lanes, sandboxes and folders are the machine's own.
+Models, harnesses and limits are the service's; lanes, sandboxes and folders are the machine's own. What tasks may name
+of its files is as on the service's machine, unless the machine says otherwise; it is checked against what is there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
         "token": None,
         "store": None,
         "callbacks": CallbacksConfig(),
+        # For machines that share them, and are given none of their own.
+        "files": None if config.files is None else config.files.absolute(),
+        "sandboxes": config.sandboxes.model_copy(
+            update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
+        ),
     }
     return Setup(
         name=name,
@@ -66,12 +72,14 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
 
         changes = {
             **{name: getattr(here, name) for name in OWN},
+            "files": here.files or service.files,
+            "sandboxes": here.sandboxes.model_copy(update={"allow": here.sandboxes.allow or service.sandboxes.allow}),
             "model": with_copy(service.model),
             "frozen": tuple(map(with_copy, service.frozen)),
         }
         config = service.model_copy(update=changes)
         yield msgspec.structs.replace(
-            told, config=config.model_dump_json().encode(), path=own.path, level=own.level, folders={}
+            told, config=config.model_dump_json().encode(), path=own.path, level=own.level, file=own.file, folders={}
         )
 
 

@@ -33,14 +33,15 @@ MAX_MESSAGE = 1 << 30
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: what the node is. `config` is the JSON of its settings, without secrets; `path` is
     where Python looks for modules; `capacity` is what the machine has for all its nodes; `level` is that of its log.
-    `folders` has what a node on another machine needs of the folders that the settings name: the files' bytes by
-    name."""
+    `file` is where the settings of the node's own machine are, "" for nowhere. `folders` has what a node on another
+    machine needs of the folders that the settings name: the files' bytes by name."""
 
     name: str
     config: bytes
     path: tuple[str, ...] = ()
     capacity: Capacity
     level: int
+    file: str = ""
     folders: dict[str, dict[str, bytes]] = {}
 
 

@@ -121,6 +121,7 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setu
         path=tuple(sys.path),
         capacity=capacity,
         level=logging.getLogger().level,
+        file="" if config.read_from is None else str(config.read_from.absolute()),
     )
 
 

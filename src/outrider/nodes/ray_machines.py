@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,12 +29,13 @@ LOOK_SECONDS = 2.0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The service that is joined, and the JSON of the settings that a machine has for it."""
+    """The service that is joined, the JSON of the settings that a machine has for it, and their file, "" for none."""
 
     url: str
     token: str | None
     ca: str | None
     config: bytes
+    file: str = ""
 
 
 class RayMachine:
@@ -42,7 +44,8 @@ class RayMachine:
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
         logging.getLogger().setLevel(level)  # which its processes are told
         found = msgspec.convert(place, Place)
-        config = with_processes(Config.model_validate_json(found.config))
+        settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
+        config = with_processes(settings)
         self._seconds = config.stop_seconds
         self._stop = asyncio.Event()
         self._machine = JoiningMachine(

@@ -28,6 +28,7 @@ from outrider.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, unpack
 from outrider.runtimes.base import Runtime, SavesLayers
 from outrider.runtimes.guest.filesystem.layers import OPAQUE_HEADER
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.node_folder import NodeFolder
 from outrider.sandboxes.sandbox import Sandboxes
 from outrider.spec import RuntimeSpec
@@ -92,8 +93,8 @@ async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable
     ):
         socket = folder.path / "gateway.sock"
         socket.touch()  # nobody listens: a build has no model
-        sandboxes = Sandboxes(host=host, background=background, files=plan.file.parent, gateway_socket=socket)
-        sandbox = sandboxes.make(RuntimeSpec(image=plan.base_name, workdir="/"), "build", 1)
+        sandboxes = Sandboxes(host=host, background=background, paths=HostPaths(), gateway_socket=socket)
+        sandbox = await sandboxes.make(RuntimeSpec(image=plan.base_name, workdir="/"), "build", 1)
         try:
             await sandbox.ready()
             for number, step in enumerate(plan.steps, 1):

@@ -20,6 +20,7 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.gpu_locks import lock_gpus
+from outrider.sandboxes.host_paths import HostPaths, names_paths
 from outrider.sandboxes.kept_run import Outlived
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
@@ -54,7 +55,7 @@ class Sandbox:
         runtime: Runtime,
         spec: RuntimeSpec,
         context: SandboxContext,
-        files: Path,
+        paths: HostPaths,
         *,
         field: str = RUNTIME,
         prepared: bool = False,
@@ -67,7 +68,7 @@ class Sandbox:
         """The names of the GPUs that it alone may use."""
         self._spec = spec
         self._field = field
-        self._files = files
+        self._paths = paths
         self._prepared = prepared
         self._ready = False
         self._stopped = False
@@ -85,7 +86,7 @@ class Sandbox:
             with naming_runtime(self._field):
                 await self.runtime.start()
             if not self._prepared:
-                await prepare(self.runtime, self._spec.prepare, files=self._files, field=f"{self._field}.prepare")
+                await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
         except BaseException:  # also a cancellation
             await self.stop()
             self._locks.close()  # it may have been stopped while it waited for them
@@ -105,13 +106,14 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Makes the sandboxes of a node. Uploads come from `files`; `background` runs the tasks that start sandboxes ahead
-    of their use; the model gateway listens on `gateway_socket`, and at the URL of `gateway_at`."""
+    """Makes the sandboxes of a node. `paths` is what tasks may name of this machine; `background` runs the tasks that
+    start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL of
+    `gateway_at`."""
 
-    def __init__(self, *, host: Host, background: asyncio.TaskGroup, files: Path, gateway_socket: Path) -> None:
+    def __init__(self, *, host: Host, background: asyncio.TaskGroup, paths: HostPaths, gateway_socket: Path) -> None:
         self.host = host
         self.background = background
-        self.files = files
+        self.paths = paths
         self.gateway_socket = gateway_socket
         self._gateway_url = ""
 
@@ -125,7 +127,7 @@ class Sandboxes:
         finally:
             self._gateway_url = before
 
-    def make(
+    async def make(
         self,
         spec: RuntimeSpec,
         name: str,
@@ -137,15 +139,19 @@ class Sandboxes:
         field: str = RUNTIME,
     ) -> Sandbox:
         """A new sandbox, not started. `name` and `attempt` together are used once on this node; `field` is where the
-        task has the spec. Raises InvalidField if its runtime is not installed any more."""
+        task has the spec. Raises InvalidField if its runtime is not installed any more, or if it names a path that
+        is not allowed here: links on this machine may lead elsewhere than on the service's, or than before."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
+        if names_paths(spec):
+            with naming_runtime(field):
+                spec = await asyncio.to_thread(self.paths.resolved, spec)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = self._context(directory, name, attempt, mounts, layer, gpus)
         prepared = layer is not None
         try:
             with naming_runtime(field):
-                return Sandbox(kind.create(spec, context), spec, context, self.files, field=field, prepared=prepared)
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
         except BaseException:
             directory.rmdir()
             raise
@@ -156,7 +162,7 @@ class Sandboxes:
         spec = RuntimeSpec.model_validate_json(run.runtime)
         kind: TakesOver = resolve("runtime", spec.kind)
         context = self._context(outlived.directory, run.session_id, run.attempt)
-        return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.files, prepared=True)
+        return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.paths, prepared=True)
 
     def _context(
         self,
@@ -184,7 +190,7 @@ async def prepare(
     runtime: Runtime,
     steps: Sequence[PrepareStep],
     *,
-    files: Path,
+    paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
     pauses: Backoff = PREPARE_PAUSES,
 ) -> None:
@@ -197,7 +203,8 @@ async def prepare(
             case Run():
                 await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
             case Upload():
-                await runtime.upload(files / step.upload, step.to)
+                source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
+                await runtime.upload(await asyncio.to_thread(source), step.to)
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
 

@@ -23,10 +23,11 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
-from outrider.errors import OutriderError, RequestError, RuntimeFailure
+from outrider.errors import InvalidField, OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import TellsImage
 from outrider.runtimes.tool_server.uploads import entries
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.schemas import WarmStats
 from outrider.spec import RuntimeSpec, Upload
@@ -140,7 +141,7 @@ class WarmPool:
         sessions that come next. Those that use GPUs are not: a warm one would keep them from others."""
         if not self._limits.each or spec.resources.gpus:
             return None
-        key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.files)
+        key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
         if key is None:
             return None
         kind = self._kinds.setdefault(key, SandboxKind(spec, mounts))
@@ -218,7 +219,7 @@ class WarmPool:
         since = self._clock()
         try:
             async with asyncio.timeout(START_SECONDS):
-                sandbox = self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
+                sandbox = await self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
                 await sandbox.ready()
         except Exception as error:  # of a plugin, perhaps; a session that needs this kind will report it
             self._free_memory(kind)
@@ -261,7 +262,7 @@ async def usable(sandbox: Sandbox) -> bool:
     return False
 
 
-def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | None:
+def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
     """A digest of what a sandbox is made from: it changes when a file, a mount or an image does. None if one of these
     cannot be read. Blocks."""
     digest = hashlib.sha256(spec.model_dump_json().encode())
@@ -272,7 +273,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | 
             digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
-                for entry in entries(files / step.upload):
+                for entry in entries(paths.upload(step.upload, field="upload")):
                     digest.update(
                         f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
                     )
@@ -285,7 +286,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | 
                 except RequestError:
                     state = ""  # only a container engine knows an image by that name: its runtime is `TellsImage`
             digest.update(state.encode())
-    except (RuntimeFailure, OSError):
+    except (RuntimeFailure, InvalidField, OSError):
         return None
     return digest.hexdigest()
 

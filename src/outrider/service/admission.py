@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -36,6 +35,7 @@ from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import naming_runtime
 from outrider.schemas import NodeStats
 from outrider.service.step_fields import naming_step
@@ -166,17 +166,15 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 def check_group(
     spec: GroupSpec,
     *,
-    files: Path,
-    allow: Sequence[Path] = (),
+    paths: HostPaths,
     endpoints: Endpoints | None = None,
     here: bool = True,
 ) -> list[Evaluator]:
     """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators of
     the task's steps, which `check_evaluators` is for.
 
-    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name, and
-    `endpoints` the graders outside. `here`: this machine runs sessions itself. What others can do, they say when a
-    session starts there.
+    `paths` is what a task may name of the host's files, and `endpoints` are the graders outside. `here`: this machine
+    runs sessions itself. What others can do, they say when a session starts there.
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
@@ -203,13 +201,12 @@ def check_group(
                     field="task.evaluator.carry",
                     hint="name the paths that are graded, or use runtime kind 'namespace'",
                 )
-    allowed = [Path(os.path.realpath(root)) for root in allow]
     for one, field in runtimes:
         with naming_runtime(field):
-            _check_paths(one, allowed)
-        _check_uploads(one.prepare, files.resolve(), field=f"{field}.prepare")
+            _check_paths(one, paths)
+        _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
-        _check_uploads(later.prepare, files.resolve(), field=f"task.then.{number}.prepare")
+        _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")
     # A file may become huge when its placeholders are filled in: a short text can repeat a long instruction.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words["instruction"] = max((step.instruction for step in steps), key=len)
@@ -219,7 +216,7 @@ def check_group(
                 f"has {size} characters once its placeholders are filled in; the maximum is {MAX_INLINE_FILE}",
                 field=f"task.harness.files.{path}",
             )
-    _check_venv(task, runtime, allowed)
+    _check_venv(task, runtime, paths)
     if not here:
         return evaluators
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
@@ -268,50 +265,27 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
         raise InvalidField(message, field="task.evaluator") from error
 
 
-def _check_uploads(prepare: Sequence[PrepareStep], files: Path, *, field: str) -> None:
-    """Every upload must exist below `files`, with symbolic links resolved."""
+def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: str) -> None:
+    """Every upload must be of the service's files."""
     for number, step in enumerate(prepare):
-        if not isinstance(step, Upload):
-            continue
-        path = Path(os.path.realpath(files / step.upload))
-        if not path.is_relative_to(files):
-            raise InvalidField(f"{step.upload!r} is outside the files folder", field=f"{field}.{number}.upload")
-        if not os.path.exists(path):
-            message = f"{step.upload!r} is not in the service's files folder"
-            raise InvalidField(message, field=f"{field}.{number}.upload")
+        if isinstance(step, Upload):
+            paths.upload(step.upload, field=f"{field}.{number}.upload")
 
 
-def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
+def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
     """Every path of the host must be allowed and exist. An image that is given by name is not a path: the operator has
     imported it."""
-    if spec.rootfs is not None:
-        _check_allowed(spec.rootfs, allow, field="task.runtime.rootfs")
-        if not os.path.isdir(spec.rootfs):
-            raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
-    for number, mount in enumerate(spec.mounts):
-        field = f"task.runtime.mounts.{number}.source"
-        _check_allowed(mount.source, allow, field=field)
-        if not os.path.exists(mount.source):
-            raise InvalidField(f"{mount.source!r} is not on this node", field=field)
-    if spec.image is not None and os.path.isabs(spec.image):
-        _check_allowed(spec.image, allow, field="task.runtime.image")
-        if not os.path.exists(spec.image):
-            raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
+    resolved = paths.resolved(spec)
+    if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
+        raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
+    for number, (mount, found) in enumerate(zip(spec.mounts, resolved.mounts, strict=True)):
+        if not os.path.exists(found.source):
+            raise InvalidField(f"{mount.source!r} is not on this node", field=f"task.runtime.mounts.{number}.source")
+    if resolved.image is not None and os.path.isabs(resolved.image) and not os.path.exists(resolved.image):
+        raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
 
 
-def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:
-    """Raises InvalidField for a path outside `allow`. Call it before any check whether the path exists: whoever may
-    not name a path must not learn that it is there."""
-    real = Path(os.path.realpath(path))
-    if not any(real.is_relative_to(root) for root in allow):
-        raise InvalidField(
-            f"{path!r} is not among the host's paths that tasks may name",
-            field=field,
-            hint="its operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
-        )
-
-
-def _check_venv(task: TaskSpec, runtime: RuntimeKind, allow: Sequence[Path]) -> None:
+def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
     """A task's virtual environment must be allowed with everything that is mounted for it, and work in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
@@ -320,18 +294,9 @@ def _check_venv(task: TaskSpec, runtime: RuntimeKind, allow: Sequence[Path]) -> 
         raise InvalidField(
             f"{spec.kind!r} sandboxes run no programs of the host", field=VENV, hint="use runtime kind 'namespace'"
         )
-    _check_allowed(path, allow, field=VENV)
+    paths.allowed(path, field=VENV)
     venv = read_venv(path)
-    # What an allowed environment links to is not allowed by that: whoever made the environment chose the links.
-    # The service's own interpreter is allowed: the sandbox of every harness preset shows it.
-    own = Path(sys.base_prefix).resolve()
-    refused = [place for place in venv.shown if not any(place.resolve().is_relative_to(root) for root in (*allow, own))]
-    if refused:
-        raise InvalidField(
-            f"{path!r} does not work without {' and '.join(map(str, refused))}, which tasks may not name",
-            field=VENV,
-            hint=f"its operator allows it with `outrider serve {' '.join(f'--allow-path {one}' for one in refused)}`",
-        )
+    paths.check_venv(path, venv.shown, field=VENV)
     own_root = bool(spec.image or spec.rootfs)
     if venv.of_system and own_root:
         raise InvalidField(

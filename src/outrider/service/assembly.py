@@ -6,6 +6,7 @@ opened before is closed again, last first.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,6 +27,7 @@ from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
 from outrider.nodes.telling import Telling
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
@@ -99,6 +101,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
     """
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(config))
+        paths = await asyncio.to_thread(HostPaths.checked, config)
         artifacts = ArtifactStore(config.data / "artifacts")
         kept = await store.policy()
 
@@ -121,6 +124,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
                     store=store,
                     artifacts=artifacts,
                     resources=resources,
+                    paths=paths,
                     owner=str(config.data.resolve()),
                 )
             )
@@ -141,6 +145,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             nodes=nodes,
             joined=joined,
             host=host,
+            paths=paths,
             pauses=pauses,
         )
         for each in telling.nodes:
@@ -219,6 +224,7 @@ def local_node(
     store: AttemptStore,
     artifacts: KeepsArtifacts,
     resources: NodeResources,
+    paths: HostPaths,
     owner: str = "",
     service_silence: Callable[[], float] = lambda: 0.0,
 ) -> LocalNode:
@@ -233,7 +239,7 @@ def local_node(
         artifacts=artifacts,
         lanes=Lanes(init=lanes.init, ready=lanes.ready, run=lanes.run, evaluate=lanes.eval),
         resources=resources,
-        files=config.files,
+        paths=paths,
         warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
         endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
         owner=owner,

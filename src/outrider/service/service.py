@@ -27,6 +27,7 @@ from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
 from outrider.rootfs.store import checked_name
 from outrider.runtimes.node_host import Host
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.schemas import (
     EngineStatus,
     EventView,
@@ -94,9 +95,11 @@ class Service:
         nodes: Sequence[Node],
         joined: ComingNodes,
         host: Host,
+        paths: HostPaths,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
+        self._paths = paths
         self._host = host
         self.store = store
         self.artifacts = artifacts
@@ -218,8 +221,7 @@ class Service:
         evaluators = await asyncio.to_thread(
             check_group,
             spec,
-            files=config.files,
-            allow=config.sandboxes.allow,
+            paths=self._paths,
             endpoints=self._endpoints,
             here=config.processes > 0,
         )

@@ -350,8 +350,8 @@ class Grading:
         session = self._attempt.session
         name = f"{session.id}-g{next(self._numbers)}"
 
-        def make() -> Sandbox:
-            return self._sandboxes.make(
+        async def make() -> Sandbox:
+            return await self._sandboxes.make(
                 place.runtime,
                 name,
                 session.attempt,
@@ -439,7 +439,13 @@ class GraderSandbox:
     """
 
     def __init__(
-        self, make: Callable[[], Sandbox], *, owner: asyncio.TaskGroup, starts: Lane, priority: int, seconds: float
+        self,
+        make: Callable[[], Awaitable[Sandbox]],
+        *,
+        owner: asyncio.TaskGroup,
+        starts: Lane,
+        priority: int,
+        seconds: float,
     ) -> None:
         self._sandbox: Sandbox | None = None
         self._failure: Exception | None = None
@@ -463,11 +469,11 @@ class GraderSandbox:
         if self._sandbox is not None:
             await self._sandbox.stop()
 
-    async def _start(self, make: Callable[[], Sandbox], starts: Lane, priority: int, seconds: float) -> None:
+    async def _start(self, make: Callable[[], Awaitable[Sandbox]], starts: Lane, priority: int, seconds: float) -> None:
         limit = asyncio.timeout(seconds)
         try:
             async with await starts.take(priority), limit:
-                sandbox = make()
+                sandbox = await make()
                 await sandbox.ready()
                 self._sandbox = sandbox
         except Exception as error:  # kept for `ready`: raised here, it would end all background tasks of the node

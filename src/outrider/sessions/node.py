@@ -26,6 +26,7 @@ from outrider.redaction import KEY_PREFIX
 from outrider.rootfs.pull import pull
 from outrider.rootfs.store import Image, ImageStore, has_image
 from outrider.runtimes.node_host import Host, survives
+from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.kept_run import Outlived, keep_pulse, outlived
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
@@ -59,7 +60,7 @@ class LocalNode:
         artifacts: KeepsArtifacts,
         lanes: Lanes,
         resources: NodeResources,
-        files: Path,
+        paths: HostPaths,
         warm: WarmLimits | None = None,
         endpoints: Endpoints | None = None,
         owner: str = "",
@@ -75,7 +76,7 @@ class LocalNode:
         self._artifacts = artifacts
         self._lanes = lanes
         self._resources = resources
-        self._files = files
+        self._paths = paths
         self._warm_limits = warm or WarmLimits()
         self._endpoints = endpoints or Endpoints()
         self._service_silence = service_silence
@@ -100,7 +101,7 @@ class LocalNode:
             sandboxes = Sandboxes(
                 host=host,
                 background=self._background,
-                files=self._files,
+                paths=self._paths,
                 gateway_socket=self.gateway_socket,
             )
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, self._warm_limits))

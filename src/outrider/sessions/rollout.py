@@ -42,6 +42,7 @@ from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
 from outrider.harnesses.factory import make_harness
+from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code, resolve
@@ -225,7 +226,8 @@ class Rollout:
         """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
         lanes, priority = self._node.lanes, self._attempt.priority
         harness = make_harness(self._task.harness)
-        mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
+        # In a thread: some harnesses build the folder that they mount first.
+        mounts = await asyncio.to_thread(self._mounts, harness)
         *earlier, grading = [self._grading_of(number, mounts) for number in range(len(self._steps))]
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
@@ -273,6 +275,13 @@ class Rollout:
             await self._enter(SessionState.EVALUATING)
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
 
+    def _mounts(self, harness: Harness) -> tuple[Path, ...]:
+        """What of the host the harness's programs need. Raises InvalidField for more of it than the task may name."""
+        mounts = harness.mounts()
+        if (venv := self._task.harness.venv) is not None:
+            self._node.sandboxes.paths.check_venv(venv, mounts, field=VENV)
+        return mounts
+
     def _grading_of(self, number: int, mounts: tuple[Path, ...]) -> Grading:
         step = self._steps[number]
         return Grading(
@@ -318,10 +327,10 @@ class Rollout:
         """
         before = len(self._verdicts) - 1  # the place in `then` of the step that begins: the first step is not in there
         self._step = self._steps[before + 1]
-        prepared, files = self._task.then[before].prepare, self._node.sandboxes.files
+        prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
             async with self._budget.spend(), mark_inside_failures(sandbox.runtime):
-                await prepare(sandbox.runtime, prepared, files=files, field=f"task.then.{before}.prepare")
+                await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
                 await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
             return Ending(reason=self._out_of_time())
@@ -349,7 +358,7 @@ class Rollout:
         """A warm one, a new one, or the one that has outlived the last node."""
         if self._outlived is not None:
             return self._node.sandboxes.take_over(self._outlived)
-        return await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
+        return await self._node.warm_pool.take(self._task.runtime, mounts) or await self._node.sandboxes.make(
             self._task.runtime,
             self._session.id,
             self._session.attempt,

@@ -28,7 +28,9 @@ NEEDED = 3
 """The version of Landlock with which a file that cannot be written cannot be cut off either: Linux 6.2."""
 READ = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
-    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/pki/tls", "/etc/pki/ca-trust", "/etc/crypto-policies"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
+    # Beside these there may be a folder with the keys of the machine's own certificates.
+    *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
     *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
     *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
 )

@@ -1,7 +1,8 @@
 """The files, folders and links of a host folder that is copied into a sandbox.
 
-It does not know where they go. Invariant: no byte is read through a symbolic link, and no link is passed on that leads
-out of the folder.
+It does not know where they go. A path that was resolved and checked may be changed before it is opened, so the folders
+on the way are opened one in another, and never through a link. Invariant: no byte is read through a symbolic link, and
+no link is passed on that leads out of the folder.
 """
 
 from __future__ import annotations
@@ -16,36 +17,100 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 
+FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to upload: `name` is relative to the target, "" for the target itself."""
+    """One thing to upload: `name` is relative to the target, "" for the target itself; `id` is its device and inode."""
 
     name: str
     path: Path
+    id: tuple[int, int]
     folder: bool = False
     link: str | None = None
 
 
 def entries(source: Path) -> Iterator[Entry]:
-    """The entries of a host file or folder, parents before children. Raises RuntimeFailure for a symbolic link that
-    leaves the folder, for a `source` that is a link, and for what is neither file, folder nor link."""
-    if source.is_symlink() or not source.exists():
-        raise RuntimeFailure(f"cannot upload {source}: it is a symbolic link or does not exist")
-    yield from _entries(source, "", source.resolve())
+    """The entries of a host file or folder, parents before children. No part of `source` may be a link.
+
+    Raises RuntimeFailure for a symbolic link that leaves the folder, for a `source` that is a link or behind one, and
+    for what is neither file, folder nor link.
+    """
+    source = Path(os.path.abspath(source))
+    waiting = [""]
+    while waiting:
+        name = waiting.pop()
+        path = source / name if name else source
+        status, children = _look_at(path)
+        mode, id = status.st_mode, (status.st_dev, status.st_ino)
+        if stat.S_ISLNK(mode) and name:
+            yield Entry(name=name, path=path, id=id, link=_link(path, source))
+        elif stat.S_ISREG(mode):
+            yield Entry(name=name, path=path, id=id)
+        elif stat.S_ISDIR(mode):
+            yield Entry(name=name, path=path, id=id, folder=True)
+            waiting += [posixpath.join(name, child) for child in reversed(children)]
+        else:
+            what = "it is a symbolic link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
+            raise RuntimeFailure(f"cannot upload {path}: {what}")
 
 
-def _entries(path: Path, name: str, root: Path) -> Iterator[Entry]:
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        yield Entry(name=name, path=path, link=_link(path, root))
-    elif stat.S_ISREG(mode):
-        yield Entry(name=name, path=path)
-    elif stat.S_ISDIR(mode):
-        yield Entry(name=name, path=path, folder=True)
-        for child in sorted(path.iterdir()):
-            yield from _entries(child, posixpath.join(name, child.name), root)
-    else:
-        raise RuntimeFailure(f"cannot upload {path}: neither a file nor a folder")
+def open_plain(path: Path) -> tuple[int, int]:
+    """A read descriptor of a regular file, and its mode bits. No part of the path may be a link. What was put there
+    meanwhile is not opened before it is known to be a plain file: a pipe would wait for a writer, and a device may act.
+    Raises RuntimeFailure."""
+    folder = _open(path.parent, path)
+    try:
+        held = os.open(path.name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
+    finally:
+        os.close(folder)
+    try:
+        mode = os.fstat(held).st_mode
+        if not stat.S_ISREG(mode):
+            raise RuntimeFailure(f"cannot upload {path}: not a regular file")
+        fd = os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
+    finally:
+        os.close(held)
+    return fd, mode & 0o755 | 0o600
+
+
+def _open(folder: Path, source: Path) -> int:
+    """A descriptor of a folder whose path has no link in any part. Raises RuntimeFailure."""
+    held = os.open("/", FOLDER_FLAGS)
+    for part in folder.parts[1:]:
+        try:
+            inner = os.open(part, FOLDER_FLAGS, dir_fd=held)
+        except OSError as error:
+            raise RuntimeFailure(
+                f"cannot upload {source}: {part} in its path is a symbolic link or no folder ({error.strerror})"
+            ) from error
+        finally:
+            os.close(held)
+        held = inner
+    return held
+
+
+def _look_at(path: Path) -> tuple[os.stat_result, list[str]]:
+    """What a path is, and the sorted names in it if it is a folder. No part of the path may be a link but the last.
+    Raises RuntimeFailure."""
+    folder, name = _open(path.parent, path), path.name or "."
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
+            return status, []
+        held = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            return status, sorted(os.listdir(held))
+        finally:
+            os.close(held)
+    except OSError as error:
+        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
+    finally:
+        os.close(folder)
 
 
 def _link(path: Path, root: Path) -> str:
@@ -56,18 +121,4 @@ def _link(path: Path, root: Path) -> str:
         raise RuntimeFailure(f"cannot upload {path}: a loop of symbolic links") from error
     if not goal.is_relative_to(root):
         raise RuntimeFailure(f"cannot upload {path}: a symbolic link that leaves the uploaded folder")
-    return os.path.relpath(goal, path.parent.resolve())
-
-
-def open_plain(path: Path) -> tuple[int, int]:
-    """A read descriptor of a regular file, and its mode bits. Refuses a link or a pipe that was put there meanwhile:
-    O_NONBLOCK, because to open a pipe would wait for a writer. Raises RuntimeFailure."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        raise RuntimeFailure(f"cannot upload {path}: not a regular file")
-    return fd, mode & 0o755 | 0o600
+    return os.path.relpath(goal, path.parent)

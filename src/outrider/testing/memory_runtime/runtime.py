@@ -200,7 +200,9 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                self._put(path, await asyncio.to_thread(plain_bytes, entry.path.resolve()))
+                # A link's target was found when the link was: looked up again, it might be another.
+                plain = entry.path if entry.link is None else entry.path.parent / entry.link
+                self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         """`alone` changes nothing: no command outlives its call here."""
