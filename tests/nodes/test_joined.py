@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import pytest
 
-from outrider.config import Config, LanesConfig
+from outrider.config import Config, LanesConfig, SandboxesConfig
 from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import Close, encode
-from outrider.errors import Conflict, Forbidden, NotFound, Unauthorized
+from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
 from outrider.nodes.elsewhere import _copies, setup_elsewhere
@@ -464,4 +464,58 @@ async def test_a_name_is_one_machine_s(start: Starts, tokenizer: Path, tmp_path:
             await known(running, "local-0", "local-1", "far")
             assert ends(await running.done(await running.submit("ask", n=12))) == {StopReason.COMPLETED: 12}
             await waiting.__aexit__(None, None, None)
+    assert node_processes() == set()
+
+
+async def test_a_node_checks_paths_with_its_own_links(
+    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the service was asked for lay in a folder that it allows; on the node the same path leads elsewhere."""
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
+    engine = StampingEngine(tokenizer, length=LENGTH)
+    for name in ("shared/v1", "secret", "uploads/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "shared/now").symlink_to("v1")
+    (tmp_path / "uploads/deep/data").write_text("given")
+    runtime = {
+        "kind": "namespace",
+        "mounts": [{"source": str(tmp_path / "shared/now"), "target": "/mounted"}],
+        "prepare": [{"upload": "deep", "to": "here"}, {"run": "test -d /mounted && cat here/data"}],
+    }
+    allowed = SandboxesConfig(allow=(tmp_path / "shared",))
+    async with start(processes=0, files=tmp_path / "uploads", sandboxes=allowed) as running, served(engine) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
+        early = await running.submit("ask", runtime=runtime)
+        (tmp_path / "shared/now").unlink()
+        (tmp_path / "shared/now").symlink_to(tmp_path / "secret")
+        async with Machine().at(running.url, tmp_path, files=None):
+            [session] = (await running.done(early)).sessions
+            result = result_of(session)
+            assert result.error is not None
+            assert (result.error.code, result.error.field) == ("invalid_field", "task.runtime.mounts.0.source")
+            assert result.verdict is None
+            (tmp_path / "shared/now").unlink()
+            (tmp_path / "shared/now").symlink_to("v1")
+            late = await running.done(await running.submit("ask", runtime=runtime))
+            assert ends(late) == {StopReason.COMPLETED: 1}
+
+
+async def test_a_machine_does_not_join_with_a_folder_that_holds_its_own_files(
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
+    settings = tmp_path / "node.toml"
+    settings.touch()
+    async with start(processes=0) as running:
+        machine = JoiningMachine(
+            Config(files=tmp_path, processes=1).as_read_from(settings),
+            CAPACITY,
+            url=running.url,
+            token=None,
+            ca=None,
+            name="far",
+            joined=lambda _: None,
+        )
+        with pytest.raises(InvalidField, match="settings file"):
+            await machine.run(asyncio.Event().wait, seconds=1)
     assert node_processes() == set()

@@ -145,7 +145,7 @@ async def test_what_the_operator_gives_is_uploaded(folder: Path, kind: str) -> N
 
 @pytest.mark.parametrize("swapped", ["deep", "deep/outrider.toml"])
 async def test_a_link_that_is_put_there_after_the_check_fails_the_attempt(folder: Path, swapped: str) -> None:
-    """A prepare step puts the link there, in a kind of sandbox that runs on the host: so the operator submits the task."""
+    """A prepare step puts the link there, in a sandbox that runs on the host: so the operator submits the task."""
     files = folder / "uploads"
     (files / "deep").mkdir(parents=True)
     (files / "deep/outrider.toml").write_text("harmless")
