@@ -29,6 +29,7 @@ LAYERS = (
         "plugins",
         "schemas",
         "callbacks",
+        "text_files",
         "concurrency",
     ),
     ("tokens", "dialects"),

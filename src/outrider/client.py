@@ -582,7 +582,7 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     """Raises InvalidField for what JSON cannot represent."""
     try:  # with json: orjson and msgspec write NaN as null, which the service would take for "not given"
         return json.dumps(body, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
 
 

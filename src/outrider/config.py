@@ -7,7 +7,6 @@ OUTRIDER_LANES__RUN.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -22,6 +21,7 @@ from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec, Seconds
+from outrider.text_files import read_toml_file
 
 PREFIX = "OUTRIDER_"
 OWN_VARIABLES = (
@@ -302,10 +302,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     merged: dict[str, Any] = {}
     sources: list[tuple[str, dict[str, Any]]] = []
     if file is not None:
-        try:
-            sources.append((str(file), tomllib.loads(file.read_text())))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidField(f"cannot read config file {file}: {error}", field="config") from error
+        sources.append((str(file), read_toml_file(file, field="config")))
     from_environment: dict[str, Any] = {}
     for name, text in sorted(variables().items()):  # sorted: OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
         levels = name.removeprefix(PREFIX).lower().split("__")
@@ -314,7 +311,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
             continue
         setting: Any = text  # which pydantic converts, except that lists and objects are JSON
         if text[0] in "[{":
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):  # which pydantic then refuses as a text
                 setting = json.loads(text)
         for level in reversed(levels):
             setting = {level: setting}

@@ -30,9 +30,13 @@ from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, c
 from outrider.examples import Example as Example
 from outrider.examples import Gold as Gold
 from outrider.harbor.tasks import harbor_examples as harbor_examples
+from outrider.text_files import check_depth
 
 FORMAT = 1
 """Part of the cache's key: raised when the same source gives other rows."""
+ANY_ROWS, ROWS_RATIO = 64 << 20, 200
+"""Bytes to which a compressed file of rows may unpack in any case, and how many times its own size. Rows of text shrink
+to a fifth; what shrinks to a two-hundredth is one text again and again."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
 HUMAN_EVAL: dict[str, Any] = {
@@ -159,8 +163,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             f"{path} is no dataset", field="source", hint=f"give {', '.join(TEMPLATE_SOURCES)}, or a saved dataset"
         )
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+        text = (_decompressed(path) if packed else path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidField(f"cannot read {path}: {error}", field="source") from error
     # Not splitlines(), which also splits at separators that may stand in a JSON string.
@@ -171,12 +174,27 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         where = f"line {number} of {path}" if lines is not None else str(path)
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+            check_depth(value)
+        except (ValueError, RecursionError) as error:
             raise InvalidField(f"{where} is not JSON: {error}", field="source") from error
         for row in value if lines is None and isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 raise InvalidField(f"{where} has a {type(row).__name__} where a row must be an object", field="source")
             yield row
+
+
+def _decompressed(path: Path) -> bytes:
+    """Raises InvalidField for a file that unpacks to more than rows do."""
+    most = ANY_ROWS + ROWS_RATIO * path.stat().st_size
+    with gzip.open(path) as packed:
+        data = packed.read(most + 1)
+    if len(data) > most:
+        raise InvalidField(
+            f"{path} unpacks to more than {most >> 20} MiB: it is no dataset, or its rows hardly differ",
+            field="source",
+            hint="unpack it first, if it is one: rows of a .jsonl file may be as many as fit into memory",
+        )
+    return data
 
 
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:

@@ -17,6 +17,7 @@ from outrider.datasets import Example, Gold, filled, known_columns, read_rows
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
 from outrider.runtimes.guest.filesystem.patch import Conflict
+from outrider.text_files import check_depth
 
 ASK = """\
 {statement}
@@ -130,7 +131,8 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
                 # As bytes, because text mode would change the ends of lines in a patch.
                 row[column] = (place / name).read_bytes().decode("utf-8")
             row |= json.loads((place / "tests.json").read_text("utf-8"))
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            check_depth(row)
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
             raise InvalidField(f"cannot read the task in {place}: {error}", field="source") from error
         yield row
 

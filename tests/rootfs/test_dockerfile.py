@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,47 @@ def test_files_that_would_be_left_out(context: Path, store: ImageStore) -> None:
         planned(context, store, "# nothing")
     with pytest.raises(InvalidField, match="cannot read"):
         read_dockerfile(context / "sub", store)
+
+
+DOUBLING = "FROM base\nENV A=0123456789\n" + "ENV A=$A$A\n" * 40
+BOMBS: dict[str, str] = {
+    "doubling": DOUBLING,
+    "doubling arguments": DOUBLING.replace("ENV", "ARG"),
+    "doubling defaults": "ARG A=0123456789\n" + "ARG A=${A}${A:-x}\n" * 40 + "FROM base\n",
+    "one word of many": "FROM base\nENV A=" + "a" * 60_000 + "\nENV B=" + "$A" * 10_000 + "\n",
+    "many words": "FROM base\nENV A=" + "a" * 60_000 + "\nENV " + " ".join(f"B{n}=$A" for n in range(3000)) + "\n",
+    "many variables": "FROM base\nENV A=" + "a" * 30_000 + "\n" + "".join(f"ENV B{n}=$A\n" for n in range(900)),
+    "copied": "FROM base\nENV A=" + "a" * 60_000 + "\nCOPY " + "$A " * 10_000 + "/\n",
+    "folders": "FROM base\n" + f"WORKDIR {'a/' * 500}\n" * 500,
+    "steps": "FROM base\n" + "RUN true\n" * 10_000,
+    "size": "FROM base\n" + "# " + "a" * (1 << 20),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_dockerfile_that_grows_is_refused(context: Path, store: ImageStore, bomb: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidField) as raised:
+            planned(context, store, BOMBS[bomb])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 128 << 20
+    assert len(raised.value.message) < 1000
+    assert "Dockerfile" in raised.value.message
+
+
+def test_an_ignore_file_that_is_no_text_is_refused(context: Path, store: ImageStore) -> None:
+    (context / ".dockerignore").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidField, match="not text in UTF-8"):
+        planned(context, store, "FROM base\n")
+
+
+def test_a_tar_with_a_huge_header_is_no_bomb_of_add(context: Path, store: ImageStore) -> None:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 4 << 30
+    with gzip.open(context / "bomb.gz", "wb", 1) as packed:
+        packed.write(header.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
+    planned(context, store, "FROM base\nADD bomb.gz /\n")  # it is no archive, so it is copied as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -150,3 +151,16 @@ def test_a_sif_is_unpacked(store: ImageStore, tmp_path: Path) -> None:
     subprocess.run(["mksquashfs", tmp_path / "root", tmp_path / "x.sqfs", "-quiet"], check=True, capture_output=True)
     image = store.import_(sif(tmp_path / "x.sif", (tmp_path / "x.sqfs").read_bytes()), "x")
     assert files_of(store.root(image)) == {"bin/tool": b"1"}
+    for number in range(11):
+        with (tmp_path / "root" / f"zeros{number}").open("wb") as file:
+            file.truncate(100 << 20)
+    subprocess.run(["mksquashfs", tmp_path / "root", tmp_path / "y.sqfs", "-quiet"], check=True, capture_output=True)
+    with pytest.raises(BadImage, match="unpack to 1100 MiB or more"):
+        store.import_(sif(tmp_path / "y.sif", (tmp_path / "y.sqfs").read_bytes()), "y")
+
+
+def test_an_image_has_layers_within_reason(tmp_path: Path) -> None:
+    files = {**saved_files(), "manifest.json": json.dumps([{"Config": "config.json", "Layers": ["a"] * 600}]).encode()}
+    archive = as_tar(files, tmp_path / "image.tar")
+    with pytest.raises(BadImage, match="600 layers: more than 512"):
+        ImageStore(tmp_path / "images").import_(archive, "x")

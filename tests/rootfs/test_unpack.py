@@ -7,16 +7,18 @@ import gzip
 import io
 import os
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.concurrency.build_once import remove_tree
+from outrider.errors import OutriderError
 from outrider.rootfs.store import ImageStore
-from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, unpack
+from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, Room, unpack
 
 
 def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:
@@ -254,3 +256,87 @@ def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
     os.close(at)
     remove_tree(top)
     assert not top.exists()
+
+
+def sparse(size: int) -> io.BytesIO:
+    """A file of that many zeros, of which the archive has none."""
+    headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": f"{size},0", "GNU.sparse.name": "big"}
+    return packed(odd(pax_headers=headers))
+
+
+def zeros(size: int) -> bytes:
+    """A layer with a file of so many zeros. Behind a full flush a piece is packed as any other of the same content."""
+    header = tarfile.TarInfo("big")
+    header.size = size
+    packer = zlib.compressobj(wbits=31)
+    head, piece = (packer.compress(data) + packer.flush(zlib.Z_FULL_FLUSH) for data in (header.tobuf(), bytes(1 << 20)))
+    return head + piece * ((size >> 20) + 1) + packer.flush()
+
+
+def imported(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "image.tar").write_bytes(data)
+    ImageStore(tmp_path / "images").import_(tmp_path / "image.tar", "x")
+
+
+@pytest.mark.parametrize("compression", ["", "gz"])
+def test_a_small_archive_of_a_large_image_is_refused(tmp_path: Path, compression: str) -> None:
+    data = sparse(8_600_000_000).getvalue()
+    data = gzip.compress(data) if compression else data
+    with pytest.raises(BadImage, match="unpack to 8201 MiB or more"):
+        imported(tmp_path, data)
+    with pytest.raises(BadImage, match="larger than 64 GiB"):
+        imported(tmp_path, sparse(1 << 40).getvalue())
+    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*")) < 1000
+
+
+def test_zeros_beyond_the_size_of_an_image_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(BadImage, match="unpack to 1100 MiB or more"):
+        imported(tmp_path, zeros(1100 << 20))
+    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*")) < 100_000
+
+
+def test_entries_that_are_left_out_count_too(tmp_path: Path) -> None:
+    """A device with data: nothing of it is written, but all of it is read."""
+    header = tarfile.TarInfo("device")
+    header.type, header.size = tarfile.CHRTYPE, 1 << 40
+    with pytest.raises(BadImage):
+        imported(tmp_path, header.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
+
+
+def test_room_for_an_image_is_counted_over_its_layers(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    room.add_archive(20 << 20)
+    room.take(1500 << 20)
+    with pytest.raises(BadImage, match="unpack to 2500 MiB"):
+        room.take(1000 << 20)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    if free < 60 << 30:
+        room = Room(tmp_path)
+        room.add_archive(64 << 30)
+        with pytest.raises(BadImage, match="leaves too little of the"):
+            room.take(free)
+
+
+SEEDS = [layer(*(("bin/tool", b"1" * 600), ("gone", "-> bin"), ("etc", None), ("x", "= bin/tool"))).getvalue()]
+SEEDS += [gzip.compress(SEEDS[0]), sparse(1 << 20).getvalue()]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.sampled_from(SEEDS),
+    changes=st.lists(st.tuples(st.integers(0, 4000), st.binary(min_size=1, max_size=12)), max_size=6),
+    cut=st.none() | st.integers(0, 4000),
+)
+def test_of_any_archive_comes_an_image_or_one_error(
+    tmp_path: Path, seed: bytes, changes: list[tuple[int, bytes]], cut: int | None
+) -> None:
+    data = bytearray(seed)
+    for at, text in changes:
+        data[at : at + len(text)] = text
+    for at in range(0, len(data) - 512, 512):  # else a changed header is no header any more
+        block = data[at : at + 512]
+        if block[257:262] == b"ustar":
+            block[148:156] = b" " * 8
+            data[at + 148 : at + 156] = b"%06o\0 " % sum(block)
+    with contextlib.suppress(OutriderError):
+        imported(tmp_path, bytes(data[:cut]))

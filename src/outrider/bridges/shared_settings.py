@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +22,7 @@ from outrider.datasets import filled, known_columns
 from outrider.environment import environment
 from outrider.errors import InvalidField
 from outrider.spec import Name, Sampling, Spec
+from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 
 S = TypeVar("S", bound="BridgeSettings")
 
@@ -186,11 +186,11 @@ def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
         return _json_object(text, variable)
     path = Path(text[1:])
     try:
-        content = path.read_text("utf-8")
         if path.suffix == ".toml":
-            return tomllib.loads(content)
-    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
-        raise InvalidField(f"{variable} names {path}, which cannot be read: {error}", field=variable) from error
+            return read_toml_file(path, field=variable)
+        content = read_text_file(path, field=variable, limit=MAX_TOML)
+    except InvalidField as error:
+        raise InvalidField(f"{variable} names {path}, which cannot be read: {error.message}", field=variable) from error
     return _json_object(content, f"{path}, named by {variable},")
 
 
@@ -201,6 +201,8 @@ def _json_object(text: str, source: str) -> dict[str, Any]:
         raise InvalidField(
             f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested too deeply
+        raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):
         raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)
     return value

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import os
 import shlex
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from outrider.harbor.tasks import TASK_TOML
 from outrider.miniwob.tasks import miniwob_examples
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
+from outrider.text_files import read_toml_file
 
 Step = dict[str, Any]
 
@@ -186,12 +186,7 @@ def load_example(path: Path) -> Example:
 
 def load_table(path: Path) -> dict[str, Any]:
     """What is in a TOML file of a task, with the files that it uploads."""
-    try:
-        task = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidField(f"cannot read {path}: {error.strerror}", field="task") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
+    task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
     if isinstance(later := task.get("then"), list):

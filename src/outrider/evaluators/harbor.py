@@ -129,7 +129,10 @@ async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> N
 
 def parse_json(text: bytes) -> dict[str, float]:
     """Raises ValueError."""
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError("it is not an object of numbers")
     return {name: number(value, name) for name, value in values.items()}

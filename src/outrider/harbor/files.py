@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from outrider.errors import InvalidField, TooLarge
-from outrider.spec import MAX_INLINE_FILE
+from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
+from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
 """Maximum bytes of a folder that travels with a task: a request may have 32 MiB."""
@@ -23,20 +24,12 @@ CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 IGNORED_BY = ".harborignore"
 
 
-def read_text(path: Path) -> str:
-    """Raises InvalidField."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8
-        raise InvalidField(f"cannot read {path}: {error}", field="source") from error
-
-
 def instruction_in(folder: Path, task: Path) -> str:
     """The instruction, without the canaries at its beginning. Raises InvalidField."""
     path = folder / "instruction.md"
     if not path.resolve().is_relative_to(task.resolve()):
         raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
-    lines = read_text(path).split("\n")
+    lines = read_text_file(path, field="source", limit=MAX_TEXT).split("\n")
     while lines and CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)
     while lines and not lines[0].strip():

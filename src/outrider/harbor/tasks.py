@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -21,12 +20,13 @@ from pydantic import ValidationError
 from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.examples import Example, Gold
-from outrider.harbor.files import check_links, files_below, instruction_in, read_text, written
+from outrider.harbor.files import check_links, files_below, instruction_in, written
 from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, TaskToml, unsupported
 from outrider.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.rootfs.store import ImageStore
 from outrider.spec import RuntimeSpec
+from outrider.text_files import read_toml_file
 
 TASK_TOML = "task.toml"
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -334,11 +334,7 @@ class HarborFolder:
 def read_config(file: Path) -> TaskToml:
     """Raises InvalidField that names the file and the field."""
     try:
-        table = tomllib.loads(read_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidField(f"cannot read {file}: {error}", field="source") from error
-    try:
-        return TaskToml.model_validate(table)
+        return TaskToml.model_validate(read_toml_file(file, field="source"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "source"

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
-from outrider.rootfs.unpack import UNREADABLE, BadImage, Member
+from outrider.rootfs.unpack import UNREADABLE, BadImage, Member, check_expansion
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ MAX_DOCUMENT = 8 << 20
 """Maximum bytes of a JSON document."""
 MAX_NESTING = 4
 """Maximum indexes on the way to an image. Nothing else ends a circle of them."""
+MAX_LAYERS = 512
+"""Maximum layers of an image. Container engines make 127 at most."""
 MAX_MEMBERS = 10_000
 """Entries of a tar that are searched for an image's documents. A root file system may have millions."""
 CHUNK = 1 << 20
@@ -101,10 +103,11 @@ def layered(path: Path) -> Iterator[Layered]:
     except (*UNREADABLE, OSError) as error:
         raise BadImage(f"{path} is no tar archive: {error}") from error
     with opened as archive:
-        names = {member.name.removeprefix("./"): member for member in islice(_members(archive), MAX_MEMBERS)}
+        size = path.stat().st_size
+        names = {member.name.removeprefix("./"): member for member in islice(_members(archive, size), MAX_MEMBERS)}
 
         def within(name: str) -> BinaryIO:
-            member = names.get(name) or next((one for one in _members(archive) if one.name == name), None)
+            member = names.get(name) or next((one for one in _members(archive, size) if one.name == name), None)
             file = archive.extractfile(member) if member is not None and member.isfile() else None
             if file is None:
                 raise BadImage(f"{path} has no {name}")
@@ -118,13 +121,14 @@ def layered(path: Path) -> Iterator[Layered]:
             yield Layered(f"sha256:{digest_of_file(path.open('rb'))}", lambda: iter([path.open("rb")]), {}, None)
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The entries. Raises BadImage where a size makes the next entry start before this one: tarfile would read them
-    over and over."""
+def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
+    """The entries of an archive of that many bytes. Raises BadImage where the archive unpacks to more than images do,
+    and where a size makes the next entry start before this one: tarfile would read them over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:
             raise BadImage("the archive's entries are in a circle")
+        check_expansion(max(archive.offset, member.size), size)
         last = member.offset
         yield member
 
@@ -148,7 +152,7 @@ def _oci(open_: Open) -> Layered:
         raise BadImage("the image's indexes are nested too deep")
     if document.config is None or not document.layers:
         raise BadImage("the image has no layers")
-    names = [layer.digest for layer in document.layers]
+    names = _checked([layer.digest for layer in document.layers])
     config = _document(_blob(open_, document.config.digest), document.config.digest, Configuration)
     return _with_config(chosen.digest, lambda: (_blob(open_, name) for name in names), config)
 
@@ -159,9 +163,17 @@ def _saved(open_: Open) -> Layered:
     if len(images) != 1:
         raise BadImage("the archive holds several images: save one")
     [image] = images
-    digest = hashlib.sha256(b"".join(digest_of_file(open_(name)).encode() for name in image.layers)).hexdigest()
+    names = _checked(image.layers)
+    digest = hashlib.sha256(b"".join(digest_of_file(open_(name)).encode() for name in names)).hexdigest()
     config = _document(open_(image.config), image.config, Configuration)
-    return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in image.layers), config)
+    return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in names), config)
+
+
+def _checked(layers: list[str]) -> list[str]:
+    """The names of an image's layers. Raises BadImage for too many: each of them is read twice."""
+    if len(layers) > MAX_LAYERS:
+        raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
+    return layers
 
 
 def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], configuration: Configuration) -> Layered:

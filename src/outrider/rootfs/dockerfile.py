@@ -12,8 +12,7 @@ import hashlib
 import posixpath
 import re
 import shlex
-import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,8 @@ import msgspec
 from outrider.errors import InvalidField, NotFound
 from outrider.rootfs.archives import digest_of
 from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.unpack import is_tar
+from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 FORMAT = 1
@@ -33,6 +34,16 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ROOT = re.compile(r"(root|0)(:(root|0))?")
 MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
+MAX_FILE = 1 << 20
+"""Maximum bytes of a Dockerfile, and of a .dockerignore."""
+MAX_STEPS = 512
+"""Maximum steps of a plan: container engines refuse more than 127 layers."""
+MAX_VALUES = 128 << 10
+"""Maximum characters of all variables together, and of the words of one instruction, once variables are filled in.
+Linux gives no program a longer variable, and values that name others can double with each line."""
+MAX_PATH = 4096
+MAX_MESSAGE = 500
+"""Characters of an error: an instruction may have a million."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,13 +114,10 @@ def built_name(context: Path, store: ImageStore) -> str:
 
 def read_dockerfile(context: Path, store: ImageStore) -> Plan:
     """The plan of a folder's Dockerfile. Reads the files that it copies, for their digests. Raises InvalidField."""
-    file = context / DOCKERFILE
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidField(f"cannot read {file}: {error}", field="dockerfile") from error
-    ignore = context / ".dockerignore"
-    if ignore.exists() and any(line.strip() and not line.startswith("#") for line in ignore.read_text().splitlines()):
+    file, ignore = context / DOCKERFILE, context / ".dockerignore"
+    text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
+    lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).splitlines() if ignore.exists() else ()
+    if any(line.strip() and not line.startswith("#") for line in lines):
         raise InvalidField(f"{ignore} leaves files out, which is not known here", field="dockerfile")
     return Reader(file, store).plan(text)
 
@@ -149,6 +157,7 @@ class Reader:
             if self._base is None and one.name not in ("FROM", "ARG"):
                 raise self._refusal(one.line, f"{one.name} comes before FROM")
             readers[one.name](one)
+            self._check_sizes(one)
         if self._base is None:
             raise InvalidField(f"{self._file} has no FROM", field="dockerfile")
         name, base = self._base
@@ -167,6 +176,15 @@ class Reader:
             workdir=self._workdir,
             digest=f"sha256:{hashlib.sha256(msgspec.json.encode(said, order='sorted')).hexdigest()}",
         )
+
+    def _check_sizes(self, one: Instruction) -> None:
+        if len(self._steps) > MAX_STEPS:
+            raise self._refusal(one.line, f"more than {MAX_STEPS} steps", hint="join several RUN into one")
+        for variables in (self._early, self._args, self._env):
+            if sum(len(name) + len(value) for name, value in variables.items()) > MAX_VALUES:
+                raise self._refusal(one.line, f"the variables have more than {MAX_VALUES} characters")
+        if len(self._workdir) > MAX_PATH:
+            raise self._refusal(one.line, f"the path of WORKDIR has more than {MAX_PATH} characters")
 
     def instructions(self, text: str) -> Iterator[Instruction]:
         """The instructions, with continued lines joined and comments left out."""
@@ -296,7 +314,7 @@ class Reader:
             for below in goal.rglob("*") if goal.is_dir() else ():
                 if below.is_symlink() and not below.resolve().is_relative_to(goal):
                     raise self._refusal(one.line, f"{below} is a link that leads out of {goal}")
-            if one.name == "ADD" and goal.is_file() and tarfile.is_tarfile(goal):
+            if one.name == "ADD" and goal.is_file() and is_tar(goal):
                 raise self._refusal(one.line, f"ADD unpacks {word!r}, which is not known here", hint="COPY and RUN tar")
             real.append(goal)
         if not real:
@@ -311,12 +329,12 @@ class Reader:
         """The words of an instruction, with quotes removed and variables filled in."""
         known = {**self._args, **self._base[1].env, **self._env} if self._base is not None else self._early
         try:
-            return [filled(word, known if variables is None else variables) for word in split(one.text)]
+            return filled_words(split(one.text), known if variables is None else variables)
         except ValueError as error:
             raise self._refusal(one.line, f"{one.name} {one.text}: {error}") from error
 
     def _refusal(self, line: int, message: str, *, hint: str | None = None) -> InvalidField:
-        return InvalidField(f"{self._file}, line {line}: {message}", field="dockerfile", hint=hint)
+        return InvalidField(f"{self._file}, line {line}: {message[:MAX_MESSAGE]}", field="dockerfile", hint=hint)
 
 
 LITERAL = "\0"
@@ -332,10 +350,20 @@ def split(text: str) -> list[str]:
     return shlex.split(text)
 
 
-def filled(word: str, variables: Mapping[str, str]) -> str:
-    """A word with its variables: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}. One that is not set is empty."""
+def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
+    """Words with their variables: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}. One that is not set is empty. Raises
+    ValueError where they become too long."""
+    room = MAX_VALUES
 
     def value(match: re.Match[str]) -> str:
+        nonlocal room
+        found = meant(match)
+        room -= len(found)
+        if room < 0:  # before the word is put together
+            raise ValueError(f"its variables have more than {MAX_VALUES} characters")
+        return found
+
+    def meant(match: re.Match[str]) -> str:
         name, how, other = match[1] or match[2], match[3], match[4]
         known = variables.get(name)
         there = known is not None and (known != "" or how in ("-", "+", None))
@@ -345,7 +373,7 @@ def filled(word: str, variables: Mapping[str, str]) -> str:
             return str(known) if there else other
         return known or ""
 
-    return VARIABLE.sub(value, word).replace(LITERAL, "$")
+    return [VARIABLE.sub(value, word).replace(LITERAL, "$") for word in words]
 
 
 def json_list(text: str) -> tuple[str, ...] | None:

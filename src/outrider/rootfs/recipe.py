@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 from outrider.errors import InvalidField
 from outrider.rootfs.archives import digest_of
 from outrider.rootfs.store import ImageStore
+from outrider.text_files import read_toml_file
 
 FORMAT = "2"
 """Part of every key. Change it when `render` changes, so that earlier builds are no longer used."""
@@ -114,10 +114,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe file, whose paths are relative to its folder. Raises InvalidField naming the field."""
     try:
-        recipe = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Recipe)
-    except OSError as error:
-        raise InvalidField(f"cannot read {path}: {error.strerror}", field="recipe") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
+    except msgspec.ValidationError as error:
         raise InvalidField(f"{path}: {error}", field="recipe") from error
     folder = path.parent.absolute()
     base = recipe.base

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import RuntimeUnavailable
-from outrider.rootfs.unpack import BadImage
+from outrider.rootfs.unpack import BadImage, Room
 
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32
@@ -29,6 +29,8 @@ SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
 SQUASHFS_MAGIC = b"hsqs"
 UNSQUASHFS_SECONDS = 3600
+MAX_LINE = 64 << 10
+"""Maximum bytes of a line of a listing: a path has 4096 at most."""
 
 
 class Partition(NamedTuple):
@@ -74,6 +76,7 @@ def unpack_sif(path: Path, target: Path) -> None:
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
     offset = root_partition(path).offset
+    _check_size(tool, path, offset, target)
     command = [tool, "-quiet", "-no-progress", "-no-xattrs", "-ignore-errors", "-force"]
     done = subprocess.run(
         [*command, "-offset", str(offset), "-dest", str(target), str(path)],
@@ -85,6 +88,26 @@ def unpack_sif(path: Path, target: Path) -> None:
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
+
+
+def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
+    """Add up what is listed before anything is written: many files of a squashfs can share the same few bytes. Raises
+    BadImage."""
+    room, total = Room(target), 0
+    room.add_archive(path.stat().st_size)
+    command = [tool, "-lln", "-offset", str(offset), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
+        assert said.stdout is not None
+        try:
+            # A name with a newline adds a line, and takes none away.
+            while line := said.stdout.readline(MAX_LINE):
+                room.take_entry()
+                if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
+                    total += int(parts[2])
+                    room.check(total)
+        finally:
+            said.kill()
+    room.take(total)
 
 
 def make_own(root: Path) -> None:

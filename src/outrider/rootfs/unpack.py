@@ -34,6 +34,15 @@ MAX_DEPTH = 256
 """Maximum depth of folders. Roots of real systems have some thirty; a folder too deep for a path cannot be used."""
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header, which tarfile reads in one piece."""
+MAX_BYTES = 64 << 30
+"""Maximum bytes of an image's files, and of its unpacked layers."""
+RATIO, ANY_RATIO_BYTES = 100, 1 << 30
+"""An image may be so many times as large as its archive, and that large in any case. Layers of real images shrink to a
+third; a file of zeros can shrink to a thousandth, and a sparse one to nothing."""
+MAX_ENTRIES = 4_000_000
+"""Maximum files, folders and links of an image. The largest images of the machine learning trade have a million."""
+KEPT_FREE, KEPT_SHARE = 1 << 30, 20
+"""Bytes that an image leaves free on its disk, or on a small one that part of it."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
 """Mode bits that are kept."""
@@ -73,6 +82,15 @@ class Member(tarfile.TarInfo):
         return member
 
 
+def is_tar(path: Path) -> bool:
+    """Whether a file is a tar archive, also a compressed one."""
+    try:
+        with tarfile.open(path, tarinfo=Member):
+            return True
+    except (*UNREADABLE, OSError):
+        return False
+
+
 HEADERS = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -80,6 +98,49 @@ HEADERS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
+
+
+class Room:
+    """How much an image may still take, which comes in layers of so many bytes as archives. Its methods raise
+    BadImage."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._archived = 0
+        self._bytes = 0
+        self._entries = 0
+
+    def add_archive(self, size: int) -> None:
+        self._archived += size
+
+    def take(self, size: int) -> None:
+        """Before so many bytes are written."""
+        self._bytes += size
+        self.check(self._bytes)
+        disk = os.statvfs(self._folder)
+        free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // KEPT_SHARE)
+        if size > free - kept:
+            raise BadImage(
+                f"a file of {size >> 20} MiB leaves too little of the {free >> 20} MiB that are free on the disk",
+                hint=f"free some space: images are in {self._folder}",
+            )
+
+    def check(self, size: int) -> None:
+        """What is unpacked, or read on the way, has that many bytes in all."""
+        check_expansion(size, self._archived)
+
+    def take_entry(self) -> None:
+        self._entries += 1
+        if self._entries > MAX_ENTRIES:
+            raise BadImage(f"the image has more than {MAX_ENTRIES} files and folders")
+
+
+def check_expansion(size: int, archived: int) -> None:
+    """Raises BadImage for an archive that unpacks to more than images do."""
+    if size > MAX_BYTES:
+        raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
+    if size > ANY_RATIO_BYTES and size > RATIO * archived:
+        raise BadImage(f"{archived} bytes of archive unpack to {size >> 20} MiB or more: that is no image, but a bomb")
 
 
 class Contents(msgspec.Struct):
@@ -93,12 +154,15 @@ class Contents(msgspec.Struct):
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
     """Unpack layers, the lowest first, into an empty folder, and close them. They are tar, also compressed with gzip,
-    bzip2 or xz. Raises BadImage; the folder then holds a part."""
-    contents = Contents()
+    bzip2 or xz. Raises BadImage, also for more than an image may be; the folder then holds a part."""
+    contents, room = Contents(), Room(target)
     for number, layer in enumerate(layers):
         try:
-            with layer, tarfile.open(fileobj=layer, mode="r|*", tarinfo=Member) as archive:
-                _Layer(target, contents).put(archive)
+            with layer:
+                room.add_archive(layer.seek(0, os.SEEK_END))
+                layer.seek(0)
+                with tarfile.open(fileobj=layer, mode="r|*", tarinfo=Member) as archive:
+                    _Layer(target, contents, room).put(archive)
         except OSError as error:
             raise BadImage(f"layer {number} cannot be unpacked: {error}") from error
         except UNREADABLE as error:
@@ -110,17 +174,25 @@ class _Layer:
     """One layer being unpacked. `_own` are the places that it has written, and the folders above them: its whiteouts
     remove only what lower layers have written, whatever the order of its entries."""
 
-    def __init__(self, root: Path, contents: Contents) -> None:
+    def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
         self._contents = contents
+        self._room = room
         self._own: set[str] = set()
 
     def put(self, archive: tarfile.TarFile) -> None:
         folders: list[tuple[str, int, float]] = []
+        opaque: set[str] = set()
         for member in archive:
+            self._room.take_entry()
+            self._room.check(archive.offset)  # behind this entry's data, which are read even if they are left out
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # Remove what lower layers have written: one name, or all that is in the folder.
+                # Remove what lower layers have written: one name, or all that is in the folder. Once is enough: the
+                # rest is this layer's, and a folder with a million files is not to be listed a million times.
+                if name == OPAQUE and folder in opaque:
+                    continue
+                opaque |= {folder} if name == OPAQUE else set()
                 gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
                 if not all(gone) or {".", ".."} & set(gone):
                     raise BadImage(f"{name!r} takes nothing away")
@@ -166,6 +238,7 @@ class _Layer:
             os.link(linked, place)
         elif member.isfile():
             _clear(place)
+            self._room.take(member.size)
             source = archive.extractfile(member)
             assert source is not None
             mode = member.mode & PERMISSIONS | stat.S_IRUSR | stat.S_IWUSR
@@ -181,6 +254,7 @@ class _Layer:
     def _make_folder(self, place: str) -> None:
         if os.path.islink(place) or not os.path.isdir(place):
             _clear(place)
+            self._room.take_entry()
             os.mkdir(place)
 
     def _place(self, name: str) -> tuple[str, str]:

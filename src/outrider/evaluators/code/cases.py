@@ -111,7 +111,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
         elif isinstance(given, str):  # as LiveCodeBench has them
             try:
                 cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise InvalidField(f"is not a JSON value a line: {error}", field=field) from error
         elif isinstance(given, list):
             cases.append(Case(given, (output, output[0]) if wrapped else (output,)))

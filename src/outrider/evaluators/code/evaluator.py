@@ -255,7 +255,7 @@ async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
     said = [line for line in done.output.split("\n") if line.startswith(MARK)]
     try:
         step: dict[str, Any] = json.loads(said[-1].removeprefix(MARK))
-    except (IndexError, ValueError) as error:
+    except (IndexError, ValueError, RecursionError) as error:
         raise EvaluatorError("the check says nothing that can be read", log_tail=done.output[-4096:]) from error
     return step
 

@@ -37,7 +37,7 @@ def listed(given: Any) -> Any:
         return given
     try:
         return json.loads(given)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is neither a list nor one as JSON: {error}") from error
 
 
