@@ -6,8 +6,10 @@ It knows no engine. Invariant: `in_flight` counts exactly the generations betwee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+
+from outrider.concurrency.events import wait_for_event
 
 
 class PauseGate:
@@ -15,23 +17,31 @@ class PauseGate:
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self._cuts: set[Callable[[], None]] = set()
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @asynccontextmanager
-    async def passage(self) -> AsyncGenerator[None, None]:
-        """One generation: waits until the gate is open, and counts as in flight inside the block."""
+    async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
+        """One generation: waits until the gate is open, and counts as in flight inside the block. `cut_off` calls
+        `cut`."""
         await self._open.wait()
         self.in_flight += 1
         self._idle.clear()
+        self._cuts.add(cut)
         try:
             yield
         finally:
+            self._cuts.discard(cut)
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
+
+    @property
+    def closed(self) -> bool:
+        return not self._open.is_set()
 
     def open(self) -> None:
         self._open.set()
@@ -39,6 +49,11 @@ class PauseGate:
     def close(self) -> None:
         self._open.clear()
 
-    async def drained(self) -> None:
-        """Returns once nothing is in flight."""
-        await self._idle.wait()
+    async def drained(self, seconds: float | None = None) -> None:
+        """Returns once nothing is in flight, or after `seconds`."""
+        await wait_for_event(self._idle, seconds)
+
+    def cut_off(self) -> None:
+        """Have every generation in flight cut off, as far as its `cut` can."""
+        for cut in tuple(self._cuts):
+            cut()

@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.events import wait_for_event
 from outrider.engines.http.connections import Buffer, Connections, Response
 from outrider.engines.http.failures import StatusFailure
 from outrider.engines.http.sse import SseReader
@@ -41,6 +42,40 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_RETRY = RetryPolicy()
+
+
+class WasCut(Exception):
+    """An exchange was ended by its `Cut`, before its answer began."""
+
+
+class Cut:
+    """Lets somebody else end an exchange whose answer has not begun, also between two attempts."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """For the client to set: the first event is here."""
+        self._made = asyncio.Event()
+        self._response: Response | None = None
+
+    def now(self) -> None:
+        """The exchange then raises WasCut. Nothing happens where the answer has begun."""
+        if not self.begun:
+            self._made.set()
+            if self._response is not None:
+                self._response.cut()
+
+    def check(self) -> None:
+        """Raises WasCut once it was made."""
+        if self._made.is_set():
+            raise WasCut
+
+    def opened(self, response: Response) -> None:
+        self.check()
+        self._response = response
+
+    async def wait(self, seconds: float) -> None:
+        """Return after `seconds`, or once it was made."""
+        await wait_for_event(self._made, seconds)
 
 
 def encode(body: Any) -> bytes:
@@ -86,21 +121,27 @@ class HttpClient:
         return self._parsed(path, await self._call("POST", path, () if body is None else (encode(body),), seconds))
 
     async def events(
-        self, path: str, body: Callable[[int], Sequence[Buffer]], headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: Callable[[int], Sequence[Buffer]],
+        headers: Mapping[str, str] | None = None,
+        cut: Cut | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
         """POST the pieces of `body(attempt)` and yield the payloads of the answer's server-sent events, up to `[DONE]`
         or the end of the answer. Each list holds the payloads that one read has brought; none is empty.
 
         Connection failures and transient statuses are retried until the first payload came. Closing the generator
-        closes the connection, which aborts the work upstream.
+        closes the connection, which aborts the work upstream. `cut` does the same before the first payload, and WasCut
+        is raised.
         """
+        cut = cut or Cut()
         for attempt in range(self._retry.attempts):
             response = None
             begun = False
             last = attempt + 1 == self._retry.attempts
             asked: float | None = None
             try:
-                response = await self._started().request("POST", path, body(attempt), headers)
+                response = await self._started().request("POST", path, body(attempt), headers, opened=cut.opened)
                 if response.status >= 400:
                     raise await _refusal(response)
                 reader = SseReader()
@@ -114,13 +155,14 @@ class HttpClient:
                     if done:
                         payloads = payloads[: payloads.index(DONE)]
                     if payloads:
-                        begun = True
+                        begun = cut.begun = True
                         yield payloads
                     if done:
                         await _read_rest(response)
                         return
                 return
             except CONNECTION_ERRORS as error:
+                cut.check()
                 if begun or last or self._connections is None:
                     raise self._unavailable(error) from error
             except StatusFailure as failure:
@@ -130,7 +172,7 @@ class HttpClient:
             finally:
                 if response is not None:
                     response.close()
-            await asyncio.sleep(self._retry.wait(attempt, asked))
+            await cut.wait(self._retry.wait(attempt, asked))
 
     async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> bytes:
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -49,9 +49,16 @@ class Connections:
         self._closed = False
 
     async def request(
-        self, method: str, path: str, body: Sequence[Buffer] = (), headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Sequence[Buffer] = (),
+        headers: Mapping[str, str] | None = None,
+        *,
+        opened: Callable[[Response], None] | None = None,
     ) -> Response:
-        """Send a request, its body in pieces; the answer, once its head is here. Close it when done."""
+        """Send a request, its body in pieces; the answer, once its head is here. Close it when done. `opened` is called
+        with it before anything is sent: `Response.cut` then ends the exchange from outside."""
         connection = self._reused() or await self._connect()
         if self._closed:
             connection.abort()
@@ -62,6 +69,8 @@ class Connections:
         start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         response = Response(self, connection)
         try:
+            if opened is not None:
+                opened(response)
             await connection.begin((start, self._head, own, length, b"\r\n", *body))
         except BaseException:  # cancelled, too: half a request spoils its connection
             response.close()
@@ -156,6 +165,11 @@ class Response:
             if most is not None and size >= most:
                 break
         return b"".join(parts)[:most]
+
+    def cut(self) -> None:
+        """End the exchange: whoever waits for its answer gets ConnectionAbortedError."""
+        if self._connection is not None:
+            self._connection.abort()
 
     def close(self) -> None:
         """Give the connection back, or cut it when the answer was not read to its end. Idempotent."""

@@ -96,10 +96,11 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
 def _overflows(status: int, message: str, sizes: Sizes) -> bool:
     if status not in OVERFLOW_STATUSES and status != UNKNOWN_STATUS:
         return False
-    numbers = {int(digits) for digits in _NUMBER.findall(message)}
+    numbers = [int(digits) for digits in _NUMBER.findall(message)]
     if sizes.prompt is None:
         return sizes.context in numbers and max(numbers) > (sizes.context or 0)
     total = sizes.prompt + sizes.output
     if sizes.context is not None:
         return total > sizes.context or sizes.prompt >= sizes.context
-    return any(size in numbers and min(numbers) < size for size in (sizes.prompt, total))
+    # A prompt as long as the context is named twice: "The input (64 tokens) is longer than ... length (64 tokens)".
+    return any(size in numbers and (min(numbers) < size or numbers.count(size) > 1) for size in (sizes.prompt, total))
