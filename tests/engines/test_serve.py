@@ -69,14 +69,14 @@ async def test_sglang_replies_in_one_piece(tokenizer_folder: Path) -> None:
         ("vllm", "/inference/v1/generate", {"token_ids": ["a"], "sampling_params": {}}, 400),
         ("vllm", "/v1/completions", {"prompt": [1] * (CONTEXT_TOKENS + 1)}, 400),
         ("vllm", "/pause?mode=maybe", {}, 400),
-        ("vllm", "/nowhere", {}, 404),
-        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 3}}, 400),
-        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"top_p": "x"}}, 400),
         ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"regex": "a", "ebnf": "b"}}, 400),
         ("vllm", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured_outputs": {}}}, 400),
         ("sglang", "/generate", {"input_ids": []}, 400),
+        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"top_p": 0.0}}, 400),
+        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"min_new_tokens": 129}}, 400),
+        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": CONTEXT_TOKENS}}, 400),
+        ("sglang", "/generate", {"input_ids": [1] * CONTEXT_TOKENS}, 400),
         ("sglang", "/pause_generation", {"mode": "maybe"}, 400),
-        ("sglang", "/inference/v1/generate", {}, 404),
     ],
 )
 async def test_bad_requests_are_refused(
@@ -85,8 +85,102 @@ async def test_bad_requests_are_refused(
     async with client(tokenizer_folder, protocol) as session:
         answered, reply = await post(session, path, body)
     assert answered == status
-    assert reply["error"]["code"] == status
     assert reply["error"]["message"]
+    assert reply["error"].get("code") == (status if protocol == "vllm" else None)
+
+
+@pytest.mark.parametrize(("protocol", "path"), [("vllm", "/nowhere"), ("sglang", "/inference/v1/generate")])
+async def test_a_route_that_is_not_there(
+    protocol: Literal["vllm", "sglang"], path: str, tokenizer_folder: Path
+) -> None:
+    async with client(tokenizer_folder, protocol) as session:
+        assert await post(session, path, {}) == (404, {"detail": "Not Found"})
+
+
+async def test_vllm_of_0_26_knows_no_label(tokenizer_folder: Path) -> None:
+    async with client(tokenizer_folder, "vllm", labels=False) as session:
+        status, _ = await post(session, "/update_weight_version", {"new_version": "7"})
+        assert status == 404
+        async with session.get("/weight_info") as answer:
+            assert answer.status == 404
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, {"top_p": "x"}, {"temperature": "hot"}])
+async def test_sglang_fails_over_sampling_that_it_does_not_know(tokenizer_folder: Path, sampling: Any) -> None:
+    async with (
+        client(tokenizer_folder, "sglang") as session,
+        session.post("/generate", json={"input_ids": [1], "sampling_params": sampling}) as answer,
+    ):
+        assert (answer.status, answer.content_type) == (500, "text/plain")
+        assert await answer.text() == "Internal Server Error"
+
+
+async def test_sglang_errors_of_a_stream_are_events(tokenizer_folder: Path) -> None:
+    body = {"input_ids": [1] * 500, "sampling_params": {"max_new_tokens": 64}, "stream": True}
+    async with client(tokenizer_folder, "sglang") as session, session.post("/generate", json=body) as answer:
+        assert answer.status == 200
+        text = await answer.text()
+    assert '"type":"invalid_request_error","code":400,"retryable":false' in text
+    assert "You requested a total of 564 tokens: 500 tokens from the input messages and 64 tokens" in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("token", [-3, 10_000_000])
+async def test_one_bad_id_ends_sglang(tokenizer_folder: Path, token: int) -> None:
+    engine = scripted(tokenizer_folder, replies=[{"reply": REPLY, "stall": 2}])
+    async with client(tokenizer_folder, "sglang", engine) as session:
+        running = asyncio.ensure_future(post(session, "/generate", {"input_ids": [5]}))
+        await engine.stalled.wait()
+        for path, body in (("/generate", {"input_ids": [5, token]}), ("/tokenize", {"prompt": "x"})):
+            with pytest.raises(aiohttp.ClientError):
+                await post(session, path, body)
+        await asyncio.wait([running])
+        assert isinstance(running.exception(), aiohttp.ClientError)
+
+
+@pytest.mark.parametrize(("mode", "dies"), [("in_place", True), ("retract", False), ("abort", False)])
+async def test_a_flush_ends_sglang_with_requests_frozen_in_place(
+    tokenizer_folder: Path, tmp_path: Path, mode: str, dies: bool
+) -> None:
+    engine = scripted(tokenizer_folder, replies=[{"reply": REPLY, "stall": 2}])
+    body = {"model_path": str(tmp_path), "weight_version": "7", "flush_cache": True, "keep_pause": True}
+    async with client(tokenizer_folder, "sglang", engine) as session:
+        running = asyncio.ensure_future(post(session, "/generate", {"input_ids": [5]}))
+        await engine.stalled.wait()
+        await post(session, "/pause_generation", {"mode": mode})
+        if dies:
+            with pytest.raises(aiohttp.ClientError):
+                await post(session, "/update_weights_from_disk", body)
+        else:
+            status, answer = await post(session, "/update_weights_from_disk", body)
+            assert (status, answer["success"]) == (200, True)
+        engine.release()
+        if not dies:
+            await post(session, "/continue_generation", {})
+        await asyncio.wait([running])
+        assert isinstance(running.exception(), aiohttp.ClientError) == dies
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_sglang_holds_requests_back_and_aborts_those_of_a_pause_that_aborts(
+    tokenizer_folder: Path, stream: bool
+) -> None:
+    body = {"input_ids": [5], "rid": "r" * 32, "stream": stream}
+    async with client(tokenizer_folder, "sglang") as session, asyncio.TaskGroup() as group:
+        await post(session, "/pause_generation", {"mode": "abort"})
+        held = group.create_task(_text(session, body))
+        async with session.get("/model_info") as answer:
+            assert answer.status == 200
+        assert not held.done()
+        await post(session, "/continue_generation", {})
+        status, text = await held
+        assert f"Request {'r' * 32} was aborted" in text
+        assert (status, '"code":499' in text) == ((200, True) if stream else (499, False))
+
+
+async def _text(session: aiohttp.ClientSession, body: Any) -> tuple[int, str]:
+    async with session.post("/generate", json=body) as response:
+        return response.status, await response.text()
 
 
 async def test_a_disabled_generate_route_names_its_flag(tokenizer_folder: Path) -> None:

@@ -18,7 +18,15 @@ import numpy as np
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
+from outrider.engines.base import (
+    Capability,
+    Chunk,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+    PauseMode,
+    SamplingParams,
+)
 from outrider.engines.pause_gate import PauseGate
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -99,6 +107,7 @@ class ScriptedEngine:
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
     constraints = frozenset(ConstraintKind)  # none is enforced: the author of a script sees to it
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # it has no cache
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)

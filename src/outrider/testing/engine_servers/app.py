@@ -17,7 +17,7 @@ import uvicorn
 from outrider.engines.base import Engine
 from outrider.errors import EngineError
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
-from outrider.testing.engine_servers.asgi import HttpCall, Served, ServeSettings
+from outrider.testing.engine_servers.asgi import NOT_FOUND, HttpCall, Served, ServerDied, ServeSettings
 from outrider.testing.engine_servers.sglang import ServedSGLang
 from outrider.testing.engine_servers.vllm import ServedVLLM
 
@@ -33,11 +33,7 @@ DEFAULT_SETTINGS = ServeSettings()
 def engine_app(
     engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
 ) -> Application:
-    """The engine as an ASGI application. Whoever calls this starts and closes the engine.
-
-    The SGLang side is written from that server's documentation and sources, and was never compared with a
-    real one.
-    """
+    """The engine as an ASGI application. Whoever calls this starts and closes the engine."""
     served = PROTOCOLS[protocol](engine, settings)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,13 +45,18 @@ def engine_app(
 
 async def _answer(served: Served, call: HttpCall) -> None:
     route = served.routes.get((call.method, call.path))
-    if route is None:
-        await call.answer(404, served.error_body("Not Found", 404))
-        return
-    try:
-        await route(call)
-    except EngineError as error:
-        await call.answer(error.http_status, served.error_body(error.message, error.http_status))
+    if served.dead:
+        await call.cut()
+    elif route is None:
+        await call.answer(404, NOT_FOUND)
+    else:
+        try:
+            await route(call)
+        except ServerDied:
+            served.dead = True
+            await call.cut()
+        except EngineError as error:
+            await call.answer(error.http_status, served.error_body(error.message, error.http_status))
 
 
 @asynccontextmanager

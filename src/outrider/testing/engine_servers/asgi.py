@@ -15,11 +15,13 @@ from outrider.constraint import Constraint
 from outrider.engines.base import Engine, TakesConstraints
 from outrider.errors import EngineRejected
 from outrider.http_server import Receive, Scope, Send, while_connected
+from outrider.testing.engine_servers.prefix_cache import PrefixCache
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
+TEXT_HEADERS = [(b"content-type", b"text/plain; charset=utf-8")]
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
 
@@ -28,18 +30,28 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is served. `tokenizer` gives texts and `/tokenize`; `model` is the served name.
 
     vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
-    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `dev_mode` False has no route
-    to pause, label or load weights; `refuses_while_paused` answers 503 then, as 0.33 does. SGLang: `incremental`
-    streams deltas as with `--incremental-streaming-output`.
+    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False has no label of
+    the weights and no spans, as 0.26; `cached_token_counts` False is a server without `--enable-prompt-tokens-details`;
+    `dev_mode` False has no route to pause, label or load weights; `refuses_while_paused` answers 503 then, as 0.33
+    does. SGLang: `incremental` streams deltas as with `--incremental-streaming-output`; `spans` reports
+    `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is looked in and filled.
     """
 
     tokenizer: Tokenizer | None = None
     model: str = "policy"
     generate_route: bool = True
     text_token_ids: bool = False
+    labels: bool = True
+    cached_token_counts: bool = True
     dev_mode: bool = True
     refuses_while_paused: bool = False
     incremental: bool = False
+    spans: bool = False
+    prefix_cache: PrefixCache | None = None
+
+
+class ServerDied(Exception):
+    """The real server would have ended itself here."""
 
 
 class HttpCall:
@@ -82,6 +94,20 @@ class HttpCall:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
+    async def answer_text(self, status: int, text: str) -> None:
+        body = text.encode()
+        headers = [*TEXT_HEADERS, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def cut(self) -> None:
+        """Break the connection off: more bytes are promised than come."""
+        if not self.streaming:
+            headers = [*JSON_HEADERS, (b"content-length", b"1")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            # The head goes out with the first piece of the body.
+            await self._send({"type": "http.response.body", "body": b"", "more_body": True})
+
     async def event(self, content: Any) -> None:
         """One event of a stream, which begins with its first."""
         if not self.streaming:
@@ -102,8 +128,8 @@ class HttpCall:
 Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
 """Handlers by (method, path)."""
 
-ErrorBody = Callable[[str, int], Any]
-"""A message and a status in a protocol's own error shape."""
+NOT_FOUND = {"detail": "Not Found"}
+"""What both servers answer for a route that they do not have."""
 
 
 def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constraint | None:
@@ -114,18 +140,17 @@ def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constra
 
 
 class Served(Protocol):
-    """One engine behind one server's protocol."""
+    """One engine behind one server's protocol. `dead` says that the server has ended itself: connections break off."""
 
     routes: Routes
+    dead: bool
 
     def error_body(self, message: str, status: int) -> Any: ...
 
 
-def common_routes(engine: Engine, settings: ServeSettings, error_body: ErrorBody) -> Routes:
-    """The routes that are the same in both protocols."""
-
-    async def health(call: HttpCall) -> None:
-        await call.answer(200 if (await engine.health()).ok else 503)
+def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:
+    """The routes that are the same in both protocols. `tokenizer_length` is the `max_model_len` that `/tokenize`
+    answers, where it is not the server's context."""
 
     async def models(call: HttpCall) -> None:
         context = (await engine.health()).context_tokens
@@ -135,13 +160,13 @@ def common_routes(engine: Engine, settings: ServeSettings, error_body: ErrorBody
     async def tokenize(call: HttpCall) -> None:
         body = await call.read(_TOKENIZE)
         if settings.tokenizer is None:
-            await call.answer(404, error_body("this server has no tokenizer", 404))
+            await call.answer(404, NOT_FOUND)
             return
         ids = settings.tokenizer.encode(body.prompt)
-        context = (await engine.health()).context_tokens
+        context = tokenizer_length or (await engine.health()).context_tokens
         await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
 
-    return {("GET", "/health"): health, ("GET", "/v1/models"): models, ("POST", "/tokenize"): tokenize}
+    return {("GET", "/v1/models"): models, ("POST", "/tokenize"): tokenize}
 
 
 class _Tokenize(msgspec.Struct):

@@ -1,17 +1,21 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-It was written from the documentation and sources of SGLang 0.5.23 and never compared with a real server. As there,
-unknown keys in `sampling_params` are refused, and a stream's errors are events of the stream.
+It answers as SGLang 0.5.17 did on a GPU (tests/golden/real_engines), faults included: what would end that server ends
+this one, a pause holds requests back, and those that came during a pause that aborts are answered with code 499 after
+it. A stream's errors are events of the stream.
 """
 
 from __future__ import annotations
 
-from contextlib import aclosing
-from typing import Any
+import asyncio
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
+from typing import Any, NoReturn, cast
 
 import msgspec
 import numpy as np
 
+from outrider.concurrency.events import wait_for_event
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
 from outrider.engines.base import (
@@ -23,12 +27,23 @@ from outrider.engines.base import (
     SamplingParams,
     SetsVersion,
 )
-from outrider.errors import EngineError, EngineRejected
-from outrider.testing.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
-from outrider.tokens.rendering.tokenizer import TextStream
+from outrider.errors import ContextOverflow, EngineError, EngineRejected
+from outrider.testing.engine_servers.asgi import (
+    HttpCall,
+    Routes,
+    ServerDied,
+    ServeSettings,
+    checked_constraint,
+    common_routes,
+)
+from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream
 from outrider.trajectory import FinishReason
 
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+ABORTED = 499
+HEALTH_SECONDS = 20.0
+TOKENIZER_LENGTH = 131_072
+"""What `/tokenize` says for `max_model_len`: the tokenizer's own limit."""
 
 
 class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +88,13 @@ class _Generate(msgspec.Struct, kw_only=True):
     return_logprob: bool = False
     rid: str = ""
     routing_key: str | None = None
+    extra_key: str | None = None
+    stream: bool = False
+
+
+class _Streams(msgspec.Struct):
+    """All that is read of a request whose sampling is wrong."""
+
     stream: bool = False
 
 
@@ -100,31 +122,140 @@ _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 
 
 class ServedSGLang:
-    """SGLang's routes for one engine."""
+    """SGLang's routes for one engine. `health_checks` counts how often `/health` was asked."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.routes: Routes = common_routes(engine, settings, self.error_body) | {
+        self.dead = False
+        self.health_checks = 0
+        self.routes: Routes = common_routes(engine, settings, TOKENIZER_LENGTH) | {
+            ("GET", "/health"): self._health,
             ("POST", "/generate"): self._generate,
             ("GET", "/model_info"): self._model_info,
+            ("GET", "/server_info"): self._server_info,
             ("POST", "/pause_generation"): self._pause,
             ("POST", "/continue_generation"): self._continue,
+            ("POST", "/flush_cache"): self._flush_cache,
             ("POST", "/update_weight_version"): self._update_weight_version,
             ("POST", "/update_weights_from_disk"): self._update_weights,
         }
+        self._paused: str | None = None
+        """The mode in which it was paused."""
+        self._resumed = asyncio.Event()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        """What the scheduler would have: generations that were let in, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        kind = "BadRequestError" if status < 500 else "InternalServerError"
-        return {"error": {"message": message, "type": kind, "code": status, "retryable": status >= 500}}
+        """Of an answer that is no stream: it names no status."""
+        return {"error": {"message": message}}
+
+    async def _health(self, call: HttpCall) -> None:
+        """The real one samples a token, so this one waits while the server is paused, for 20 s."""
+        self.health_checks += 1
+        if self._paused is not None:
+            with self._tracked():
+                await wait_for_event(self._resumed, HEALTH_SECONDS)
+        ok = self._paused is None and (await self.engine.health()).ok
+        await call.answer(200 if ok else 503)
 
     async def _generate(self, call: HttpCall) -> None:
-        body = await call.read(_GENERATE)
-        if not body.input_ids or min(body.input_ids) < 0:
-            raise EngineRejected("input_ids must hold at least one token id, none of them negative")
+        content = await call.body()
+        try:
+            body = _GENERATE.decode(content)
+        except msgspec.ValidationError:
+            # 0.5.17 has no check of names and types: its handler fails.
+            await call.answer_text(500, "Internal Server Error")
+            return
+        except msgspec.DecodeError as error:
+            await call.answer(400, {"object": "error", "message": str(error), "type": "Bad Request", "code": 400})
+            return
+        end = self.settings.tokenizer.vocabulary.end if self.settings.tokenizer else ANY_IDS.end
+        if any(not 0 <= token < end for token in body.input_ids):
+            self._die()
+        await call.while_connected(self._answer(call, body))
+
+    async def _answer(self, call: HttpCall, body: _Generate) -> None:
+        try:
+            request = await self._request(body)
+            aborted = await self._held()
+            with self._tracked():
+                if not aborted:
+                    await self._respond(call, request, body)
+        except EngineError as error:
+            await self._refuse(call, error.message, error.http_status, body)
+            return
+        except asyncio.CancelledError:
+            if not self.dead:
+                raise
+            cast("asyncio.Task[None]", asyncio.current_task()).uncancel()
+            await call.cut()
+            return
+        if aborted:
+            await self._refuse(call, f"Request {body.rid} was aborted", ABORTED, body)
+
+    async def _refuse(self, call: HttpCall, message: str, status: int, body: _Generate) -> None:
+        if not body.stream:
+            await call.answer(status, self.error_body(message, status))
+            return
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "code": status, "retryable": status >= 500}
+        await call.event({"error": error})
+        await call.end()
+
+    async def _held(self) -> bool:
+        """Wait while the server is paused. Whether the request is then aborted: a request that comes during a pause
+        that aborts is answered so after it."""
+        aborted = False
+        while self._paused is not None:
+            aborted = aborted or self._paused == "abort"
+            await self._resumed.wait()
+        return aborted
+
+    @contextmanager
+    def _tracked(self) -> Generator[None, None, None]:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._in_flight.add(task)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(task)
+
+    def _die(self) -> NoReturn:
+        """End the server, as the real one ends itself. Raises ServerDied."""
+        self.dead = True
+        for task in self._in_flight - {asyncio.current_task()}:
+            task.cancel()
+        raise ServerDied
+
+    async def _request(self, body: _Generate) -> GenerateRequest:
+        """Raises EngineRejected and ContextOverflow."""
         sampling = body.sampling_params
+        if not body.input_ids:
+            raise EngineRejected("input_ids cannot be empty.")
+        if not 0 < sampling.top_p <= 1:
+            raise EngineRejected(f"top_p must be in (0, 1], got {sampling.top_p}.")
+        if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
+            raise EngineRejected(
+                f"min_new_tokens must be in [0, max_new_tokens({sampling.max_new_tokens})],"
+                f" got {sampling.min_new_tokens}."
+            )
+        prompt = len(body.input_ids)
+        total = prompt + sampling.max_new_tokens
+        context = (await self.engine.health()).context_tokens
+        if context is not None and prompt >= context:
+            raise ContextOverflow(
+                f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+            )
+        if context is not None and total > context:
+            raise ContextOverflow(
+                f"Requested token count exceeds the model's maximum context length of {context} tokens."
+                f" You requested a total of {total} tokens: {prompt} tokens from the input messages and"
+                f" {sampling.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the input"
+                " messages or the completion to fit within the limit."
+            )
         stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id=body.rid,
             session_key=body.routing_key or body.rid,
             input_ids=np.array(body.input_ids, dtype=np.int32),
@@ -145,43 +276,63 @@ class ServedSGLang:
                 constraint=checked_constraint(self.engine, sampling.constraint()),
             ),
         )
-        version = (await self.engine.health()).version
-        reply = _SGLangWriter(request, version, self.settings, logprobs=body.return_logprob, stream=body.stream)
-        await call.while_connected(self._respond(call, request, reply, stream=body.stream))
 
-    async def _respond(self, call: HttpCall, request: GenerateRequest, reply: _SGLangWriter, *, stream: bool) -> None:
+    async def _respond(self, call: HttpCall, request: GenerateRequest, body: _Generate) -> None:
+        """Raises EngineError."""
+        cache, salt = self.settings.prefix_cache, body.extra_key or ""
+        weights = (await self.engine.health()).version
+        cached = cache.look(salt, body.input_ids, weights) if cache else None
+        reply = _SGLangWriter(request, self.settings, cached, logprobs=body.return_logprob, stream=body.stream)
         content: dict[str, Any] = {}
-        try:
-            async with aclosing(self.engine.generate(request)) as chunks:
-                async for chunk in chunks:
-                    content = reply.event(chunk)
-                    if stream:
-                        await call.event(content)
-            if not stream:
-                await call.answer(200, content)
-                return
-        except EngineError as error:
-            body = self.error_body(error.message, error.http_status)
-            if not stream:
-                await call.answer(error.http_status, body)
-                return
-            await call.event(body)
-        await call.end()
+        async with aclosing(self.engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                content = reply.event(chunk, (await self.engine.health()).version)
+                if body.stream:
+                    await call.event(content)
+        if cache:
+            cache.keep(salt, [*body.input_ids, *reply.sampled], weights)
+        if body.stream:
+            await call.end()
+        else:
+            await call.answer(200, content)
 
     async def _model_info(self, call: HttpCall) -> None:
-        label = label_of((await self.engine.health()).version)
+        health = await self.engine.health()
+        if not health.ok:
+            await call.answer(503)
+            return
+        label = label_of(health.version)
         await call.answer(200, {"model_path": self.settings.model, "is_generation": True, "weight_version": label})
+
+    async def _server_info(self, call: HttpCall) -> None:
+        flag = self.settings.incremental
+        await call.answer(200, {"model_path": self.settings.model, "incremental_streaming_output": flag})
 
     async def _pause(self, call: HttpCall) -> None:
         mode = (await call.read(_PAUSE)).mode
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"unknown pause mode {mode!r}")
+        self._paused = mode
         await self.engine.pause(PAUSE_MODES[mode])
-        await call.answer(200, {"status": "ok"})
+        await call.answer(200, {"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, call: HttpCall) -> None:
         await self.engine.resume()
-        await call.answer(200, {"status": "ok"})
+        self._paused = None
+        self._resumed.set()
+        self._resumed = asyncio.Event()
+        await call.answer(200, {"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, call: HttpCall) -> None:
+        if self._in_flight:
+            await call.answer_text(400, "Cache not flushed because there are pending requests.")
+            return
+        self._forget()
+        await call.answer_text(200, "Cache flushed.")
+
+    def _forget(self) -> None:
+        if self.settings.prefix_cache:
+            self.settings.prefix_cache.clear()
 
     async def _update_weight_version(self, call: HttpCall) -> None:
         body = await call.read(_NEW_VERSION)
@@ -199,52 +350,64 @@ class ServedSGLang:
             raise EngineRejected("this engine's weights cannot be loaded")
         if body.abort_all_requests:
             await self.engine.pause("abort")
+        # In place, requests are still with the scheduler, which asserts that it has none when the cache is flushed.
+        if body.flush_cache and self._paused == "in_place" and self._in_flight:
+            self._die()
         try:
             await self.engine.update_weights(body.model_path, version_of(body.weight_version))
         except EngineRejected as error:
             await call.answer(400, {"success": False, "message": error.message})
             return
-        if not body.keep_pause:
+        if body.flush_cache:
+            self._forget()
+        if not body.keep_pause and self._paused is None:
             await self.engine.resume()
-        await call.answer(200, {"success": True, "message": "Succeeded to update model weights."})
+        message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
+        await call.answer(200, {"success": True, "message": message, "num_paused_requests": 0})
 
 
 class _SGLangWriter:
     """One reply in the making; cumulative unless the server streams incrementally."""
 
     def __init__(
-        self, request: GenerateRequest, version: int, settings: ServeSettings, *, logprobs: bool, stream: bool
+        self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool
     ) -> None:
+        self.sampled: list[int] = []
         self._request = request
-        self._version = version
+        self._cached = cached
         self._logprobs = logprobs
+        self._spans = settings.spans
         self._cumulative = not (stream and settings.incremental)
         self._stream: TextStream | None = settings.tokenizer.stream() if settings.tokenizer else None
-        self._count = 0
         self._ids: list[int] = []
         self._entries: list[tuple[float, int, None]] = []
         self._text = ""
 
-    def event(self, chunk: Chunk) -> dict[str, Any]:
+    def event(self, chunk: Chunk, version: int) -> dict[str, Any]:
+        """`version` is that of the server's weights now."""
         if not self._cumulative:
             self._ids, self._entries, self._text = [], [], ""
-        self._count += len(chunk.ids)
+        self.sampled += chunk.ids
         self._ids += chunk.ids
         self._text += self._stream.push(chunk.ids) if self._stream else ""
+        count = len(self.sampled)
+        finish = _finish(chunk, count)
+        waited = chunk.finish is FinishReason.ABORT and not count
         meta: dict[str, Any] = {
             "id": self._request.request_id,
-            "finish_reason": _finish(chunk, self._count),
-            "prompt_tokens": len(self._request.input_ids),
-            "completion_tokens": self._count,
-            "cached_tokens": chunk.cached_tokens or 0,
-            "weight_version": label_of(self._version),
+            "finish_reason": finish,
+            "completion_tokens": count,
+            "weight_version": label_of(version),
         }
+        if not waited:  # the reply of a request that was still waiting says no more
+            cached = chunk.cached_tokens if self._cached is None else self._cached
+            meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:
             self._entries += [
                 (value, token_id, None) for token_id, value in zip(chunk.ids, chunk.logprobs, strict=True)
             ]
             meta["output_token_logprobs"] = self._entries
-        if chunk.versions:
+        if chunk.versions and self._spans:
             meta["weight_versions"] = [
                 {"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions
             ]
@@ -258,4 +421,4 @@ def _finish(chunk: Chunk, length: int) -> dict[str, Any] | None:
         return {"type": "stop", "matched": chunk.stop_match}
     if chunk.finish is FinishReason.LENGTH:
         return {"type": "length", "length": length}
-    return {"type": "abort", "message": "Aborted"}
+    return {"type": "abort", "message": "Aborted" if length else "Abort in waiting queue"}

@@ -1,6 +1,7 @@
 """An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
 
-Shapes follow vLLM 0.32, and older log-probabilities on request. It renders nothing: chat routes are absent.
+Shapes follow vLLM 0.32 and, on request, 0.26 as it answered on a GPU (tests/golden/real_engines): ids as text, no label
+of the weights. It renders nothing: chat routes are absent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from outrider.tokens.rendering.tokenizer import TextStream
 
 PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
 DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
+LABEL_ROUTES = ("/weight_info", "/update_weight_version")
 COMPLETION_TOKENS = 16
 """vLLM's `max_tokens` on the completions route when none is given."""
 
@@ -79,12 +81,14 @@ class _Generate(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     sampling_params: _Sampling
     request_id: str = ""
+    cache_salt: str | None = None
     stream: bool = False
 
 
 class _Completion(_Sampling, kw_only=True):
     prompt: list[int]
     request_id: str = ""
+    cache_salt: str | None = None
     stream: bool = False
     return_token_ids: bool = False
     return_weight_versions: bool = False
@@ -115,7 +119,9 @@ class ServedVLLM:
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.routes: Routes = common_routes(engine, settings, self.error_body) | {
+        self.dead = False
+        self.routes: Routes = common_routes(engine, settings) | {
+            ("GET", "/health"): self._health,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/v1/completions"): self._complete,
             ("POST", "/pause"): self._pause,
@@ -125,6 +131,8 @@ class ServedVLLM:
             ("POST", "/collective_rpc"): self._collective_rpc,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
         }
+        if not settings.labels:
+            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in LABEL_ROUTES}
         if not settings.dev_mode:
             self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in DEV_ROUTES}
         self._paused: PauseMode | None = None
@@ -133,6 +141,9 @@ class ServedVLLM:
         kind = ERROR_TYPES.get(status, "InternalServerError")
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
+    async def _health(self, call: HttpCall) -> None:
+        await call.answer(200 if (await self.engine.health()).ok else 503)
+
     async def _generate(self, call: HttpCall) -> None:
         if not self.settings.generate_route:
             message = "This route is disabled. Start the server with --enable-scale-out to enable it."
@@ -140,14 +151,14 @@ class ServedVLLM:
             return
         body = await call.read(_GENERATE)
         request = await self._request(call, body.token_ids, body.sampling_params, body.request_id, None)
-        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings))
-        await call.while_connected(self._respond(call, request, reply, stream=body.stream))
+        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings), self.settings)
+        await call.while_connected(self._respond(call, request, reply, body))
 
     async def _complete(self, call: HttpCall) -> None:
         body = await call.read(_COMPLETION)
         request = await self._request(call, body.prompt, body, body.request_id, COMPLETION_TOKENS)
-        reply = _VLLMWriter(request, _CompletionChoices(body, self.settings))
-        await call.while_connected(self._respond(call, request, reply, stream=body.stream))
+        reply = _VLLMWriter(request, _CompletionChoices(body, self.settings), self.settings)
+        await call.while_connected(self._respond(call, request, reply, body))
 
     async def _request(
         self, call: HttpCall, prompt: list[int], sampling: _Sampling, request_id: str, max_tokens: int | None
@@ -181,18 +192,28 @@ class ServedVLLM:
             ),
         )
 
-    async def _respond(self, call: HttpCall, request: GenerateRequest, reply: _VLLMWriter, *, stream: bool) -> None:
+    async def _respond(
+        self, call: HttpCall, request: GenerateRequest, reply: _VLLMWriter, body: _Generate | _Completion
+    ) -> None:
         if self.settings.refuses_while_paused and self._paused in ("abort", "finish"):
             raise EngineUnavailable("Server is paused")
+        cache, salt, prompt = self.settings.prefix_cache, body.cache_salt or "", request.input_ids.tolist()
+        weights = -1
         collected: list[Chunk] = []
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if stream:
+                    if cache and weights < 0:  # a request that was held back is computed afterwards
+                        weights = (await self.engine.health()).version
+                        reply.cached_tokens = cache.look(salt, prompt, weights)
+                    reply.count(chunk)
+                    if body.stream:
                         await call.event(reply.event(chunk))
                     else:
                         collected.append(chunk)
-            if not stream:
+            if cache:
+                cache.keep(salt, [*prompt, *reply.sampled], weights)
+            if not body.stream:
                 await call.answer(200, reply.whole(collected))
                 return
             await call.event(reply.closing_event())
@@ -232,10 +253,18 @@ class ServedVLLM:
         path = (await call.read(_RELOAD)).kwargs.weights_path
         if not isinstance(self.engine, LoadsWeights):
             raise EngineRejected("this engine's weights cannot be loaded")
-        await self.engine.update_weights(path, (await self.engine.health()).version)
+        try:
+            await self.engine.update_weights(path, (await self.engine.health()).version)
+        except EngineRejected:  # a folder that it cannot read ends the real server
+            self.dead = True
+            message = f"Call to collective_rpc method failed: Repo id must be in the form 'repo_name': '{path}'."
+            await call.answer(500, self.error_body(message, 500))
+            return
         await call.answer(200, {"results": [None]})
 
     async def _reset_prefix_cache(self, call: HttpCall) -> None:
+        if self.settings.prefix_cache:
+            self.settings.prefix_cache.clear()
         await call.answer(200, {"success": True})
 
 
@@ -249,14 +278,15 @@ class _Choices(Protocol):
 class _VLLMWriter:
     """Writes one reply as events or in one piece, in the format of its route's `_Choices`."""
 
-    def __init__(self, request: GenerateRequest, choices: _Choices) -> None:
+    def __init__(self, request: GenerateRequest, choices: _Choices, settings: ServeSettings) -> None:
+        self.sampled: list[int] = []
+        self.cached_tokens: int | None = None
         self._choices = choices
         self._prompt_tokens = len(request.input_ids)
-        self._completion_tokens = 0
-        self._cached_tokens = 0
+        self._counts_cached = settings.cached_token_counts
+        self._engine_cached = 0
 
     def event(self, chunk: Chunk) -> dict[str, Any]:
-        self._count(chunk)
         return self._choices.envelope([self._choices.choice(chunk)], None)
 
     def closing_event(self) -> dict[str, Any]:
@@ -268,20 +298,22 @@ class _VLLMWriter:
             ids=[token for chunk in chunks for token in chunk.ids],
             logprobs=[value for chunk in chunks for value in chunk.logprobs],
         )
-        self._count(merged)
         return self._choices.envelope([self._choices.choice(merged)], self._usage())
 
-    def _count(self, chunk: Chunk) -> None:
-        self._completion_tokens += len(chunk.ids)
-        self._cached_tokens = chunk.cached_tokens or self._cached_tokens
+    def count(self, chunk: Chunk) -> None:
+        self.sampled += chunk.ids
+        self._engine_cached = chunk.cached_tokens or self._engine_cached
 
     def _usage(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "total_tokens": self._prompt_tokens + len(self.sampled),
+            "completion_tokens": len(self.sampled),
         }
+        if self._counts_cached:
+            cached = self._engine_cached if self.cached_tokens is None else self.cached_tokens
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
 
 
 class _TokenChoices:
@@ -290,6 +322,7 @@ class _TokenChoices:
     def __init__(self, request_id: str, settings: ServeSettings) -> None:
         self._id = f"generate-tokens-{request_id}"
         self._text_token_ids = settings.text_token_ids
+        self._labels = settings.labels
 
     def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         return {"request_id": self._id, "choices": choices, "usage": usage}
@@ -298,7 +331,10 @@ class _TokenChoices:
         pairs = zip(chunk.ids, chunk.logprobs, strict=True)
         content: list[dict[str, Any]]
         if self._text_token_ids:
-            content = [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in pairs]
+            content = [
+                {"token": f"token_id:{token_id}", "logprob": value, "bytes": None, "top_logprobs": []}
+                for token_id, value in pairs
+            ]
         else:
             content = [
                 {"token_id": token_id, "logprob": value, "rank": 1, "top_logprobs": []} for token_id, value in pairs
@@ -310,7 +346,7 @@ class _TokenChoices:
             "finish_reason": chunk.finish,
             "stop_reason": chunk.stop_match,
         }
-        if chunk.versions and not self._text_token_ids:
+        if chunk.versions and self._labels and not self._text_token_ids:
             choice["weight_versions"] = _labelled(chunk)
         return choice
 
