@@ -46,8 +46,14 @@ WRITE_IN_USR = "touch /usr/outrider-doctor"
 
 NOTHING_MORE = "needs nothing more"
 
-SERVERS = frozenset({"openai", "sglang", "sglang-router", "vllm", "vllm-router"})
-"""Kinds of engines that have a URL."""
+SERVERS = {
+    "openai": "",
+    "sglang": ", started with --incremental-streaming-output",
+    "sglang-router": "",
+    "vllm": ", started with --enable-scale-out --enable-prompt-tokens-details",
+    "vllm-router": "",
+}
+"""Kinds of engines that have a URL, and how their servers do best."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,10 +99,7 @@ def diagnose() -> Diagnosis:
             *(_plugin("agent", name, "runs inside the service") for name in names("agent")),
         ),
         engines=tuple(
-            _libraries(name)
-            if name in LIBRARIES
-            else _plugin("engine", name, f"needs a server: --engine {name}=URL" if name in SERVERS else NOTHING_MORE)
-            for name in names("engine")
+            _libraries(name) if name in LIBRARIES else _plugin("engine", name, _needs(name)) for name in names("engine")
         ),
         formats=(Finding(name="jsonl", ok=True, detail=NOTHING_MORE), _libraries("parquet")),
         stores=(Finding(name="sqlite", ok=True, detail=NOTHING_MORE), _libraries("postgresql")),
@@ -167,6 +170,10 @@ def _preset(name: str) -> Finding:
         missing: HarnessUnavailable = unavailable(preset)
         return Finding(name=name, ok=False, detail=missing.message, hint=missing.hint)
     return Finding(name=name, ok=True, detail=f"{preset.install.version} in {found.prefix}")
+
+
+def _needs(engine: str) -> str:
+    return f"needs a server: --engine {engine}=URL{SERVERS[engine]}" if engine in SERVERS else NOTHING_MORE
 
 
 def _plugin(kind: str, name: str, detail: str) -> Finding:

@@ -107,8 +107,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
     and `generated_tokens` and `failures` since the engine was added. `serves` is the name of a frozen model, None for
-    the policy. `suspect` describes the last invalid reply of an
-    engine that is not trusted, and is None for one that is; `misbehaved` counts invalid replies.
+    the policy. `advice` says what its server should be started with to do better, where that was noticed. `suspect`
+    describes the last invalid reply of an engine that is not trusted, and is None for one that is; `misbehaved` counts
+    invalid replies.
     """
 
     name: str
@@ -126,6 +127,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     failures: int
     suspect: str | None = None
     misbehaved: int = 0
+    advice: str = ""
     version: int
     model: str | None
     context_tokens: int | None

@@ -37,7 +37,8 @@ from .test_gateway import CHAT, HELLO, OneSession
 LENGTH = 40
 
 SERVERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{str(world): served for world, served in SETTINGS.items()},
+    # A server without labels does not tell the engine behind it which letters to write.
+    **{str(world): served for world, served in SETTINGS.items() if served[1].get("labels", True)},
     "vllm-0.33": ("vllm", {"refuses_while_paused": True}),
 }
 PLAIN = {"vllm-plain": ("vllm", {"dev_mode": False})}
@@ -170,8 +171,9 @@ async def test_a_call_that_is_given_up_in_its_second_part_is_recorded_with_both_
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 async def test_weights_that_a_server_refuses_are_refused(tmp_path: Path, server: str) -> None:
     async with live(tmp_path, server) as world:
-        with pytest.raises(EngineRejected, match="no weights in nowhere"):
-            await world.pool.policy.update(1, mode="finish", weights="nowhere")
+        nowhere = str(tmp_path / "nowhere")
+        with pytest.raises(EngineRejected, match=nowhere):
+            await world.pool.policy.update(1, mode="finish", weights=nowhere)
         status = world.pool.policy.status()
         assert (status.version, status.paused) == (0, None)
         async with world.http.post(CHAT, json=HELLO) as reply:

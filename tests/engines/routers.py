@@ -81,6 +81,7 @@ class World:
     seen: list[Seen]
     kill: Callable[[int], Awaitable[None]]
     tokenizer: Tokenizer
+    weights: str
 
     @asynccontextmanager
     async def engine(self) -> AsyncGenerator[Any, None]:
@@ -144,7 +145,12 @@ def worlds_of(kind: Kind, router: Router, folder: Path) -> Worlds:
                     app = _prefill(app)
                 urls.append(await server.enter_async_context(serving(_recorded(app, number, seen))))
             running = await stack.enter_async_context(router(kind, urls, apart=apart))
-            yield World(kind, running, fakes, urls, seen, lambda number: servers[number].aclose(), tokenizer)
+            weights = folder / "weights"
+            weights.mkdir(exist_ok=True)
+            (weights / "model.safetensors").touch()
+            yield World(
+                kind, running, fakes, urls, seen, lambda number: servers[number].aclose(), tokenizer, str(weights)
+            )
 
     return worlds
 
@@ -284,9 +290,9 @@ async def tells_every_worker(worlds: Worlds) -> None:
             await engine.pause("abort")
             rest = [chunk async for chunk in chunks]
             assert rest[-1].finish is FinishReason.ABORT
-            await engine.update_weights(str(Path(__file__)), 7)
+            await engine.update_weights(world.weights, 7)
             await engine.resume()
-            assert [worker.weights for worker in world.workers] == [str(Path(__file__))] * 3
+            assert [worker.weights for worker in world.workers] == [world.weights] * 3
             assert [worker.version for worker in world.workers] == [7] * 3
             whole = await collect(engine.generate(world.request(max_tokens=2)))
             assert [span.version for span in whole.versions] == [7]
@@ -322,7 +328,7 @@ async def gives_each_worker_as_an_engine(worlds: Worlds) -> None:
                     assert [chunk async for chunk in chunks][-1].finish is FinishReason.STOP
             assert {seen.worker for seen in world.generated()} == {0, 1}
 
-            await pool.policy.update(4, mode="abort", weights=str(Path(__file__)))
+            await pool.policy.update(4, mode="abort", weights=world.weights)
             assert [worker.version for worker in world.workers] == [4, 4, 0]
 
             await world.router.add(world.urls[2])

@@ -33,7 +33,7 @@ async def test_workers_out_of_reach_generate_and_cannot_be_told(kind: Kind, toke
     router = partial(fake_router, hidden=True)
     async with worlds_of(kind, router, tokenizer_folder)() as world, world.engine() as engine:
         await world.check_exact(engine, world.request())
-        orders = engine.pause("abort"), engine.pause("finish"), engine.resume(), engine.update_weights(__file__, 3)
+        orders = engine.pause("abort"), engine.pause("finish"), engine.resume(), engine.update_weights(world.weights, 3)
         for order in orders:
             with pytest.raises(EngineRejected, match="none of its workers can be reached") as refused:
                 await order

@@ -21,6 +21,7 @@ class Answer(msgspec.Struct):
     headers: dict[str, str] = {}
     done: bool = True
     cut: bool = False
+    message: str = "canned"
 
 
 class Upstream:
@@ -59,7 +60,7 @@ async def _json(send: Send, status: int, content: Any, headers: dict[str, str] |
 
 async def _send(send: Send, answer: Answer) -> None:
     if answer.status != 200:
-        await _json(send, answer.status, {"error": {"message": "canned"}}, answer.headers)
+        await _json(send, answer.status, {"error": {"message": answer.message}}, answer.headers)
         return
     # A promised length that is not kept makes the server break the connection off.
     headers = [(b"content-length", b"1000000")] if answer.cut else []

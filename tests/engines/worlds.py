@@ -32,15 +32,26 @@ STALL = 3
 HASTY = RetryPolicy(attempts=2, backoff=Backoff(first=0.0, longest=0.0))
 
 World = Literal[
-    "direct", "vllm", "vllm-0.31", "vllm-completions", "sglang", "sglang-incremental", "relay", "relay-function"
+    "direct",
+    "vllm",
+    "vllm-0.31",
+    "vllm-0.26",
+    "vllm-completions",
+    "sglang",
+    "sglang-incremental",
+    "sglang-spans",
+    "relay",
+    "relay-function",
 ]
 
 SETTINGS: dict[World, tuple[Literal["vllm", "sglang"], dict[str, Any]]] = {
     "vllm": ("vllm", {}),
     "vllm-0.31": ("vllm", {"text_token_ids": True}),
+    "vllm-0.26": ("vllm", {"text_token_ids": True, "labels": False, "cached_token_counts": False}),
     "vllm-completions": ("vllm", {"generate_route": False}),
     "sglang": ("sglang", {}),
     "sglang-incremental": ("sglang", {"incremental": True}),
+    "sglang-spans": ("sglang", {"spans": True}),
 }
 ADAPTERS: dict[str, type[VLLMEngine] | type[SGLangEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
 

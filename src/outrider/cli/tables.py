@@ -162,7 +162,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
             str(engine.generated_tokens),
             str(engine.version),
             engine.url or "-",
-            printable(engine.detail or engine.suspect or ""),
+            printable(engine.detail or engine.suspect or engine.advice),
         )
         for engine in engines
     ]

@@ -6,7 +6,9 @@ have equal length, and exactly one chunk, the last, has a `finish`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -166,11 +168,42 @@ class SetsVersion(Protocol):
     async def set_version(self, version: int) -> None: ...
 
 
+class Capability(StrEnum):
+    """What an engine can do beyond its protocol, for `capabilities_of`."""
+
+    VERSIONED_CACHE = "versioned_cache"
+    """Once it is told a version, no key or value that older weights have computed is used for a new prompt, also where
+    the trainer has changed the weights itself."""
+
+
+def capabilities_of(engine: object) -> frozenset[Capability]:
+    """Those that an engine lists in its attribute `capabilities`; none for an engine without it."""
+    return getattr(engine, "capabilities", frozenset())
+
+
 class KnownVersions(msgspec.Struct, frozen=True):
-    """What a server was last known to serve, and what weights without a label are."""
+    """What a server was last known to serve, and what weights without a label are. `run` is a name of this run of the
+    service: other runs may have used the same server, and the same versions."""
 
     served: int = 0
     unlabelled: int = 0
+    run: str = ""
+
+    @classmethod
+    def of_new_run(cls) -> KnownVersions:
+        return cls(run=secrets.token_hex(8))
+
+    def told(self, served: int, unlabelled: int | None = None) -> KnownVersions:
+        """The same run with another version. Where that goes back, it is a new run: a number may come again with other
+        weights."""
+        run = self.run if served >= self.served else secrets.token_hex(8)
+        return KnownVersions(served, self.unlabelled if unlabelled is None else unlabelled, run)
+
+    @property
+    def cache_salt(self) -> str:
+        """What goes into every request: a server finds keys and values only of requests with the same salt, so each
+        version has its own."""
+        return f"{self.run}-{self.served}"
 
 
 @runtime_checkable

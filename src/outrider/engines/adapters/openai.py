@@ -28,7 +28,7 @@ from outrider.engines.adapters.server_api import (
     served_model,
     structured_outputs,
 )
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
+from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.reply_checks import max_characters, too_long
@@ -104,11 +104,12 @@ class OpenAIEngine:
         self.name = options.name
         self.mode = TokenMode.CAPTURE if own.ids else TokenMode.TEXT
         self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_CONSTRAINTS
+        self.capabilities = frozenset({Capability.VERSIONED_CACHE}) if own.ids else frozenset[Capability]()
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
         self._context: int | None = None
-        self.versions = KnownVersions()
+        self.versions = KnownVersions.of_new_run()
 
     async def start(self) -> None:
         await self._http.start()
@@ -151,7 +152,7 @@ class OpenAIEngine:
 
     async def set_version(self, version: int) -> None:
         """Remember the version of the server's weights, for replies that do not say it themselves."""
-        self.versions = KnownVersions(version)
+        self.versions = self.versions.told(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
         sampling = request.sampling
@@ -185,6 +186,7 @@ class OpenAIEngine:
                 "logprobs": True,
                 "return_token_ids": True,
                 "return_weight_versions": True,
+                "cache_salt": self.versions.cache_salt,
             }
         return body
 

@@ -62,6 +62,11 @@ class Servers:
         self._workers: dict[str, HttpClient] = {}
         self._reached = False
 
+    @property
+    def urls(self) -> list[str]:
+        """Those that orders go to, as `find` saw last."""
+        return list(self._workers) if self.routed else [self._front.url]
+
     async def close(self) -> None:
         while self._workers:
             await self._workers.popitem()[1].close()

@@ -1,13 +1,16 @@
 """An SGLang server as an engine: token ids in and out through `/generate`.
 
-It was written from SGLang's sources and documentation (0.5.23) and tested against a fake made from the same, never
-against a real server. Streams may be cumulative (the default) or incremental: the counts of each event show which.
-It knows no conversation. Invariant: an id is only passed on with the log-probability given for that very id.
+It was written from SGLang's sources (0.5.23) and has met a server of 0.5.17 on a GPU, whose replies are golden tests.
+Streams may be cumulative (the default) or incremental: the counts of each event show which. It knows no conversation.
+Invariant: an id is only passed on with the log-probability given for that very id.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -21,16 +24,39 @@ from outrider.engines.adapters.options import ServerOptions, read_options, serve
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_by_all
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, KnownVersions, PauseMode
-from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.base import (
+    Capability,
+    Chunk,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+    KnownVersions,
+    PauseMode,
+)
+from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, Cut, HttpClient, RetryPolicy, WasCut, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pause_gate import PauseGate
 from outrider.errors import EngineError, EngineMisbehaved, EngineRejected, EngineUnavailable
-from outrider.trajectory import LogprobKind, TokenMode
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+
+log = logging.getLogger("outrider.engine")
 
 WEIGHTS_SECONDS = 600.0
-PAUSE_MODES: dict[PauseMode, str] = {"finish": "in_place", "abort": "abort", "keep": "in_place"}
+PAUSE_MODES: dict[PauseMode, str] = {"finish": "abort", "abort": "abort", "keep": "retract"}
+"""Not `in_place`: the server ends itself when its cache is flushed while it has anything in flight, such as another
+user's request or the token of a health check. After "finish" nothing of ours is left to abort."""
+ABORTED = 499
+"""The code of an error that says that the server has dropped the request for a pause."""
+ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
+ABORT_SECONDS = 1.0
+"""How long replies that a pause has aborted have to arrive."""
+SETTINGS_SECONDS = 5.0
+"""How long the server has to tell its settings. 0.5.17 took 1.3 s."""
+INCREMENTAL = (
+    "repeats all tokens of a reply with each new one, which halves its speed with many replies at once: start SGLang"
+    " with --incremental-streaming-output"
+)
 
 
 class _Finish(msgspec.Struct):
@@ -72,6 +98,7 @@ class SGLangEngine:
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
     constraints = frozenset(ConstraintKind)
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(ServerOptions, options.options)
@@ -82,7 +109,9 @@ class SGLangEngine:
         self._servers = Servers(options.name, self._http, connect)
         self._gate = PauseGate()
         self._context: int | None = None
-        self.versions = KnownVersions()
+        self.versions = KnownVersions.of_new_run()
+        self.advice = ""
+        self._asked_settings = False
 
     async def start(self) -> None:
         await self._http.start()
@@ -98,36 +127,61 @@ class SGLangEngine:
                 hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
             )
         reader = _SGLangReader(self.name, lambda: self.versions)
+        cut = Cut()
         headers = {"X-SMG-Routing-Key": request.session_key}  # a router drops the field `routing_key`
+
+        def body(attempt: int) -> list[Buffer]:
+            return _body(request, reader.ask(), attempt)
+
         try:
             async with (
-                self._gate.passage(),
-                aclosing(self._http.events("/generate", partial(_body, request), headers)) as batches,
+                self._gate.passage(cut.now),
+                aclosing(self._http.events("/generate", body, headers, cut)) as batches,
             ):
                 async for payloads in batches:
                     if (chunk := reader.read(payloads)) is not None:
                         yield chunk
                 reader.check_finished()
         except Exception as error:  # whatever failed, the tokens that came before it are passed on first
+            if isinstance(error, WasCut) or (isinstance(error, StatusFailure) and _was_aborted(error)):
+                reader.abort()
             # A connection that breaks behind the finish is no failure: all tokens are here.
-            if not (reader.finished and isinstance(error, EngineUnavailable)):
+            elif not (reader.finished and isinstance(error, EngineUnavailable)):
                 if (unsent := reader.unsent()) is not None:
                     yield unsent
                 if not isinstance(error, StatusFailure):
                     raise
                 sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
                 raise translate(error, self.name, sizes) from None
-        yield reader.last()
+        last = reader.last()
+        self._note(last, reader)
+        yield last
+
+    def _note(self, last: Chunk, reader: _SGLangReader) -> None:
+        """Learn from a reply what nobody has told: that the weights are newer, and how the server streams."""
+        if last.versions and last.versions[-1].version > self.versions.served:
+            self.versions = self.versions.told(last.versions[-1].version)
+        if reader.repeats is not None:
+            self._advise(reader.repeats)
+
+    def _advise(self, repeats: bool) -> None:
+        if repeats and not self.advice:
+            log.warning("engine %s %s", self.name, INCREMENTAL)
+        self.advice = INCREMENTAL if repeats else ""
 
     async def health(self) -> EngineHealth:
+        """A server's `/health` is not asked: it samples a token, takes a second, and waits 20 s while the server is
+        paused. The routes here answer at any time."""
         try:
-            await self._http.check("/health")
             await self._servers.find()
+            if self._servers.routed:
+                await self._http.check("/health")
             models = await self._servers.ask(lambda server: server.get("/v1/models"))
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
             served = min(await self._servers.ask(self._served_version))
-            self.versions = KnownVersions(served, self.versions.unlabelled)
+            self.versions = self.versions.told(served)
+            await self._ask_settings()
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -135,10 +189,15 @@ class SGLangEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=served)
 
     async def pause(self, mode: PauseMode) -> None:
-        if mode == "finish":
+        if mode != "keep":
             self._gate.close()
+        if mode == "finish":
             await self._gate.drained()
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
+        if mode == "abort":
+            # A request that arrives in that moment is held by the server until it goes on: it is given up here.
+            await self._gate.drained(ABORT_SECONDS)
+            self._gate.cut_off()
 
     async def resume(self) -> None:
         try:
@@ -152,9 +211,9 @@ class SGLangEngine:
         try:
             await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         except WorkersOutOfReach:
-            self.versions = KnownVersions(version, version)
+            self.versions = self.versions.told(version, version)
         else:
-            self.versions = KnownVersions(version)
+            self.versions = self.versions.told(version, 0)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load a folder that the server can read. Its keys and values are forgotten, and a pause goes on."""
@@ -168,7 +227,7 @@ class SGLangEngine:
         for answer in await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
-        self.versions = KnownVersions(version, self.versions.unlabelled)
+        self.versions = self.versions.told(version)
 
     async def token_check(self, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -179,6 +238,19 @@ class SGLangEngine:
                 raise translate(failure, self.name) from None
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def _ask_settings(self) -> None:
+        """Look once whether the server streams in the cheap way. One that does not say is watched instead."""
+        if self._asked_settings:
+            return
+        self._asked_settings = True
+        try:
+            async with asyncio.timeout(SETTINGS_SECONDS):
+                settings = await self._servers.ask(lambda server: server.get("/server_info"))
+        except (StatusFailure, EngineError, TimeoutError):
+            return
+        if any(isinstance(each, dict) and each.get("incremental_streaming_output") is False for each in settings):
+            self._advise(True)
 
     async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers without the route do not say."""
@@ -202,12 +274,18 @@ class SGLangEngine:
 
 class _SGLangReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
-    the stream is read to its end and its connection reused. `versions` is asked when the first token comes: a request
-    that the server held back while it was paused is sampled by the weights of afterwards."""
+    the stream is read to its end and its connection reused.
+
+    `versions` is asked when the request is sent, and again when the first token comes: a request that the server held
+    back meanwhile would be sampled by new weights over keys and values of the old ones, so WasCut is raised then.
+    `repeats` says whether events repeat the tokens of those before them; None while there was one event only.
+    """
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
+        self.repeats: bool | None = None
         self._engine = engine
         self._ask_versions = versions
+        self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self._length = 0
         self._labels: list[LabelSpan] = []
@@ -218,6 +296,15 @@ class _SGLangReader:
     @property
     def finished(self) -> bool:
         return self._last is not None
+
+    def ask(self) -> str:
+        """The cache salt of the request, which is about to be sent."""
+        self._asked = self._ask_versions()
+        return self._asked.cache_salt
+
+    def abort(self) -> None:
+        """The server has dropped the request, or it was given up: the reply ends with the tokens it has."""
+        self._finish(FinishReason.ABORT, None)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
         """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
@@ -250,8 +337,6 @@ class _SGLangReader:
     def _take(self, event: _Event) -> None:
         if event.error is not None:
             raise failure_of_event(event.error)
-        if self._versions is None:
-            self._versions = self._ask_versions()
         meta = event.meta_info
         if meta is None:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
@@ -261,11 +346,19 @@ class _SGLangReader:
         # new; on a first event these are the same.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
+        if new and self._versions is None:
+            self._versions = self._ask_versions()
+            if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
+                raise WasCut
+        if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
+            ids = [entry[1] for entry in entries]  # of a request that went back to the queue only the last id is there
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
                 f" that makes {total} after {self._length}"
             )
+        if new and self._length:
+            self.repeats = len(ids) > new
         ids, entries = ids[len(ids) - new :], entries[len(entries) - new :]
         if any(token_id != entry[1] for token_id, entry in zip(ids, entries, strict=True)):
             raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
@@ -279,20 +372,29 @@ class _SGLangReader:
                 start = self._labels.pop().start
             self._labels.append(LabelSpan(label, start, total))
         if finish is not None:
-            self._last = Chunk(
-                ids=[],
-                logprobs=[],
-                finish=finish_of(finish.type, self._engine),
-                stop_match=finish.matched,
-                versions=spans_of(
-                    meta.weight_versions or self._labels,
-                    length=self._length,
-                    version=self._versions.served,
-                    unlabelled=self._versions.unlabelled,
-                ),
-                cached_tokens=meta.cached_tokens,
-                prompt_tokens=meta.prompt_tokens,
-            )
+            self._finish(finish_of(finish.type, self._engine), finish.matched, meta)
+
+    def _finish(self, reason: FinishReason, matched: int | str | None, meta: _Meta | None = None) -> None:
+        versions = self._versions or self._ask_versions()
+        self._last = Chunk(
+            ids=[],
+            logprobs=[],
+            finish=reason,
+            stop_match=matched,
+            versions=spans_of(
+                (meta.weight_versions if meta else None) or self._labels,
+                length=self._length,
+                version=versions.served,
+                unlabelled=versions.unlabelled,
+            ),
+            cached_tokens=meta.cached_tokens if meta else None,
+            prompt_tokens=meta.prompt_tokens if meta else None,
+        )
+
+
+def _was_aborted(failure: StatusFailure) -> bool:
+    """Whether the server has dropped the request. Where it does not stream, it names the code in words only."""
+    return failure.status == ABORTED or (failure.status == 400 and ABORTED_WORDS.search(failure.body) is not None)
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
@@ -312,7 +414,7 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
             return {"ebnf": constraint.text}
 
 
-def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
+def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     sampling = request.sampling
     # The server answers 400 to a key that it does not know here, so only documented ones are sent.
     params: dict[str, Any] = {
@@ -347,6 +449,7 @@ def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
         "logprob_start_len": -1,
         "rid": request_name(request, attempt),
         "routing_key": request.session_key,
+        "extra_key": salt,
         "stream": True,
     }
     return body_with_ids(body, "input_ids", request.input_ids)

@@ -9,10 +9,14 @@ Invariant: an id is only ever passed on together with the log-probability the se
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,18 +35,34 @@ from outrider.engines.adapters.server_api import (
     served_by_all,
     structured_outputs,
 )
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, KnownVersions, PauseMode
-from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy
+from outrider.engines.base import (
+    Capability,
+    Chunk,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+    KnownVersions,
+    PauseMode,
+)
+from outrider.engines.http.client import DEFAULT_RETRY, Cut, HttpClient, RetryPolicy, WasCut
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
-from outrider.trajectory import TokenMode
+from outrider.engines.pause_gate import PauseGate
+from outrider.errors import EngineError, EngineMisbehaved, EngineRejected, EngineUnavailable
+from outrider.trajectory import FinishReason, TokenMode
+
+log = logging.getLogger("outrider.engine")
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 ROUTE_MISSING = frozenset({403, 404})
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 WEIGHTS_SECONDS = 600.0
+ABORT_SECONDS = 1.0
+"""How long replies that a pause has aborted have to arrive."""
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
+UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM with --enable-prompt-tokens-details"
 DEV_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 to allow pausing and weight updates"
 
 
@@ -100,6 +120,7 @@ class VLLMEngine:
 
     mode = TokenMode.TOKENS
     constraints = frozenset(ConstraintKind)
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(VLLMOptions, options.options)
@@ -109,8 +130,10 @@ class VLLMEngine:
         connect = partial(HttpClient, options.name, api_key=own.api_key, retry=retry)
         self._http = connect(server_url(options))
         self._servers = Servers(options.name, self._http, connect)
+        self._gate = PauseGate()
         self._context: int | None = None
-        self.versions = KnownVersions()
+        self.versions = KnownVersions.of_new_run()
+        self.advice = ""
         self._completions_only = False
 
     async def start(self) -> None:
@@ -124,9 +147,14 @@ class VLLMEngine:
         route = COMPLETIONS if self._completions_only else GENERATE
         while True:
             reader = _VLLMReader(self.name, lambda: self.versions)
-            body = partial(_body, request, self._model, route)
+            cut = Cut()
+            headers = {"X-Session-ID": request.session_key}
+            body = partial(_body, request, self._model, route, reader.ask)
             try:
-                async with aclosing(self._http.events(route, body, {"X-Session-ID": request.session_key})) as batches:
+                async with (
+                    self._gate.passage(cut.now),
+                    aclosing(self._http.events(route, body, headers, cut)) as batches,
+                ):
                     async for payloads in batches:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk
@@ -137,8 +165,10 @@ class VLLMEngine:
                 if route == GENERATE and not reader.begun and (missing or isinstance(error, _NotStreamed)):
                     route = COMPLETIONS
                     continue
+                if isinstance(error, WasCut):
+                    reader.abort()
                 # A connection that breaks behind the finish is no failure: only a usage count was still to come.
-                if not (reader.finished and isinstance(error, EngineUnavailable)):
+                elif not (reader.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reader.unsent()) is not None:
                         yield unsent
                     if not isinstance(error, StatusFailure):
@@ -148,8 +178,19 @@ class VLLMEngine:
                     )
                     raise translate(error, self.name, sizes) from None
             self._completions_only = route == COMPLETIONS
-            yield reader.last()
+            last = reader.last()
+            self._note(last)
+            yield last
             return
+
+    def _note(self, last: Chunk) -> None:
+        """Learn from a reply what nobody has told: that the weights are newer, and what the server does not count."""
+        if last.versions and last.versions[-1].version > self.versions.served:
+            self.versions = self.versions.told(last.versions[-1].version)
+        if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
+            if last.cached_tokens is None and not self.advice:
+                log.info("engine %s %s", self.name, UNCOUNTED)
+            self.advice = UNCOUNTED if last.cached_tokens is None else ""
 
     async def health(self) -> EngineHealth:
         try:
@@ -159,7 +200,7 @@ class VLLMEngine:
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
             served = min(await self._servers.ask(self._served_version))
-            self.versions = KnownVersions(served, self.versions.unlabelled)
+            self.versions = self.versions.told(served)
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -168,10 +209,19 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Raises EngineRejected when the server is not in development mode."""
+        if mode == "abort":
+            self._gate.close()
         await self._control(f"/pause?mode={PAUSE_MODES[mode]}", seconds=None)
+        if mode == "abort":
+            # A request that arrives in that moment is held by the server until it goes on: it is given up here.
+            await self._gate.drained(ABORT_SECONDS)
+            self._gate.cut_off()
 
     async def resume(self) -> None:
-        await self._control("/resume")
+        try:
+            await self._control("/resume")
+        finally:  # a server that is still paused holds them back itself
+            self._gate.open()
 
     async def set_version(self, version: int) -> None:
         """Label the server's weights; a server without the route is remembered to serve `version`."""
@@ -189,16 +239,32 @@ class VLLMEngine:
             labelled = all(await self._servers.tell(label))
         except WorkersOutOfReach:
             labelled = False
-        self.versions = KnownVersions(version, 0 if labelled else version)
+        self.versions = self.versions.told(version, 0 if labelled else version)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Reload from a folder in Hugging Face layout that the server can read, and forget all keys and values.
 
         `reload_weights` is a method of vLLM's workers, called by `/collective_rpc`; of the routes for weight transfer
-        none reads from disk. Raises EngineRejected when the server is not in development mode.
+        none reads from disk. Raises EngineRejected when the server is not in development mode, and for a folder that
+        can be seen from here and is none of weights: vLLM ends itself over one.
         """
+        if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
+            raise EngineRejected(
+                f"engine {self.name!r} was not given {weights}: {trouble}",
+                field="weights",
+                hint="a server that shares no files with this machine may have other folders: give it a path whose"
+                " parent folder does not exist here",
+            )
         reload = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
-        await self._control("/collective_rpc", reload, seconds=WEIGHTS_SECONDS)
+        try:
+            await self._control("/collective_rpc", reload, seconds=WEIGHTS_SECONDS)
+        except EngineUnavailable as error:
+            if (await self.health()).ok:
+                raise
+            raise EngineUnavailable(
+                f"engine {self.name!r} has ended itself over the weights in {weights}: {error.message}",
+                hint="start it again; vLLM ends when it cannot read a folder of weights",
+            ) from error
         # Says in the body, under status 200, that it did nothing.
         answers = await self._control("/reset_prefix_cache?reset_running_requests=true")
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
@@ -240,6 +306,25 @@ class VLLMEngine:
         )
 
 
+def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
+    """What is wrong with a folder of weights; None where nothing is, or where it cannot be seen from here.
+
+    It can be seen when one of the servers (URLs) is on this machine, and the folder above it is here, too: a container
+    has another view of the disk.
+    """
+    path = Path(weights)
+    local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
+    if not (local and path.is_absolute() and path.parent.is_dir()):
+        return None
+    if not path.exists():
+        return "there is no such folder"
+    if not path.is_dir():
+        return "it is no folder"
+    if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
+        return f"it holds no file {', '.join(WEIGHT_FILES)}"
+    return None
+
+
 class _NotStreamed(EngineUnavailable):
     """An answer ended properly without one event: it was no stream."""
 
@@ -248,13 +333,14 @@ class _VLLMReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind
     them.
 
-    `versions` is asked when the first token comes: a request that the server held back while it was paused is sampled
-    by the weights of afterwards.
+    `versions` is asked when the request is sent, and again when the first token comes: a request that the server held
+    back meanwhile would be sampled by new weights over keys and values of the old ones, so WasCut is raised then.
     """
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
         self._ask_versions = versions
+        self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self.begun = False
         self._length = 0
@@ -267,6 +353,15 @@ class _VLLMReader:
     @property
     def finished(self) -> bool:
         return self._last is not None
+
+    def ask(self) -> str:
+        """The cache salt of the request, which is about to be sent."""
+        self._asked = self._ask_versions()
+        return self._asked.cache_salt
+
+    def abort(self) -> None:
+        """The request was given up before its first token."""
+        self._last = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
         """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
@@ -315,13 +410,16 @@ class _VLLMReader:
 
     def _take(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
-        if self._versions is None:
+        if ids and self._versions is None:
             self._versions = self._ask_versions()
+            if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
+                raise WasCut
         self._logprobs += _logprobs(choice.logprobs, ids, self._engine)
         self._ids += ids
         self._length += len(ids)
         self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
         if choice.finish_reason is not None:
+            versions = self._versions or self._ask_versions()
             self._last = Chunk(
                 ids=[],
                 logprobs=[],
@@ -330,8 +428,8 @@ class _VLLMReader:
                 versions=spans_of(
                     choice.weight_versions,
                     length=self._length,
-                    version=self._versions.served,
-                    unlabelled=self._versions.unlabelled,
+                    version=versions.served,
+                    unlabelled=versions.unlabelled,
                 ),
             )
 
@@ -357,7 +455,9 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     return checked_logprobs(ids, [entry.logprob for entry in entries], engine)
 
 
-def _body(request: GenerateRequest, model: str | None, route: str, attempt: int) -> list[Buffer]:
+def _body(
+    request: GenerateRequest, model: str | None, route: str, salt: Callable[[], str], attempt: int
+) -> list[Buffer]:
     sampling = request.sampling
     # Every field that could change what is sampled, so that the model's generation_config.json cannot.
     params: dict[str, Any] = {
@@ -380,6 +480,7 @@ def _body(request: GenerateRequest, model: str | None, route: str, attempt: int)
     # A retry has an id of its own: the server may still hold the one whose connection broke.
     body: dict[str, Any] = {
         "request_id": f"{request.request_id}-{attempt}",
+        "cache_salt": salt(),
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -16,7 +16,7 @@ import msgspec
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -56,6 +56,7 @@ class EmbeddedEngine:
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.RAW
     constraints = frozenset(ConstraintKind)
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions) -> None:
         missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]

@@ -224,6 +224,7 @@ class Member:
             failures=total("failures"),
             suspect=next((use.suspect for use in all_uses if use.suspect), None),
             misbehaved=total("misbehaved"),
+            advice=getattr(self.engine, "advice", ""),
             version=self.version,
             model=self.health.model,
             context_tokens=self.health.context_tokens,

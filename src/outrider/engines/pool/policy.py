@@ -9,6 +9,7 @@ serves nobody.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.engines.base import ChatEngine, Engine, EngineHealth, LoadsWeights, SetsVersion, weights_loader
+from outrider.engines.base import (
+    Capability,
+    ChatEngine,
+    Engine,
+    EngineHealth,
+    LoadsWeights,
+    SetsVersion,
+    capabilities_of,
+    weights_loader,
+)
 from outrider.errors import (
     Conflict,
     EngineError,
@@ -30,6 +40,8 @@ from outrider.schemas import PolicyEngine, PolicyPause, PolicyStatus
 if TYPE_CHECKING:
     from outrider.engines.pool.affinity import Member
     from outrider.engines.pool.sharing import GateReport
+
+log = logging.getLogger("outrider.engine")
 
 FAREWELL_SECONDS = 5.0
 """How long a pool that closes while paused, or gives up an engine, tries to have its engines go on."""
@@ -168,6 +180,8 @@ class Policy:
         """Versions from which the policy went back. An engine that still reports one of them missed that."""
         self._keep = keep
         self._draining = False
+        self._warned: set[str] = set()
+        """Engines of which was said that they may use old keys and values."""
         self._lock = asyncio.Lock()
 
     @property
@@ -362,6 +376,9 @@ class Policy:
         reached = self._reached()
         failures = await self._tell(reached, load)
         if len(failures) == len(reached):
+            for failure in failures:
+                if isinstance(failure.error, EngineUnavailable):  # it may be gone for good
+                    self._lost(failure.member, failure.error)
             if failures:
                 raise failures[0].error
             raise EngineUnavailable("no engine is left to load the weights", hint="see GET /v1/engines")
@@ -387,6 +404,8 @@ class Policy:
             if loaded is not None and member not in loaded:
                 raise EngineUnavailable(f"engine {member.name!r} has not loaded version {version}")
             if version is not None and isinstance(member.engine, SetsVersion):
+                if loaded is None and version != member.version:
+                    self._warn_of_old_keys(member)
                 await member.engine.set_version(version)
             if member.takes_tokens:
                 try:
@@ -407,6 +426,16 @@ class Policy:
         finally:
             self.gate.open()
             self._changed()  # also where it was open: there may be another version
+
+    def _warn_of_old_keys(self, member: Member) -> None:
+        """The trainer has changed the weights itself, and the engine may still use what the old ones have computed."""
+        if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
+            self._warned.add(member.name)
+            log.warning(
+                "engine %s does not say that it keeps the keys and values of each policy version apart: have it forget"
+                " its prefix cache when you change its weights, or list Capability.VERSIONED_CACHE in its capabilities",
+                member.name,
+            )
 
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:

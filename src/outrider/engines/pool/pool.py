@@ -40,6 +40,7 @@ from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
+from outrider.engines.pool.request_checks import check_ids
 from outrider.engines.pool.sharing import EngineState, PoolState, state_of
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
@@ -433,6 +434,7 @@ class EnginePool:
         clock, gate = asyncio.get_running_loop().time, self.policy.gate
         session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
         if isinstance(request, GenerateRequest):
+            check_ids(request, self._vocabulary)
             prompt_tokens = len(request.input_ids)
         else:
             prompt_tokens = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
@@ -441,7 +443,7 @@ class EnginePool:
         asked = request
         earlier: Continuation | None = None
         give_up_at: float | None = None
-        failed = 0
+        failed = dropped = 0
         while True:
             member = await self._engine_for(session_key, (takes_tokens,))
             if gate.mode is not None:
@@ -463,11 +465,14 @@ class EnginePool:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
-                            if cuts != gate.cuts:  # what it says of the version may be outdated
-                                if chunk.finish is FinishReason.ABORT and cuttable is not None:
-                                    cut = chunk
-                                    break
-                            elif chunk.versions:
+                            ours = cuts != gate.cuts  # then what it says of the version may be outdated
+                            # Without a token yet, nothing is lost over a pause that is somebody else's.
+                            again = cuttable is not None if ours else not generated and dropped < FAILOVERS
+                            if chunk.finish is FinishReason.ABORT and takes_tokens and again:
+                                dropped += not ours
+                                cut = chunk
+                                break
+                            if chunk.versions and not ours:
                                 member.version = chunk.versions[-1].version
                             if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
                                 reply.serving = msgspec.structs.replace(
@@ -481,9 +486,9 @@ class EnginePool:
                         if given.finish is not None:
                             return
                 member.failed_probes = 0
-                if cut is None or cuttable is None:
+                if cut is None:
                     return
-                earlier = earlier or Continuation(cuttable, self._text)
+                earlier = earlier or Continuation(cast(GenerateRequest, request), self._text)
                 given = earlier.take(msgspec.structs.replace(cut, finish=None, versions=()), version)
                 yield given
                 if given.finish is not None:

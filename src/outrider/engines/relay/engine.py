@@ -19,7 +19,7 @@ import xxhash
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
 from outrider.engines.relay.link import Disconnected, Link, Socket
 from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, Version, close_reason
@@ -49,6 +49,7 @@ class RelayEngine:
 
     mode = TokenMode.TOKENS
     awaits_workers = True
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # of its workers, each of which is told the version
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
