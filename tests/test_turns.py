@@ -22,6 +22,20 @@ async def test_each_owner_is_served_before_any_is_served_twice() -> None:
     assert served == ["greedy", "greedy", "one", "two", "greedy", "one", "greedy", "greedy"]
 
 
+async def test_an_owner_with_many_parts_has_no_more_turns_than_one_with_few() -> None:
+    turns, served = Turns(1), list[str]()
+
+    async def work(owner: str, part: str) -> None:
+        async with turns.take(owner, part):
+            served.append(owner + part)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        for owner, part in ("a1", "a1", "a1", "a2", "a3", "b1", "b1"):
+            tasks.create_task(work(owner, part))
+    assert served == ["a1", "a1", "b1", "a2", "b1", "a3", "a1"]
+
+
 async def test_slots_are_neither_lost_nor_given_twice() -> None:
     """Whoever is cancelled, and when: before its turn, in it, or at the moment when it comes."""
     draw = random.Random(0)

@@ -186,7 +186,7 @@ class AsyncClient:
         page holds: ask again with its cursor until a page is empty.
 
         Without a cursor, from the first group on; or, for a named `consumer`, after those that it has acknowledged
-        (`ack`). A new consumer begins at the cursor.
+        (`ack`). A new consumer begins at the cursor. Raises Forbidden for a consumer with a token that only reads.
         """
         query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         query |= {} if after is None else {"after": str(after)}
@@ -206,18 +206,22 @@ class AsyncClient:
                     await self.ack(consumer, group.cursor)
             after = page.cursor
 
-    async def ack(self, consumer: str, cursor: int, *, rewind: bool = False) -> ConsumerView:
+    async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
         """Acknowledge the groups up to a cursor, once what was made of them is safe. A consumer that is further stays
-        there; with `rewind` it goes back, and gets groups again."""
-        body = _encoded({"cursor": cursor, "rewind": rewind})
-        return await self._call("POST", f"/v1/consumers/{quote(consumer, safe='')}/ack", ConsumerView, body=body)
+        there; with `rewind` it goes back, and gets groups again. An admin may name the `tenant` whose it is."""
+        body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
+        path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
+        return await self._call("POST", path, ConsumerView, body=body, query=query)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
+        """Those of the token's tenant; all of them, for an admin."""
         return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
 
-    async def remove_consumer(self, name: str) -> tuple[ConsumerView, ...]:
-        """Forget a consumer; those that are left. Groups are no longer kept for it."""
-        return (await self._call("DELETE", f"/v1/consumers/{quote(name, safe='')}", ConsumerList)).consumers
+    async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
+        """Forget a consumer; those that are left. Groups are no longer kept for it. An admin may name the `tenant`
+        whose it is."""
+        path, query = f"/v1/consumers/{quote(name, safe='')}", {} if tenant is None else {"tenant": tenant}
+        return (await self._call("DELETE", path, ConsumerList, query=query)).consumers
 
     async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
         """Callbacks that were given up, the newest first."""
@@ -343,10 +347,17 @@ class AsyncClient:
         return (await self._call("GET", "/v1/tokens", TokenList)).tokens
 
     async def create_token(
-        self, name: str, role: Role, *, max_queued: int | None = None, expires_days: float | None = None
+        self,
+        name: str,
+        role: Role,
+        *,
+        tenant: str | None = None,
+        max_queued: int | None = None,
+        expires_days: float | None = None,
     ) -> NewToken:
-        """The reply has the token's text, which nobody can be told again."""
-        body = {"name": name, "role": role, "max_queued": max_queued, "expires_days": expires_days}
+        """The reply has the token's text, which nobody can be told again. Tokens of one `tenant` see each other's
+        groups; by default it is the token's own name."""
+        body = {"name": name, "role": role, "tenant": tenant, "max_queued": max_queued, "expires_days": expires_days}
         return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
 
     async def revoke_token(self, name: str) -> TokenView:

@@ -150,7 +150,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """A group with its sessions in sample order. `cursor` is its place in the results once it is done; `samples` are
-    its training rows if they were asked for; `submitted_by` is the name of the token that it was submitted with."""
+    its training rows if they were asked for; `submitted_by` is the name of the token that it was submitted with,
+    `tenant` whose it is."""
 
     id: str
     state: GroupState
@@ -162,6 +163,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int | None
     labels: dict[str, str]
     submitted_by: str | None = None
+    tenant: str | None = None
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
 
@@ -197,6 +199,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int | None
     labels: dict[str, str]
     submitted_by: str | None = None
+    tenant: str | None = None
     done: int
     errors: int
     mean_reward: float | None
@@ -216,10 +219,11 @@ class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of the results. It has acknowledged the groups up to `cursor`, at most `lag` are left for it, and
-    it was last heard of at `seen`."""
+    """A named reader of a tenant's results; of everybody's, where `tenant` is None. It has acknowledged the groups up
+    to `cursor`, at most `lag` are left for it, and it was last heard of at `seen`."""
 
     name: str
+    tenant: str | None = None
     cursor: int
     lag: int
     created: float
@@ -227,7 +231,7 @@ class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumers, by name."""
+    """The consumers of the caller's tenant, by name; for an admin those of admins, then those of each tenant."""
 
     consumers: tuple[ConsumerView, ...]
 
@@ -392,7 +396,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `model` is the policy's name, `frozen` those of the models beside it. `sessions`
-    counts sessions by state; `cursor` is that of the newest result, from which the results to come can be followed."""
+    counts the caller's tenant's sessions by state, and an admin's call everybody's; `cursor` is that of the newest
+    result among the same, from which the results to come can be followed."""
 
     version: str
     model: str
@@ -405,10 +410,12 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API, without its text. `expires` and `revoked` are None where it does not, or is not."""
+    """A token of the control API, without its text. It submits and sees the groups of `tenant`. `expires` and `revoked`
+    are None where it does not, or is not."""
 
     name: str
     role: Role
+    tenant: str
     max_queued: int | None
     created: float
     expires: float | None

@@ -524,12 +524,24 @@ Role = Literal["read", "submit", "node", "admin"]
 """What a token allows. `submit` also allows what `read` does, `node` nothing but to join with a node, `admin` all."""
 
 
-class TokenSpec(Spec):
-    """A token to make. `max_queued`: maximum number of its sessions that are queued or running, null for no limit.
-    `expires_days`: when it expires, in days from now, null for never."""
+OPERATOR_TENANT = "operator"
+"""The tenant of what is submitted with the token of the settings, or while there is no token."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+"""The names of tokens and of tenants. The store joins a tenant's name with others by a colon or a slash."""
+
+TokenName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
+
+
+class TokenSpec(Spec):
+    """A token to make. `tenant`: whose groups it submits and sees, null for a tenant of the token's own name. Tokens of
+    one tenant share its groups, idempotency keys and consumers; an admin's token sees those of all. `max_queued`:
+    maximum number of its sessions that are queued or running, null for no limit. `expires_days`: when it expires, in
+    days from now, null for never."""
+
+    name: TokenName
     role: Role
+    tenant: TokenName | None = None
     max_queued: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     expires_days: Annotated[float, Field(gt=0, le=36500)] | None = None
 

@@ -21,7 +21,7 @@ from outrider.service.principals import LOCAL, Principal
 from outrider.spec import GroupSpec
 from support.service import running_service
 
-SUBMITTER = Principal("alice", "submit")
+SUBMITTER = Principal("alice", "submit", "alice")
 
 
 def group(callback: str | None = None, **task: Any) -> GroupSpec:

@@ -90,6 +90,29 @@ async def test_a_run_that_fills_the_queue_does_not_keep_the_others_out() -> None
                 await submit(pressure, store, group(f"h{number}", 1, {"run": f"invented {number}"}))
 
 
+async def test_nor_does_a_tenant_with_a_run_for_each_group_keep_the_other_tenants_out() -> None:
+    clock = Clock()
+    async with sqlite_store(None) as store:
+        pressure = BackPressure(store, 10, clock=clock)
+
+        async def add(tenant: str, id: str, n: int) -> None:
+            clock.now += COUNT_SECONDS
+            row = msgspec.structs.replace(group(id, n, {"run": f"invented for {id}"}), tenant=tenant)
+            await submit(pressure, store, row)
+
+        await add("many", "m1", 10)
+        await add("many", "m2", 10)
+        with pytest.raises(QueueFull):
+            await add("many", "m3", 1)
+        await add("other", "o1", 2)
+        await add("other", "o2", 6)
+        with pytest.raises(QueueFull):  # it has its part
+            await add("other", "o3", 1)
+        await add("third", "t1", 2)
+        with pytest.raises(QueueFull, match="30 sessions wait"):
+            await add("fourth", "f1", 1)
+
+
 @pytest.mark.parametrize(("per_second", "seconds"), [(10.0, 1), (0.5, 12), (0.05, 60)])
 async def test_the_wait_follows_from_the_rate_of_completion(per_second: float, seconds: float) -> None:
     clock = Clock()

@@ -190,9 +190,9 @@ class Moments(Store):
             await self.gate.wait()
         return found
 
-    async def group(self, group_id: str) -> GroupRow:
+    async def group(self, group_id: str, *, tenant: str | None = None) -> GroupRow:
         self.pushed.append(group_id)
-        return await super().group(group_id)
+        return await super().group(group_id, tenant=tenant)
 
     async def delivered(self, group_id: str) -> None:
         await super().delivered(group_id)

@@ -16,7 +16,8 @@ from outrider.rootfs.store import Image
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import RESERVED_PRIORITY, Attempt
-from outrider.spec import EVALUATION_LABEL, GroupSpec, RuntimeSpec
+from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, GroupSpec, RuntimeSpec
+from outrider.store.queue import MOST_PASSED
 from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -89,7 +90,9 @@ class Scheduled:
         self.node = node
         self.scheduler = scheduler
 
-    async def submit(self, id: str, spec: GroupSpec, *, expires: float | None = None) -> None:
+    async def submit(
+        self, id: str, spec: GroupSpec, *, expires: float | None = None, tenant: str = OPERATOR_TENANT
+    ) -> None:
         row = GroupRow(
             id=id,
             n=spec.n,
@@ -102,6 +105,7 @@ class Scheduled:
             finished=None,
             cursor=None,
             labels=spec.task.labels,
+            tenant=tenant,
         )
         ids = [f"{id}-{index}" for index in range(spec.n)]
         await self.store.create_group(row, spec.model_dump_json().encode(), ids, expires=expires)
@@ -182,6 +186,31 @@ async def test_a_run_with_little_is_served_though_there_are_more_runs_than_slots
             await s.end(next(iter(s.node.running)))
             await s.until(lambda ran=ran: len(s.node.ran) > ran)  # type: ignore[misc]
         assert Counter(id[0] for id in s.node.ran) == dict.fromkeys("abcde", 5)
+
+
+async def test_a_tenant_gets_no_more_slots_for_inventing_a_run_for_each_group() -> None:
+    async with scheduled() as s:
+        for number in range(40):
+            await s.submit(f"a{number}", of_run(f"invented {number}"), tenant="a")
+        await s.until(lambda: len(s.node.ran) == 6)
+        await s.submit("b", of_run("b", 40), tenant="b")
+        for _ in range(20):
+            ran = len(s.node.ran)
+            await s.end(next(iter(s.node.running)))
+            await s.until(lambda ran=ran: len(s.node.ran) > ran)  # type: ignore[misc]
+        assert s.node.runs()["b"] == 3
+        assert len(s.node.running) == 6
+
+
+async def test_many_runs_that_find_no_room_do_not_hide_another_tenant() -> None:
+    async with scheduled(100) as s:
+        await s.submit("held", of_run("x", 2, runtime={"resources": {"cpus": 4}}), tenant="a")
+        await s.until(lambda: len(s.node.ran) == 2)
+        for number in range(MOST_PASSED + 10):
+            spec = of_run(f"invented {number}", runtime={"resources": {"cpus": 4}})
+            await s.submit(f"a{number}", spec, tenant="a")
+        await s.submit("b", of_run("b", 3), tenant="b")
+        await s.until(lambda: s.node.runs()["b"] == 3)
 
 
 async def test_priority_goes_before_fair_share() -> None:

@@ -21,7 +21,7 @@ from outrider.nodes.processes import setup_of
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
 from outrider.sessions.resources import Capacity
-from outrider.spec import EngineSpec, EvaluatorSpec
+from outrider.spec import OPERATOR_TENANT, EngineSpec, EvaluatorSpec
 from outrider.store.queue import bucket_of
 from outrider.trajectory import Verdict
 from support.service import call, running_service, say
@@ -202,7 +202,9 @@ class WaitsForAnother:
                 await self.others.wait()
                 await asyncio.sleep(self._spec.seconds + 0.1)
         self.others.set()
-        return Verdict(reward=1.0, metrics={"bucket": float(outcome.bucket == bucket_of(outcome.task.labels))})
+        return Verdict(
+            reward=1.0, metrics={"bucket": float(outcome.bucket == bucket_of(OPERATOR_TENANT, outcome.task.labels))}
+        )
 
 
 async def test_an_evaluation_that_waits_aside_holds_no_slot_and_is_not_timed(world: MakeWorld) -> None:

@@ -55,8 +55,10 @@ class Moments(Store):
             await looked()
         return found
 
-    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
-        found = await super().turns(session_id, attempt, images=images)
+    async def turns(
+        self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
+    ) -> list[Turn]:
+        found = await super().turns(session_id, attempt, images=images, tenant=tenant)
         if self.read is not None:
             await self.read()
         return found

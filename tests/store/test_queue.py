@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from outrider.errors import Conflict
 from outrider.lifecycle import StopReason
-from outrider.spec import EVALUATION_LABEL
+from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.queue import bucket_of
+from outrider.store.queue import MOST_PASSED, bucket_of, tenant_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
@@ -31,9 +31,16 @@ T = TypeVar("T")
 
 
 async def put(
-    store: Store, id: str, n: int = 2, *, expires: float | None = None, labels: Mapping[str, str] = {}, **row: Any
+    store: Store,
+    id: str,
+    n: int = 2,
+    *,
+    expires: float | None = None,
+    labels: Mapping[str, str] = {},
+    tenant: str = OPERATOR_TENANT,
+    **row: Any,
 ) -> None:
-    group = msgspec.structs.replace(group_row(id, n, **row), labels=dict(labels))
+    group = msgspec.structs.replace(group_row(id, n, **row), labels=dict(labels), tenant=tenant)
     await store.create_group(group, b"{}", session_ids(group), expires=expires)
 
 
@@ -43,6 +50,10 @@ async def order(store: Store, limit: int = 100, **which: Any) -> list[str]:
 
 def run(name: str) -> dict[str, str]:
     return {"run": name}
+
+
+def own_bucket(labels: Mapping[str, str], tenant: str = OPERATOR_TENANT) -> str:
+    return bucket_of(tenant, labels)
 
 
 async def test_buckets_of_one_priority_take_turns(store: Store) -> None:
@@ -57,7 +68,7 @@ async def test_buckets_of_one_priority_take_turns(store: Store) -> None:
 async def test_who_has_the_least_under_way_goes_first_then_who_was_served_longest_ago(store: Store) -> None:
     for number, name in enumerate("abc"):
         await put(store, name, 4, created=float(number), labels=run(name))
-    a, b, c = (bucket_of(run(name)) for name in "abc")
+    a, b, c = (own_bucket(run(name)) for name in "abc")
     assert await order(store, 5, under_way={a: 2, b: 1}) == ["c.0", "b.0", "c.1", "a.0", "b.1"]
     await start(store, "a.0")
     await start(store, "b.0")
@@ -76,15 +87,39 @@ async def test_who_has_the_least_under_way_goes_first_then_who_was_served_longes
     ],
 )
 def test_groups_share_a_bucket(labels: dict[str, str], others: list[dict[str, str]]) -> None:
-    assert {bucket_of(each) for each in others} == {bucket_of(labels)}
+    assert {own_bucket(each) for each in others} == {own_bucket(labels)}
 
 
 def test_other_groups_do_not() -> None:
     odd = ["x", "X", " x", "x\0", "\0x", "\ud800", "é", "e\u0301", "x" * (1 << 20), "'; DROP TABLE sessions; --"]
     labels = [{}, {"user": "x"}, {EVALUATION_LABEL: ""}, {EVALUATION_LABEL: "", "user": "x"}, *map(run, odd)]
-    buckets = [bucket_of(each) for each in labels]
+    buckets = [own_bucket(each) for each in labels]
     assert len(set(buckets)) == len(labels)
-    assert all(len(bucket) <= 32 and bucket.isascii() for bucket in buckets)
+    assert all(len(bucket) <= len(OPERATOR_TENANT) + 33 and bucket.isascii() for bucket in buckets)
+    assert len({own_bucket(each, tenant) for each in labels for tenant in ("a", "b")}) == 2 * len(labels)
+
+
+async def test_tenants_take_turns_before_their_runs_do(store: Store) -> None:
+    """A client that invents a run for each group has no more turns for it."""
+    for number in range(4):
+        await put(store, f"many{number}", 1, created=float(number), labels=run(str(number)), tenant="a")
+    await put(store, "one", 4, created=9.0, labels=run("0"), tenant="b")
+    await put(store, "low", 1, created=0.0, tenant="c", priority=-1)
+    in_turn = ["many0.0", "one.0", "many1.0", "one.1", "many2.0", "one.2", "many3.0", "one.3", "low.0"]
+    assert await order(store) == in_turn
+    assert await order(store, 2, under_way={own_bucket(run("x"), "a"): 2}) == ["one.0", "one.1"]
+    await start(store, "many0.0")
+    await start(store, "one.0")
+    assert await order(store, 3) == ["many1.0", "one.1", "many2.0"]
+
+
+async def test_a_tenant_with_many_runs_that_find_no_room_is_passed_over_as_a_whole(store: Store) -> None:
+    for number in range(MOST_PASSED + 2):
+        await put(store, f"large{number:02}", 1, created=float(number), labels=run(str(number)), tenant="a")
+    await put(store, "small", 1, created=1e6, tenant="b")
+    passed = {own_bucket(run(str(number)), "a") for number in range(MOST_PASSED - 1)}
+    assert sorted(await order(store, skip=passed)) == ["large63.0", "large64.0", "large65.0", "small.0"]
+    assert await order(store, skip=passed | {own_bucket(run("63"), "a")}) == ["small.0"]
 
 
 async def test_labels_and_priorities_may_be_anything(store: Store) -> None:
@@ -106,7 +141,7 @@ async def test_evaluations_can_be_asked_for_alone(store: Store) -> None:
 async def test_buckets_can_be_passed_over(store: Store) -> None:
     for name in "ab":
         await put(store, name, 2, labels=run(name))
-    assert await order(store, skip={bucket_of(run("a"))}) == ["b.0", "b.1"]
+    assert await order(store, skip={own_bucket(run("a"))}) == ["b.0", "b.1"]
 
 
 async def test_a_bucket_that_was_emptied_comes_back_behind_those_served_before_it(store: Store) -> None:
@@ -115,12 +150,12 @@ async def test_a_bucket_that_was_emptied_comes_back_behind_those_served_before_i
     await start(store, "b.0")
     await start(store, "a.0")
     assert await order(store) == []
-    assert await store.queue_length() == QueueLength(0, 0)
+    assert await store.queue_length() == QueueLength(0, 0, 0)
     await store.requeue("a.0", 1, FAILURE, due=NOW + 5)
     assert await order(store, now=NOW) == []
     await put(store, "b2", 1, labels=run("b"))
     assert await order(store, now=NOW + 5) == ["b2.0", "a.0"]
-    assert await store.queue_length() == QueueLength(2, 2)
+    assert await store.queue_length() == QueueLength(2, 2, 1)
 
 
 async def test_a_session_is_not_held_back_by_a_clock_that_was_set_back(store: Store) -> None:
@@ -143,10 +178,13 @@ async def test_the_queue_is_counted_by_bucket(store: Store) -> None:
     await put(store, "a", 5, labels=run("a"))
     await put(store, "a2", 5, labels=run("a"), priority=3)
     await put(store, "b", 1)
-    assert await store.queue_length() == QueueLength(11, 2)
-    assert await store.waiting_with(run("a"), most=100) == 10
-    assert await store.waiting_with(run("a"), most=7) == 7
-    assert await store.waiting_with(run("c"), most=7) == 0
+    await put(store, "c", 1, labels=run("a"), tenant="other")
+    assert await store.queue_length() == QueueLength(12, 3, 2)
+    assert await store.waiting_with(OPERATOR_TENANT, run("a"), most=100) == 10
+    assert await store.waiting_with(OPERATOR_TENANT, run("a"), most=7) == 7
+    assert await store.waiting_with(OPERATOR_TENANT, run("c"), most=7) == 0
+    assert [await store.waiting_of(tenant, most=100) for tenant in (OPERATOR_TENANT, "other", "no")] == [11, 1, 0]
+    assert await store.waiting_of(OPERATOR_TENANT, most=7) == 7
 
 
 async def test_sessions_expire_until_their_first_start(store: Store) -> None:
@@ -190,7 +228,7 @@ async def test_sessions_of_an_earlier_version_are_queued_on(tmp_path: Path) -> N
     async with sqlite_store(path) as store:
         await store.recover(now=math.inf)
         [row] = await store.queued(10)
-        assert (row.id, row.bucket) == ("g.0", bucket_of(run("a")))
+        assert (row.id, row.bucket) == ("g.0", own_bucket(run("a")))
 
 
 async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buckets() -> None:
@@ -200,7 +238,10 @@ async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buck
         async with sqlite_store(None) as store:
             for number in range(buckets):
                 await put(store, f"g{number:04}", each, created=float(number), labels=run(str(number)))
-            under_way = {bucket_of(run(str(number))): 3 for number in range(5)}
+            for number in range(5, 8):  # whose turn is not now
+                await put(store, f"h{number:04}", each, labels=run(str(number)), tenant=f"other{number}")
+            under_way = {own_bucket(run(str(number))): 3 for number in range(5)}
+            under_way |= {own_bucket({}, f"other{number}"): 20 for number in range(5, 8)}
             counted = Counter[str]()
 
             async def count(tx: Any, counted: Counter[str] = counted) -> None:
@@ -241,21 +282,33 @@ class QueueMachine(RuleBasedStateMachine):
     def under_way(self) -> Counter[str]:
         return Counter(row.bucket for row in self.running)
 
-    @rule(n=st.integers(1, 4), priority=st.integers(-1, 1), name=st.sampled_from(["", "a", "b", "c"]))
-    def submit(self, n: int, priority: int, name: str) -> None:
+    @rule(
+        n=st.integers(1, 4),
+        priority=st.integers(-1, 1),
+        name=st.sampled_from(["", "a", "b", "c"]),
+        tenant=st.sampled_from(["x", "y", "z"]),
+    )
+    def submit(self, n: int, priority: int, name: str, tenant: str) -> None:
         id = f"g{self.groups:03}"
-        self.call(put(self.store, id, n, priority=priority, created=float(self.groups), labels=run(name)))
+        self.call(
+            put(self.store, id, n, priority=priority, created=float(self.groups), labels=run(name), tenant=tenant)
+        )
         self.waiting += self.call(self.store.sessions(id))
-        self.since.setdefault((priority, bucket_of(run(name))), self.groups)
+        self.since.setdefault((priority, own_bucket(run(name), tenant)), self.groups)
         self.groups += 1
 
     def expected(self) -> SessionRow:
         under_way = self.under_way
+        work = Counter(tenant_of(row.bucket) for row in self.running)
+        served: dict[str, int] = {}
+        for (_, bucket), number in self.served.items():
+            served[tenant_of(bucket)] = max(served.get(tenant_of(bucket), 0), number)
 
         def place(row: SessionRow) -> tuple[Any, ...]:
-            share = row.priority, row.bucket
+            share, tenant = (row.priority, row.bucket), tenant_of(row.bucket)
+            tenants = work[tenant], served.get(tenant, 0), tenant
             turn = under_way[row.bucket], self.served.get(share, 0), self.since[share]
-            return -row.priority, *turn, row.created, row.sample_index
+            return -row.priority, *tenants, *turn, row.created, row.sample_index
 
         return min(self.waiting, key=place)
 
@@ -273,16 +326,21 @@ class QueueMachine(RuleBasedStateMachine):
     def look(self, limit: int) -> None:
         """Whoever is taken out of turn has no more under way than anybody else who waits."""
         under_way = self.under_way
+        work = Counter(tenant_of(row.bucket) for row in self.running)
         left = {row.id: row for row in self.waiting}
         found = self.call(self.store.queued(limit, under_way=under_way))
         assert len(found) == min(limit, len(left))
         for row in found:
             rivals = [each for each in left.values() if each.priority == max(each.priority for each in left.values())]
             assert row.id in {each.id for each in rivals}
-            assert under_way[row.bucket] == min(under_way[each.bucket] for each in rivals)
+            tenant = tenant_of(row.bucket)
+            assert work[tenant] == min(work[tenant_of(each.bucket)] for each in rivals)
+            others = [each for each in rivals if tenant_of(each.bucket) == tenant]
+            assert under_way[row.bucket] == min(under_way[each.bucket] for each in others)
             own = [each for each in rivals if each.bucket == row.bucket]
             assert row.id == min(own, key=lambda each: (each.created, each.sample_index)).id
             under_way[row.bucket] += 1
+            work[tenant] += 1
             del left[row.id]
 
     @precondition(lambda self: self.running)

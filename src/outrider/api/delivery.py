@@ -6,16 +6,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from outrider.api.access import caller_in, sees
 from outrider.api.control_replies import json_reply, whole_body
 from outrider.api.openapi import answers, takes
-from outrider.errors import Conflict
+from outrider.errors import Conflict, NotFound
 from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered
 from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.service.views import callback_view, consumer_view
-from outrider.spec import CONSUMER_NAME, AckSpec, GcSpec
+from outrider.spec import CONSUMER_NAME, TENANT_NAME, AckSpec, GcSpec
 
 Name = Annotated[str, Path(pattern=CONSUMER_NAME)]
+Tenant = Annotated[
+    str | None,
+    Query(pattern=TENANT_NAME, description="whose consumer it is, for an admin; default: the admins' own"),
+]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
@@ -23,27 +28,28 @@ def delivery_routes(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/consumers", **answers(ConsumerList))
-    async def listed() -> Response:
+    async def listed(request: Request) -> Response:
         """The consumers with their positions."""
-        return json_reply(await _consumers(service))
+        return json_reply(await _consumers(service, sees(request)))
 
     @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView, Conflict))
-    async def acknowledge(name: Name, request: Request) -> Response:
+    async def acknowledge(name: Name, request: Request, tenant: Tenant = None) -> Response:
         """Acknowledge groups: the consumer reads on after them. Its position moves back only with `rewind`."""
         spec = parse_body(AckSpec, await whole_body(request))
-        moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind)
+        owner = _owner(request, name, tenant)
+        moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
         return json_reply(consumer_view(moved))
 
     @routes.delete("/consumers/{name}", **answers(ConsumerList))
-    async def remove(name: Name) -> Response:
+    async def remove(name: Name, request: Request, tenant: Tenant = None) -> Response:
         """Forget a consumer. What it has not acknowledged is not kept for it any longer."""
-        await service.store.consumers.remove(name)
-        return json_reply(await _consumers(service))
+        await service.store.consumers.remove(name, tenant=_owner(request, name, tenant))
+        return json_reply(await _consumers(service, sees(request)))
 
     @routes.get("/callbacks/dead", **answers(CallbackList))
-    async def dead(limit: Limit = 100) -> Response:
+    async def dead(request: Request, limit: Limit = 100) -> Response:
         """Callbacks that were given up, the newest first."""
-        return json_reply(await _dead(service, limit))
+        return json_reply(await _dead(service, limit, sees(request)))
 
     @routes.post("/callbacks/dead/redeliver", **answers(Redelivered))
     async def redeliver_all() -> Response:
@@ -59,7 +65,7 @@ def delivery_routes(service: Service) -> APIRouter:
     async def discard(group_id: str) -> Response:
         """Discard the callback of a group: it is never delivered, and does not keep the group from being removed."""
         await service.store.discard_delivery(group_id)
-        return json_reply(await _dead(service, 100))
+        return json_reply(await _dead(service, 100, None))
 
     @routes.post("/gc", **takes(GcSpec), **answers(GcReport))
     async def collect(request: Request) -> Response:
@@ -69,9 +75,18 @@ def delivery_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _consumers(service: Service) -> ConsumerList:
-    return ConsumerList(consumers=tuple(map(consumer_view, await service.store.consumers.listed())))
+def _owner(request: Request, name: str, tenant: str | None) -> str | None:
+    """The tenant whose consumer is meant, None for the admins'. Raises NotFound for one of another tenant."""
+    caller = caller_in(request.scope)
+    if caller.sees is not None and tenant not in (None, caller.tenant):
+        raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")
+    return caller.sees or tenant
 
 
-async def _dead(service: Service, limit: int) -> CallbackList:
-    return CallbackList(callbacks=tuple(map(callback_view, await service.store.dead_deliveries(limit=limit))))
+async def _consumers(service: Service, tenant: str | None) -> ConsumerList:
+    return ConsumerList(consumers=tuple(map(consumer_view, await service.store.consumers.listed(tenant))))
+
+
+async def _dead(service: Service, limit: int, tenant: str | None) -> CallbackList:
+    found = await service.store.dead_deliveries(limit=limit, tenant=tenant)
+    return CallbackList(callbacks=tuple(map(callback_view, found)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from outrider.api.access import made
+from outrider.api.access import caller_in, made
 from outrider.api.control_replies import json_reply, whole_body
 from outrider.api.openapi import answers, takes
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
@@ -47,8 +47,8 @@ def engine_routes(service: Service) -> APIRouter:
         return json_reply(EngineList(engines=service.engines()))
 
     @routes.get("/status", **answers(ServiceStatus))
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
         """Sessions by state, nodes with their lanes, engines with their load."""
-        return json_reply(await service.status())
+        return json_reply(await service.status(caller_in(request.scope)))
 
     return routes

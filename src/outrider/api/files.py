@@ -9,10 +9,11 @@ import asyncio
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.convertors import Convertor, register_url_convertor
 
+from outrider.api.access import sees
 from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, binary_answers
 from outrider.schemas import ArtifactList
@@ -50,17 +51,17 @@ def artifact_routes(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1/sessions/{session_id}")
 
     @routes.get("/artifacts", **answers(ArtifactList))
-    async def artifacts(session_id: str, attempt: Attempt = None) -> Response:
+    async def artifacts(request: Request, session_id: str, attempt: Attempt = None) -> Response:
         """The artifacts of the session, and what of the files that its task wants kept was left out."""
-        session = await service.reader.session(session_id)
+        session = await service.reader.session(session_id, tenant=sees(request))
         return json_reply(await asyncio.to_thread(service.artifacts.listed, session.id, attempt))
 
     @routes.get(
         "/artifacts/{path:any_path}", response_class=FileResponse, responses=binary_answers("The file.", UNKNOWN)
     )
-    async def artifact(session_id: str, path: str, attempt: Attempt = None) -> Response:
+    async def artifact(request: Request, session_id: str, path: str, attempt: Attempt = None) -> Response:
         """The bytes of an artifact, by its path in the sandbox without the first slash."""
-        session = await service.reader.session(session_id)
+        session = await service.reader.session(session_id, tenant=sees(request))
         name = path if path in KEPT else f"/{path}"
         file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
         return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
@@ -76,9 +77,9 @@ def image_routes(service: Service) -> APIRouter:
         response_class=Response,
         responses=binary_answers("The image, with the media type that it was sent with.", "image/*"),
     )
-    async def image(digest: str) -> Response:
+    async def image(request: Request, digest: str) -> Response:
         """The bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
-        found = await service.store.image(digest)
+        found = await service.store.image(digest, tenant=sees(request))
         is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the type, too, is what the agent said
         return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
 

@@ -10,13 +10,14 @@ import msgspec
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from outrider.api.access import caller_in, made
+from outrider.api.access import caller_in, made, sees
 from outrider.api.control_replies import json_reply, long_reply, whole_body
 from outrider.api.openapi import QUEUE_FULL, answers, refusals, takes
-from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
+from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.admission import parse_body
+from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.service.views import group_summary
 from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec, RegradeSpec
@@ -53,24 +54,27 @@ def group_routes(service: Service) -> APIRouter:
         return json_reply(group, status=201)
 
     @routes.get("/groups", **answers(GroupList))
-    async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
+    async def groups(
+        request: Request, state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+    ) -> Response:
         """Groups, newest first, without their sessions."""
         try:
             wanted = None if state is None else GroupState(state)
         except ValueError as error:
             known = ", ".join(state.value for state in GroupState)
             raise InvalidField(f"{state!r} is not a group state", field="state", hint=f"known: {known}") from error
-        rows = await service.store.groups(state=wanted, limit=limit)
+        rows = await service.store.groups(state=wanted, limit=limit, tenant=sees(request))
         return json_reply(GroupList(groups=tuple(map(group_summary, rows))))
 
     @routes.get("/groups/{group_id}", **answers(GroupView))
     async def group(
+        request: Request,
         group_id: str,
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait until it is done")] = 0.0,
         samples: Samples = False,
     ) -> Response:
         """One group with its sessions."""
-        view = await service.group(group_id, wait=wait, samples=samples)
+        view = await service.group(group_id, wait=wait, samples=samples, caller=caller_in(request.scope))
         return long_reply(await service.reader.encoded(view))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
@@ -93,6 +97,7 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/results", **answers(ResultsPage, Conflict))
     async def results(
+        request: Request,
         after: Annotated[
             int | None, Query(ge=0, le=MAX_CURSOR, description="default: 0, or the position of the `consumer`")
         ] = None,
@@ -104,36 +109,46 @@ def group_routes(service: Service) -> APIRouter:
         """Done groups after a cursor, in the order they finished: up to `limit`, and up to 8 MiB, but at least one. Ask
         again with `after` set to the reply's `cursor`, until there are none.
 
-        A `consumer` reads on from the position that it has acknowledged. A new one begins at `after`.
+        A `consumer` reads on from the position that it has acknowledged. A new one begins at `after`. What a consumer
+        has not acknowledged is kept, so it takes a token that may submit.
         """
+        caller = caller_in(request.scope)
         start = after or 0
         if consumer is not None:
-            known = await service.store.consumers.enter(consumer, at=start)
-            start = known.cursor if after is None else after
-        page = await service.results(after=start, wait=wait, limit=limit, samples=samples)
+            if not caller.may("submit"):
+                raise Forbidden(
+                    f"{caller.name!r} has a token that changes nothing, and to read as a consumer keeps results stored",
+                    hint="read with `after`, and keep the last cursor yourself; or take a token with the role 'submit'",
+                    field="consumer",
+                )
+            position = await service.store.consumers.enter(consumer, at=start, tenant=caller.sees)
+            start = position if after is None else after
+        page = await service.results(after=start, wait=wait, limit=limit, samples=samples, caller=caller)
         return long_reply(page.json())
 
     @routes.get("/events", response_class=StreamingResponse, responses=refusals(Conflict))
     async def events(
+        request: Request,
         after: After = 0,
         last_id: Annotated[
             int | None, Header(alias=LAST_EVENT_ID, ge=0, le=MAX_CURSOR, description="wins over `after`")
         ] = None,
     ) -> StreamingResponse:
         """Every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
+        caller = caller_in(request.scope)
         start = after if last_id is None else last_id
-        if start > (newest := await service.store.last_event()):
+        if start > (newest := await service.store.last_event(tenant=caller.sees)):
             raise Conflict(
                 f"no event has the id {start}: the newest is {newest}",
                 field="after" if last_id is None else LAST_EVENT_ID,
                 hint="the service has begun anew, without its data: read its events from 0",
             )
-        return StreamingResponse(_events(service, start), media_type="text/event-stream")
+        return StreamingResponse(_events(service, start, caller), media_type="text/event-stream")
 
     @routes.get("/sessions/{session_id}", **answers(SessionView))
-    async def session(session_id: str) -> Response:
+    async def session(request: Request, session_id: str) -> Response:
         """One session."""
-        return json_reply(await service.reader.session(session_id))
+        return json_reply(await service.reader.session(session_id, tenant=sees(request)))
 
     @routes.delete("/sessions/{session_id}", **answers(SessionView))
     async def cancel_session(request: Request, session_id: str) -> Response:
@@ -154,32 +169,32 @@ def group_routes(service: Service) -> APIRouter:
         return json_reply(group, status=201)
 
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
-    async def turns(session_id: str) -> Response:
+    async def turns(request: Request, session_id: str) -> Response:
         """The model calls of the session's newest attempt, as text."""
-        view = TurnList(turns=await service.reader.turns(session_id))
+        view = TurnList(turns=await service.reader.turns(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 
     @routes.get("/sessions/{session_id}/samples", **answers(SampleList))
-    async def samples(session_id: str) -> Response:
+    async def samples(request: Request, session_id: str) -> Response:
         """The session's training rows, once it is done."""
-        view = SampleList(samples=await service.reader.samples(session_id))
+        view = SampleList(samples=await service.reader.samples(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 
     @routes.get("/sessions/{session_id}/chat", **answers(ChatList))
-    async def chat_rows(session_id: str) -> Response:
+    async def chat_rows(request: Request, session_id: str) -> Response:
         """The same rows as conversations."""
-        view = ChatList(rows=await service.reader.chat_rows(session_id))
+        view = ChatList(rows=await service.reader.chat_rows(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 
     return routes
 
 
-async def _events(service: Service, after: int) -> AsyncIterator[bytes]:
+async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:
     # The log is polled: a client gets an event after at most EVENT_PAUSE, and each read is one indexed query.
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:
-        found = await service.events(after=after, limit=EVENTS_AT_ONCE)
+        found = await service.events(after=after, limit=EVENTS_AT_ONCE, caller=caller)
         for event in found:
             after = event.cursor
             yield b"id: %d\nevent: %s\ndata: %s\n\n" % (after, event.kind.encode(), msgspec.json.encode(event))

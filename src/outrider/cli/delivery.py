@@ -14,6 +14,10 @@ from outrider.errors import InvalidField
 from outrider.schemas import CallbackList, CallbackView, ConsumerList, ConsumerView, GcReport, Redelivered
 
 Consumer = Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name.")]
+Tenant = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Whose consumer it is, for an admin.", show_default="the admins' own"),
+]
 LISTED = 1000
 """Callbacks that are shown at the most."""
 
@@ -56,6 +60,7 @@ def acknowledge(
         int, typer.Argument(metavar="CURSOR", min=0, help="Cursor of the last group that it is done with.")
     ],
     rewind: Annotated[bool, typer.Option("--rewind", help="Also move it back: it gets groups again.")] = False,
+    tenant: Tenant = None,
     url: Url = None,
     token: Token = None,
     ca: Ca = None,
@@ -70,22 +75,30 @@ def acknowledge(
         outrider consumers ack trainer 0 --rewind
     """
     with client(url, token, ca) as service:
-        _show_consumers(terminal_of(ctx), (service.ack(name, cursor, rewind=rewind),))
+        _show_consumers(terminal_of(ctx), (service.ack(name, cursor, rewind=rewind, tenant=tenant),))
 
 
 def remove_consumer(
-    ctx: typer.Context, name: Consumer, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+    ctx: typer.Context,
+    name: Consumer,
+    tenant: Tenant = None,
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
 ) -> None:
     """Forget a consumer.
 
     Groups are no longer kept for it.
 
-    Example:
+    Examples:
 
         outrider consumers rm trainer
+
+        outrider consumers rm trainer --tenant team-a
     """
     with client(url, token, ca) as service:
-        _show_consumers(terminal_of(ctx), service.remove_consumer(name))
+        _show_consumers(terminal_of(ctx), service.remove_consumer(name, tenant=tenant))
 
 
 def list_callbacks(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:

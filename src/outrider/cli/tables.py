@@ -126,9 +126,9 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """One row for each consumer."""
-    rows = [(each.name, str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
-    return table(("consumer", "acknowledged>", "left>", "last seen>"), rows)
+    """One row for each consumer; one that sees everybody's groups has the tenant `*`."""
+    rows = [(each.name, each.tenant or "*", str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
+    return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
 
 def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
@@ -195,10 +195,10 @@ def token_table(tokens: Iterable[TokenView]) -> Table:
         return f"{left / 86400:.1f} d more" if left > 0 else "expired"
 
     rows = [
-        (token.name, token.role, "-" if token.max_queued is None else str(token.max_queued), until(token))
+        (token.name, token.role, token.tenant, "-" if token.max_queued is None else str(token.max_queued), until(token))
         for token in tokens
     ]
-    return table(("token", "role", "max queued>", "good"), rows)
+    return table(("token", "role", "tenant", "max queued>", "good"), rows)
 
 
 def node_table(node: NodeStats) -> RenderableType:

@@ -35,6 +35,12 @@ def create(
         Role, typer.Option(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Whose it is. Groups and the audit log say it.")],
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Whose groups it submits and sees.", show_default="a tenant of the token's own name"
+        ),
+    ] = None,
     max_queued: Annotated[
         int | None,
         typer.Option(metavar="N", help="Maximum sessions queued or running at once.", show_default="no limit"),
@@ -58,15 +64,18 @@ def create(
         outrider token create --role admin --name me --data .outrider
 
         outrider token create --role submit --name alice --max-queued 500 --expires 90
+
+        outrider token create --role read --name alices-dashboard --tenant alice
     """
     terminal = terminal_of(ctx)
     if data is None:
         with client(url, token, ca) as service:
-            new = service.create_token(name, role, max_queued=max_queued, expires_days=expires)
+            new = service.create_token(name, role, tenant=tenant, max_queued=max_queued, expires_days=expires)
     else:
         if not data.is_dir():
             raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
-        spec = {"name": name, "role": role, "max_queued": max_queued, "expires_days": expires}
+        limits = {"max_queued": max_queued, "expires_days": expires}
+        spec = {"name": name, "role": role, "tenant": tenant, **limits}
         new = asyncio.run(_create_in(load_config({"data": data}), spec))
     if terminal.json:
         terminal.write_json(new)

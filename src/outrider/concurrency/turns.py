@@ -1,7 +1,7 @@
 """Slots for which whoever has work takes turns, so that one with much of it does not keep the others waiting.
 
 It knows nothing of what is done in a slot. Invariants: of those that wait, each owner is served once before any is
-served twice; those of one owner are served in the order in which they came.
+served twice, and of what one owner waits for, each part; those of one part are served in the order in which they came.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """`async with turns.take(owner):` waits for one of `size` slots, and holds it for as long as the block runs."""
+    """`async with turns.take(owner, part):` waits for one of `size` slots, and holds it while the block runs."""
 
     def __init__(self, size: int) -> None:
         self._free = size
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By owner, the one that is served next first. None is empty, and there are none while a slot is free."""
+        self._lines: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]] = OrderedDict()
+        """By owner and part, those first that are served next. None is empty, and there are none while a slot is free.
+        """
 
     @asynccontextmanager
-    async def take(self, owner: str) -> AsyncIterator[None]:
+    async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
         """A cancelled wait takes no slot."""
         if self._free:
             self._free -= 1
         else:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._lines.setdefault(owner, deque()).append(turn)
+            self._lines.setdefault(owner, OrderedDict()).setdefault(part, deque()).append(turn)
             try:
                 await turn
             except asyncio.CancelledError:
@@ -42,10 +43,13 @@ class Turns:
     def _pass_on(self) -> None:
         """Give a slot to the next in line."""
         while self._lines:
-            owner, line = self._lines.popitem(last=False)
+            owner, parts = self._lines.popitem(last=False)
+            part, line = parts.popitem(last=False)
             turn = line.popleft()
             if line:
-                self._lines[owner] = line  # behind all others
+                parts[part] = line  # behind all others of the owner
+            if parts:
+                self._lines[owner] = parts  # behind all other owners
             if not turn.cancelled():
                 turn.set_result(None)
                 return

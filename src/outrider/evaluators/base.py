@@ -76,8 +76,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
 
     `bucket` is the one of the queue that the session is of (see store/queue.py): where evaluations wait for each other,
-    buckets take turns. `aside()` is for a long wait of that kind: as long as its block runs, the evaluation holds no
-    eval slot, and its time limit stands still.
+    tenants take turns, and the buckets of each. `aside()` is for a long wait of that kind: as long as its block runs,
+    the evaluation holds no eval slot, and its time limit stands still.
     """
 
     task: TaskSpec

@@ -2,7 +2,8 @@
 
 It knows no HTTP. The bound is on sessions that wait before a group is accepted, so that a group of any size is accepted
 once there is room at all. One run that fills the queue does not keep the others out: a bucket that has less than its
-equal part of the bound is accepted until twice the bound is reached.
+equal part of the bound is accepted until twice the bound is reached. Nor does a tenant with any number of runs: a
+tenant that has less than its equal part is accepted until three times the bound is reached.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class BackPressure:
         waiting = length.sessions + self._added
         if waiting >= self._bound:
             key = group.idempotency_key
-            if not (key is not None and await self._store.has_key(key)) and (
-                waiting >= 2 * self._bound or not await self._has_small_part(group, length)
-            ):
+            known = key is not None and await self._store.has_key(group.tenant, key)
+            if not known and not await self._has_small_part(group, length, waiting):
                 raise self._refusal(waiting)
         self._added += group.n
 
@@ -67,9 +67,14 @@ class BackPressure:
                 known = self._length = await self._store.queue_length()
             return known
 
-    async def _has_small_part(self, group: GroupRow, length: QueueLength) -> bool:
+    async def _has_small_part(self, group: GroupRow, length: QueueLength, waiting: int) -> bool:
+        part = self._bound // (length.tenants + 1)
+        if waiting < 3 * self._bound and await self._store.waiting_of(group.tenant, most=part) < part:
+            return True
         part = self._bound // (length.buckets + 1)
-        return await self._store.waiting_with(group.labels, most=part) < part
+        if waiting >= 2 * self._bound:
+            return False
+        return await self._store.waiting_with(group.tenant, group.labels, most=part) < part
 
     def _refusal(self, waiting: int) -> QueueFull:
         since = self._clock() - RATE_SECONDS

@@ -22,10 +22,12 @@ HINT = "see how it ended: outrider show"
 KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
 
 
-async def regraded_group(store: Store, group_id: str, asked: RegradeSpec) -> StoredGroupSpec:
-    """The group that grades every session of a group again whose run ended by itself. Raises NotFound, Conflict if
-    there is none, and InvalidField."""
-    spec = await _spec_of(store, group_id)
+async def regraded_group(
+    store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
+) -> StoredGroupSpec:
+    """The group that grades every session of a group again whose run ended by itself. Raises NotFound, also for a group
+    of another tenant; Conflict if there is none; and InvalidField."""
+    spec = await _spec_of(store, (await store.group(group_id, tenant=tenant)).id)
     # Those of a group that has graded others again took over the runs of these: so nothing is kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
@@ -36,9 +38,11 @@ async def regraded_group(store: Store, group_id: str, asked: RegradeSpec) -> Sto
     return _regrading(spec, runs, asked)
 
 
-async def regraded_session(store: Store, session_id: str, asked: RegradeSpec) -> StoredGroupSpec:
+async def regraded_session(
+    store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
+) -> StoredGroupSpec:
     """The same for one session: a group of one. Raises as `regraded_group`."""
-    row = await store.session(session_id)
+    row = await store.session(session_id, tenant=tenant)
     spec = await _spec_of(store, row.group_id)
     if spec.regrades:
         row = await store.session(spec.regrades[row.sample_index])

@@ -60,9 +60,6 @@ EXPIRED = ErrorRecord(
     hint="serve with more lanes or nodes, or submit it again with more time or a higher priority",
 )
 
-MOST_PASSED = 64
-"""So many buckets whose next session finds no room are passed over at each look, so that a look has a bound."""
-
 LOOK_SECONDS = 30.0
 """The queue is looked at so often even if nothing happens: the clock by which a session is due may be set back."""
 
@@ -213,7 +210,7 @@ class Scheduler:
         # Evaluations first, as many as their share has room for; then whoever comes next, evaluations among them.
         for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
-            while not self._stopping and len(passed) <= MOST_PASSED and (slots := free()):
+            while not self._stopping and (slots := free()):
                 now = time.time()
                 queued = await self._store.queued(
                     slots,

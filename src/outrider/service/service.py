@@ -22,7 +22,7 @@ from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
-from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, record_of
+from outrider.errors import InvalidField, NotFound, OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
 from outrider.rootfs.store import checked_name
@@ -79,6 +79,9 @@ class ComingNodes(Protocol):
 
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
+
+    What is another tenant's than the `caller`'s raises NotFound, as what does not exist, and is in no list: see
+    docs/security.md.
 
     It is made by `service/assembly.py` of parts that are open already, and closes none of them. `host` is what checks
     of tasks share. `pauses` are the waits between a session's failed attempts.
@@ -190,11 +193,13 @@ class Service:
     async def regrade_group(self, group_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
         """Submit a group that grades the runs of another one again; the new group. The other stays as it is. Raises as
         `submit`, NotFound, and Conflict if there is nothing to grade."""
-        return await self._submit_again(await regraded_group(self.store, group_id, asked), caller)
+        return await self._submit_again(await regraded_group(self.store, group_id, asked, tenant=caller.sees), caller)
 
     async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
         """The same for one session: a group of one."""
-        return await self._submit_again(await regraded_session(self.store, session_id, asked), caller)
+        return await self._submit_again(
+            await regraded_session(self.store, session_id, asked, tenant=caller.sees), caller
+        )
 
     async def _submit_again(self, spec: StoredGroupSpec, caller: Principal) -> GroupView:
         try:
@@ -240,6 +245,7 @@ class Service:
             labels=spec.task.labels,
             min_usable=spec.min_usable,
             submitted_by=caller.name,
+            tenant=caller.tenant,
         )
         await self._back_pressure.check(row)
         # Only then, because it takes the machine's time.
@@ -253,37 +259,33 @@ class Service:
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing. Raises
-        Forbidden if it is another's, and the caller no admin."""
-        await self._check_owner(group_id, caller)
-        await self._scheduler.end(await self.store.cancel_group(group_id))
-        return await self.reader.group(group_id)
+        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
+        await self._scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
+        return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing.
-        Raises Forbidden as `cancel`."""
-        await self._check_owner((await self.store.session(session_id)).group_id, caller)
-        await self._scheduler.end([await self.store.cancel_session(session_id)])
-        return await self.reader.session(session_id)
+        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing."""
+        await self._scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
+        return await self.reader.session(session_id, tenant=caller.sees)
 
-    async def _check_owner(self, group_id: str, caller: Principal) -> None:
-        if not caller.may("admin") and (owner := (await self.store.group(group_id)).submitted_by) != caller.name:
-            raise Forbidden(
-                f"group {group_id} was submitted by {owner!r}; {caller.name!r} may cancel its own groups only",
-                hint="an admin's token may cancel any",
-            )
-
-    async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
+    async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
         """A group as soon as it is done, or as it is after `wait` seconds."""
 
         async def is_done() -> bool:
-            return (await self.store.group(group_id)).state is GroupState.DONE
+            return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE
 
         await self._wait_until(wait, is_done)
-        return await self.reader.group(group_id, samples=samples)
+        return await self.reader.group(group_id, samples=samples, tenant=caller.sees)
 
     async def results(
-        self, *, after: int, wait: float, limit: int, samples: bool, max_bytes: int = PAGE_BYTES
+        self,
+        *,
+        after: int,
+        wait: float,
+        limit: int,
+        samples: bool,
+        max_bytes: int = PAGE_BYTES,
+        caller: Principal = LOCAL,
     ) -> EncodedPage:
         """Done groups after a cursor; waits up to `wait` seconds for the first. A page has at most `limit` groups and
         `max_bytes` of JSON; a group that is larger comes alone."""
@@ -291,7 +293,9 @@ class Service:
         # An empty page says that there is no more: so it must not be empty because all of its groups have been removed
         # since they were listed.
         while not page.groups and (
-            rows := await self._wait_until(wait, lambda: self.store.results(after=after, limit=limit))
+            rows := await self._wait_until(
+                wait, lambda: self.store.results(after=after, limit=limit, tenant=caller.sees)
+            )
         ):
             for row in rows:
                 with suppress(NotFound):
@@ -324,7 +328,7 @@ class Service:
         self._deliverer.wake()
         return count
 
-    async def events(self, *, after: int, limit: int) -> list[EventView]:
+    async def events(self, *, after: int, limit: int, caller: Principal = LOCAL) -> list[EventView]:
         return [
             EventView(
                 cursor=event.cursor,
@@ -334,7 +338,7 @@ class Service:
                 session_id=event.session_id,
                 data=event.data,
             )
-            for event in await self.store.events(after=after, limit=limit)
+            for event in await self.store.events(after=after, limit=limit, tenant=caller.sees)
         ]
 
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
@@ -380,14 +384,15 @@ class Service:
         """The engines of the policy, then of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
-    async def status(self) -> ServiceStatus:
-        counts = await self.store.counts()
+    async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
+        """Sessions and results are the caller's tenant's; nodes, engines and the policy are shared by all."""
+        counts = await self.store.counts(tenant=caller.sees)
         return ServiceStatus(
             version=version("outrider"),
             model=self.config.model.name,
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
-            cursor=await self.store.last_cursor(),
+            cursor=await self.store.last_cursor(tenant=caller.sees),
             nodes=tuple(self._scheduler.stats()),
             engines=self.engines(),
             policy=self.pool.policy.status(),

@@ -63,7 +63,7 @@ class Tokens:
                     raise Unauthorized("this token was revoked", hint="ask the operator for another one")
                 if row.expires is not None and row.expires <= self._clock():
                     raise Unauthorized("this token has expired", hint="ask the operator for another one")
-                return Principal(row.name, row.role, row.max_queued)
+                return Principal(row.name, row.role, row.tenant, row.max_queued)
         if not await self.required():
             return LOCAL
         raise Unauthorized(
@@ -89,8 +89,8 @@ class Tokens:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Raises Conflict for a name that is, or was, another token's, and InvalidField for a name of Outrider's own,
-        and for a first token that could not make others."""
+        """Raises Conflict for a name that is, or was, another token's, or is that of a tenant which is not asked for,
+        and InvalidField for a name of Outrider's own, and for a first token that could not make others."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} stands for those who need no token of this kind", field="name")
         if spec.role != "admin" and not await self.required():
@@ -108,8 +108,9 @@ class Tokens:
             max_queued=spec.max_queued,
             created=now,
             expires=None if spec.expires_days is None else now + spec.expires_days * DAY,
+            tenant=spec.tenant or spec.name,
         )
-        await self._store.add_token(row)
+        await self._store.add_token(row, joins=spec.tenant is not None)
         return NewToken(token=_view(row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
@@ -135,6 +136,7 @@ def _view(row: TokenRow) -> TokenView:
     return TokenView(
         name=row.name,
         role=row.role,
+        tenant=row.tenant,
         max_queued=row.max_queued,
         created=row.created,
         expires=row.expires,

@@ -44,7 +44,8 @@ PAGE_BYTES = 8 << 20
 
 
 class ViewReader:
-    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids."""
+    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids; where a `tenant` is
+    given, for those of others, too."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class ViewReader:
         self._frozen = frozen
         self._offload = offload
 
-    async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
-        return await self.view(await self._store.group(group_id), samples=samples)
+    async def group(self, group_id: str, *, samples: bool = False, tenant: str | None = None) -> GroupView:
+        return await self.view(await self._store.group(group_id, tenant=tenant), samples=samples)
 
     async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
         sessions = await self._store.sessions(row.id)
@@ -77,6 +78,7 @@ class ViewReader:
             cursor=row.cursor,
             labels=row.labels,
             submitted_by=row.submitted_by,
+            tenant=row.tenant,
             sessions=tuple(map(session_view, sessions)),
             samples=None if rows is None else tuple(rows),
         )
@@ -85,13 +87,13 @@ class ViewReader:
         """The view as JSON; a large one is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
-    async def session(self, session_id: str) -> SessionView:
-        return session_view(await self._store.session(session_id))
+    async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
+        return session_view(await self._store.session(session_id, tenant=tenant))
 
-    async def turns(self, session_id: str) -> tuple[TurnView, ...]:
+    async def turns(self, session_id: str, *, tenant: str | None = None) -> tuple[TurnView, ...]:
         """The turns of the session's newest attempt, those of frozen models among them."""
-        turns = await self._store.turns(session_id)
-        frozen = await self._store.frozen_turns(session_id)
+        turns = await self._store.turns(session_id, tenant=tenant)
+        frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
         def views() -> tuple[TurnView, ...]:
             own = [
@@ -106,18 +108,18 @@ class ViewReader:
 
         return await self._offload.run(views)
 
-    async def samples(self, session_id: str) -> tuple[Sample, ...]:
+    async def samples(self, session_id: str, *, tenant: str | None = None) -> tuple[Sample, ...]:
         """The training rows of a session. Raises NotFound while it is not done."""
-        return await self._samples(await self._result(session_id))
+        return await self._samples(await self._result(session_id, tenant))
 
-    async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
+    async def chat_rows(self, session_id: str, *, tenant: str | None = None) -> tuple[ChatRow, ...]:
         """The same as conversations."""
-        result = await self._result(session_id)
+        result = await self._result(session_id, tenant)
         turns = await self._store.turns(session_id, result.attempt)
         return await self._offload.run(lambda: tuple(chat_rows(build_samples(turns, result), turns)))
 
-    async def _result(self, session_id: str) -> SessionResult:
-        session = await self._store.session(session_id)
+    async def _result(self, session_id: str, tenant: str | None) -> SessionResult:
+        session = await self._store.session(session_id, tenant=tenant)
         if session.result is None:
             raise NotFound(
                 f"session {session_id} is {session.state.value}: it has no samples yet",
@@ -230,6 +232,7 @@ def group_summary(row: GroupRow) -> GroupSummary:
         cursor=row.cursor,
         labels=row.labels,
         submitted_by=row.submitted_by,
+        tenant=row.tenant,
         done=row.done,
         errors=row.errors,
         mean_reward=row.reward_total / row.rewarded if row.rewarded else None,
@@ -237,7 +240,9 @@ def group_summary(row: GroupRow) -> GroupSummary:
 
 
 def consumer_view(row: Consumer) -> ConsumerView:
-    return ConsumerView(name=row.name, cursor=row.cursor, lag=row.lag, created=row.created, seen=row.seen)
+    return ConsumerView(
+        name=row.name, tenant=row.tenant, cursor=row.cursor, lag=row.lag, created=row.created, seen=row.seen
+    )
 
 
 def callback_view(row: Delivery) -> CallbackView:

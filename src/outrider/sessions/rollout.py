@@ -66,7 +66,6 @@ from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling, evaluator_field, steps_of
 from outrider.store.artifacts import KEPT
-from outrider.store.queue import bucket_of
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
@@ -613,7 +612,7 @@ class Rollout:
             calls=calls,
             ask_frozen=self._ask_frozen,
             host=self._node.sandboxes.host,
-            bucket=bucket_of(self._task.labels),
+            bucket=self._session.bucket,
             aside=aside,
         )
 

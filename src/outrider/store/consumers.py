@@ -1,7 +1,8 @@
 """Named consumers of the results: each has a position of its own, up to which it has processed the groups.
 
-It knows no group. Invariants: a position is never beyond the newest cursor that was given to a group; it moves back
-only when that is asked for.
+A consumer belongs to a tenant, and sees that tenant's groups; or to the admins, and sees everybody's. Two tenants may
+each have one of the same name. It knows no group. Invariants: a position is never beyond the newest cursor that was
+given to a group; it moves back only when that is asked for.
 """
 
 from __future__ import annotations
@@ -11,96 +12,116 @@ from collections.abc import Callable
 from outrider.errors import Conflict, NotFound
 from outrider.store.database import Connection, Database
 from outrider.store.rows import Consumer
+from outrider.store.tenants import newest_cursor
 
 MAX_CONSUMERS = 1000
-"""Each of them is looked at whenever groups are removed."""
+"""The most of one tenant."""
+
+OF_ADMINS = ""
+"""What the table has for a tenant where a consumer sees everybody's groups: no tenant has this name."""
 
 
 class Consumers:
-    """The consumers in a store, which opens and closes the database. Every method raises ServiceError when it fails."""
+    """The consumers in a store, which opens and closes the database. Every method raises ServiceError when it fails.
+
+    `tenant` is whose consumer is meant: None for one that sees everybody's groups.
+    """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._db = database
         self._clock = clock
 
-    async def enter(self, name: str, *, at: int = 0) -> Consumer:
-        """The consumer, which has just been heard of. An unknown one is made, at position `at`.
+    async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> int:
+        """The position of the consumer, which has just been heard of. An unknown one is made, at position `at`.
 
-        Raises Conflict for a position that no group has reached, and if there are too many consumers.
+        Raises Conflict for a position that no group has reached, and if the tenant has too many consumers.
         """
+        owner = tenant or OF_ADMINS
 
-        async def body(tx: Connection) -> Consumer:
+        async def body(tx: Connection) -> int:
             now = self._clock()
-            if not await tx.execute("UPDATE consumers SET seen = ? WHERE name = ?", (now, name)):
-                if (await tx.fetch("SELECT COUNT(*) FROM consumers"))[0][0] >= MAX_CONSUMERS:
+            if not await tx.execute("UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?", (now, owner, name)):
+                if (await tx.fetch("SELECT COUNT(*) FROM consumers WHERE tenant = ?", (owner,)))[0][0] >= MAX_CONSUMERS:
                     raise Conflict(
                         f"there are {MAX_CONSUMERS} consumers already",
                         hint="delete those that are not needed any more: outrider consumers list",
                         field="consumer",
                     )
-                await _check_reached(tx, at, field="after")
-                sql = "INSERT INTO consumers (name, cursor, created, seen) VALUES (?, ?, ?, ?)"
-                await tx.execute(sql, (name, at, now, now))
-            return await _find(tx, name)
+                await _check_reached(tx, at, tenant, field="after")
+                sql = "INSERT INTO consumers (tenant, name, cursor, created, seen) VALUES (?, ?, ?, ?, ?)"
+                await tx.execute(sql, (owner, name, at, now, now))
+            ((position,),) = await tx.fetch("SELECT cursor FROM consumers WHERE tenant = ? AND name = ?", (owner, name))
+            return int(position)
 
         return await self._db.write(body)
 
-    async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False) -> Consumer:
+    async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> Consumer:
         """Move a consumer forward to `cursor`; back, too, with `rewind`.
 
         Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
         """
+        owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
 
         async def body(tx: Connection) -> Consumer:
-            await _check_reached(tx, cursor, field="cursor")
-            now = self._clock()
-            await tx.execute("UPDATE consumers SET seen = ? WHERE name = ?", (now, name))
-            values = (cursor, name) if rewind else (cursor, name, cursor)
-            await tx.execute(f"UPDATE consumers SET cursor = ? WHERE name = ?{further}", values)
-            return await _find(tx, name)
+            known = "UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?"
+            if not await tx.execute(known, (self._clock(), owner, name)):
+                raise _unknown(name)
+            await _check_reached(tx, cursor, tenant, field="cursor")
+            values = (cursor, owner, name) if rewind else (cursor, owner, name, cursor)
+            await tx.execute(f"UPDATE consumers SET cursor = ? WHERE tenant = ? AND name = ?{further}", values)
+            [moved] = await _consumers(tx, "WHERE tenant = ? AND name = ?", owner, name)
+            return moved
 
         return await self._db.write(body)
 
-    async def listed(self) -> list[Consumer]:
-        """All consumers, by name."""
-        return await self._db.read(lambda tx: _consumers(tx, "ORDER BY name"))
+    async def listed(self, tenant: str | None = None) -> list[Consumer]:
+        """The tenant's consumers; or all of them. Those of admins come first, then those of each tenant, by name."""
+        where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
+        return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, *, tenant: str | None = None) -> None:
         """Forget a consumer and its position. Raises NotFound for an unknown one."""
 
         async def body(tx: Connection) -> None:
-            await _find(tx, name)
-            await tx.execute("DELETE FROM consumers WHERE name = ?", (name,))
+            sql = "DELETE FROM consumers WHERE tenant = ? AND name = ?"
+            if not await tx.execute(sql, (tenant or OF_ADMINS, name)):
+                raise _unknown(name)
 
         await self._db.write(body)
 
 
-async def _find(tx: Connection, name: str) -> Consumer:
-    found = await _consumers(tx, "WHERE name = ?", name)
-    if not found:
-        raise NotFound(f"no consumer {name!r}", hint=f"it begins with its first GET /v1/results?consumer={name}")
-    return found[0]
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"no consumer {name!r}", hint=f"it begins with its first GET /v1/results?consumer={name}")
 
 
 async def _consumers(tx: Connection, where: str, *values: str) -> list[Consumer]:
-    newest = await _newest(tx)
-    oldest: int = (await tx.fetch("SELECT COALESCE(MIN(cursor), 0) FROM groups"))[0][0] or newest + 1
-    found = await tx.fetch(f"SELECT name, cursor, created, seen FROM consumers {where}", values)
+    found = await tx.fetch(f"SELECT tenant, name, cursor, created, seen FROM consumers {where}", values)
     return [
-        # What was removed before it was read is not left to be read.
-        Consumer(name=row[0], cursor=row[1], created=row[2], seen=row[3], lag=newest - max(row[1], oldest - 1))
+        Consumer(
+            tenant=row[0] or None,
+            name=row[1],
+            cursor=row[2],
+            created=row[3],
+            seen=row[4],
+            lag=await _lag(tx, row[0] or None, row[2]),
+        )
         for row in found
     ]
 
 
-async def _newest(tx: Connection) -> int:
-    cursor: int = (await tx.fetch("SELECT cursor FROM totals"))[0][0]
-    return cursor
+async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
+    """How many groups are left at the most. What was removed before it was read is not left to be read."""
+    if tenant is not None:
+        sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
+        return int((await tx.fetch(sql, (tenant, position)))[0][0])
+    newest = await newest_cursor(tx, None)
+    oldest: int = (await tx.fetch("SELECT COALESCE(MIN(cursor), 0) FROM groups"))[0][0] or newest + 1
+    return newest - max(position, oldest - 1)
 
 
-async def _check_reached(tx: Connection, cursor: int, *, field: str) -> None:
-    if cursor > (newest := await _newest(tx)):
+async def _check_reached(tx: Connection, cursor: int, tenant: str | None, *, field: str) -> None:
+    if cursor > (newest := await newest_cursor(tx, tenant)):
         raise Conflict(
             f"no group has the cursor {cursor}: the newest is {newest}",
             hint="give the cursor of a group that was read; if the service has lost its data, begin again at 0",

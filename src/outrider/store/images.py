@@ -44,7 +44,11 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                 (image.digest, image.media_type, image.data),
             )
-        await tx.execute("INSERT INTO image_uses (session_id, digest) VALUES (?, ?)", use)
+        await tx.execute(
+            """INSERT INTO image_uses (session_id, digest, tenant) SELECT sessions.id, ?, tenant
+               FROM sessions JOIN groups ON groups.id = sessions.group_id WHERE sessions.id = ?""",
+            (image.digest, session_id),
+        )
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
@@ -56,8 +60,12 @@ async def forget_images(tx: Connection, session_id: str) -> None:
     await tx.execute_many(sql, digests)
 
 
-async def find_image(tx: Connection, digest: str) -> Image:
-    found = await tx.fetch("SELECT media_type, data FROM images WHERE digest = ?", (digest,))
+async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
+    """An image that a session of the tenant shows. Raises NotFound."""
+    sql = "SELECT media_type, data FROM images WHERE digest = ?"
+    if tenant is not None:
+        sql += " AND EXISTS (SELECT 1 FROM image_uses WHERE image_uses.digest = images.digest AND tenant = ?)"
+    found = await tx.fetch(sql, (digest,) if tenant is None else (digest, tenant))
     if not found:
         raise NotFound(
             f"no image {digest!r}",

@@ -93,11 +93,13 @@ async def _note_image_uses(tx: Connection) -> None:
 
 
 async def _share_queue(tx: Connection) -> None:
-    """Give the sessions that wait, or may wait again, their bucket: before, the queue knew priority and age alone."""
-    sql = "SELECT id, labels, priority, created FROM groups WHERE state = 'active' ORDER BY created, id"
-    for group_id, packed, priority, created in await tx.fetch(sql):
+    """Give the sessions that wait, or may wait again, their bucket: before, buckets were not those of tenants, and
+    earlier still the queue knew priority and age alone."""
+    await tx.execute("DELETE FROM queue_shares")
+    sql = "SELECT id, tenant, labels, priority, created FROM groups WHERE state = 'active' ORDER BY created, id"
+    for group_id, tenant, packed, priority, created in await tx.fetch(sql):
         labels = msgspec.json.decode(packed, type=dict[str, str])
-        bucket = bucket_of(labels)
+        bucket = bucket_of(tenant, labels)
         await tx.execute("UPDATE sessions SET bucket = ? WHERE group_id = ?", (bucket, group_id))
         await open_share(tx, priority, bucket, evaluation=EVALUATION_LABEL in labels, since=created)
 
@@ -285,7 +287,6 @@ MIGRATIONS: Migrations = (
             WHERE waiting = 1 AND evaluation = 1""",
         "CREATE INDEX queue_shares_served ON queue_shares (served)",
         "ALTER TABLE sessions ADD COLUMN bucket TEXT NOT NULL DEFAULT ''",
-        _share_queue,
         "DROP INDEX sessions_queue",
         """CREATE INDEX sessions_queue ON sessions (priority, bucket, created, group_id, sample_index, due)
             WHERE waiting = 1""",
@@ -312,6 +313,71 @@ MIGRATIONS: Migrations = (
         # One row, which `Store.probe` changes to find out whether anything can be stored.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
+    ),
+    (
+        # Whose it is: by default of the token's own name. What nobody's token has submitted is the operator's.
+        "ALTER TABLE tokens ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+        "UPDATE tokens SET tenant = name",
+        "CREATE INDEX tokens_by_tenant ON tokens (tenant)",
+        "ALTER TABLE groups ADD COLUMN tenant TEXT NOT NULL DEFAULT 'operator'",
+        "UPDATE groups SET tenant = submitted_by WHERE submitted_by IS NOT NULL AND submitted_by <> 'local'",
+        # `idempotency_key` is TENANT/KEY, so that the column stays unique: SQLite cannot drop that constraint.
+        "UPDATE groups SET idempotency_key = tenant || '/' || idempotency_key WHERE idempotency_key IS NOT NULL",
+        "CREATE INDEX groups_of_tenant ON groups (tenant, created, id)",
+        "CREATE INDEX groups_of_tenant_by_state ON groups (tenant, state, created, id)",
+        "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
+        "DROP INDEX groups_by_end",
+        "CREATE INDEX groups_by_end ON groups (finished, cursor, tenant) WHERE cursor IS NOT NULL",
+        # What is read of a tenant without looking at the rows of others has its group's tenant, too.
+        "ALTER TABLE events ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+        "UPDATE events SET tenant = COALESCE((SELECT tenant FROM groups WHERE groups.id = events.group_id), '')",
+        "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
+        "ALTER TABLE outbox ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+        "UPDATE outbox SET tenant = (SELECT tenant FROM groups WHERE groups.id = outbox.group_id)",
+        "CREATE INDEX outbox_dead_of_tenant ON outbox (tenant, given_up, group_id) WHERE given_up IS NOT NULL",
+        "ALTER TABLE image_uses ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+        """UPDATE image_uses SET tenant = (SELECT groups.tenant FROM sessions
+            JOIN groups ON groups.id = sessions.group_id WHERE sessions.id = image_uses.session_id)""",
+        "DROP INDEX image_uses_by_digest",
+        "CREATE INDEX image_uses_by_digest ON image_uses (digest, tenant)",
+        # As `totals`, for each tenant that has had a done group. Cursors that were given before are known as reached.
+        """CREATE TABLE tenants (
+            name TEXT PRIMARY KEY,
+            cursor BIGINT NOT NULL,
+            sessions BIGINT NOT NULL,
+            removed_event BIGINT NOT NULL
+        )""",
+        """INSERT INTO tenants (name, cursor, removed_event, sessions)
+            SELECT known.tenant, totals.cursor, totals.removed_event,
+                (SELECT COALESCE(SUM(n), 0) FROM groups WHERE groups.tenant = known.tenant AND groups.state = 'done')
+            FROM totals, (SELECT tenant FROM groups UNION SELECT tenant FROM tokens) AS known""",
+        # `tenant` is empty for those of admins, who see all. Who has read as a consumer was not known: each goes on
+        # from its position, for admins and for every tenant that may acknowledge.
+        "ALTER TABLE consumers RENAME TO earlier_consumers",
+        """CREATE TABLE consumers (
+            tenant TEXT NOT NULL,
+            name TEXT NOT NULL,
+            cursor BIGINT NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            seen DOUBLE PRECISION NOT NULL,
+            PRIMARY KEY (tenant, name)
+        )""",
+        """INSERT INTO consumers (tenant, name, cursor, created, seen)
+            SELECT '', name, cursor, created, seen FROM earlier_consumers
+            UNION ALL SELECT tenant, earlier_consumers.name, cursor, earlier_consumers.created, seen
+            FROM earlier_consumers, tokens WHERE role = 'submit' AND revoked IS NULL""",
+        "DROP TABLE earlier_consumers",
+        "CREATE INDEX consumers_by_cursor ON consumers (tenant, cursor)",
+        # The queue is shared between tenants first, then between the buckets of each.
+        "ALTER TABLE queue_shares ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+        _share_queue,
+        "DROP INDEX queue_shares_order",
+        "DROP INDEX queue_shares_evaluations",
+        """CREATE INDEX queue_shares_order ON queue_shares (priority, tenant, served, since, bucket)
+            WHERE waiting = 1""",
+        """CREATE INDEX queue_shares_evaluations ON queue_shares (priority, tenant, served, since, bucket)
+            WHERE waiting = 1 AND evaluation = 1""",
+        "CREATE INDEX queue_shares_of_tenant ON queue_shares (tenant, served)",
     ),
 )
 

@@ -1,8 +1,9 @@
-"""The order of the queue: priority, then fair share between buckets, then age.
+"""The order of the queue: priority, then fair share between tenants, then between the buckets of each, then age.
 
-A bucket is the sessions of one run, or of one user where no run is named; all others share the bucket without a name.
-Of the buckets that wait at the highest priority, the one with the least work under way goes first, then the one that
-was served the longest time ago. Within a bucket the oldest session goes first. It opens no transaction.
+A bucket is the sessions of one run of a tenant, or of one user where no run is named; all others of the tenant share
+the bucket without a name. Of the tenants that wait at the highest priority, the one with the least work under way goes
+first, then the one that was served the longest time ago; and of its buckets, likewise. So a client that invents a run
+for each group takes from its own tenant only. Within a bucket the oldest session goes first. It opens no transaction.
 Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` = 1. The reverse does not hold:
 who finds nothing in a bucket tells `close_shares`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 import msgspec
@@ -25,13 +26,28 @@ from outrider.store.rows import SessionRow
 BUCKET_LABELS = ("run", "user")
 """Labels that name a group's bucket; the first that it has counts."""
 
-COUNT_OF_BUCKET = """SELECT COUNT(*) FROM (
+COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
         ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
-    WHERE queue_shares.bucket = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
+    WHERE queue_shares.{column} = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
+
+# Goes from tenant to tenant in the index: a plain DISTINCT would read the row of every bucket.
+TENANTS = """WITH RECURSIVE found (tenant) AS (
+        SELECT MIN(tenant) FROM queue_shares WHERE {which} AND priority = ?
+        UNION ALL
+        SELECT (SELECT MIN(queue_shares.tenant) FROM queue_shares
+                WHERE {which} AND priority = ? AND queue_shares.tenant > found.tenant)
+        FROM found WHERE found.tenant IS NOT NULL
+    )
+    SELECT found.tenant, (SELECT MAX(served) FROM queue_shares WHERE queue_shares.tenant = found.tenant) AS last
+    FROM found WHERE found.tenant IS NOT NULL ORDER BY last, found.tenant"""
 
 ABOVE_ALL = (1 << 31) - 1
 """Above every priority."""
+
+MOST_PASSED = 64
+"""A tenant is passed over once so many of its buckets are, so that a look at the queue has a bound. The tenants behind
+it are looked at all the same."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -41,23 +57,27 @@ class Picked(msgspec.Struct, frozen=True):
     empty: list[tuple[int, str]]
 
 
-def bucket_of(labels: Mapping[str, str]) -> str:
-    """The bucket of a group. A digest, because a label may be long or contain what a database refuses. Evaluations of a
-    run have a bucket of their own."""
+def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
+    """The bucket of a group: its tenant, and a digest, because a label may be long or contain what a database refuses.
+    Evaluations of a run have a bucket of their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     evaluation = EVALUATION_LABEL in labels
     if not named and not evaluation:
-        return ""
+        return f"{tenant}:"
     text = "\0".join(("evaluation" if evaluation else "", *named))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return f"{tenant}:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+def tenant_of(bucket: str) -> str:
+    return bucket.partition(":")[0]
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:
     """Note that sessions of a bucket wait, the oldest since then."""
     await tx.execute(
-        """INSERT INTO queue_shares (priority, bucket, evaluation, waiting, served, since) VALUES (?, ?, ?, 1, 0, ?)
-           ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
-        (priority, bucket, int(evaluation), since),
+        """INSERT INTO queue_shares (priority, tenant, bucket, evaluation, waiting, served, since)
+           VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
+        (priority, tenant_of(bucket), bucket, int(evaluation), since),
     )
 
 
@@ -97,14 +117,15 @@ async def pick(
     evaluations: bool,
 ) -> Picked:
     """The next sessions that are due by `now`, or only after `latest`: nothing is put off for so long, so the clock has
-    been set back since. `under_way` counts the sessions under way by bucket; buckets in `skip` are left
-    out; with `evaluations` only evaluations are looked at.
+    been set back since. `under_way` counts the sessions under way by bucket; buckets in `skip` are left out, and
+    tenants with MOST_PASSED of them; with `evaluations` only evaluations are looked at.
 
-    Its cost grows with `limit` and the number of buckets with work under way, not with the length of the queue.
+    Its cost grows with `limit`, the number of tenants and that of buckets with work under way, not with the length of
+    the queue.
     """
     picked = Picked([], [])
-    busy = Counter(under_way)
     which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
+    look = _Look(tx, which, now=now, latest=latest, under_way=under_way, skip=skip)
     priority = ABOVE_ALL
     while len(picked.sessions) < limit:
         found = await tx.fetch(
@@ -114,33 +135,64 @@ async def pick(
         if found[0][0] is None:
             break
         priority = found[0][0]
-        line = _Line(tx, priority, which, now=now, latest=latest, busy=busy, skip=skip)
-        await line.pick(limit, picked)
+        await _pick_at(look, priority, limit, picked)
     return picked
 
 
-class _Line:
-    """The buckets that wait at one priority."""
+async def _pick_at(look: _Look, priority: int, limit: int, picked: Picked) -> None:
+    """Add sessions of one priority to `picked` until it has as many as `limit`, or none is left."""
+    order = count()
+    lines = [(look.work[tenant], next(order), _Line(look, priority, tenant)) for tenant in await look.tenants(priority)]
+    heapify(lines)
+    while lines and len(picked.sessions) < limit:
+        work, _, line = heappop(lines)
+        wanted = (limit - len(picked.sessions)) // (len(lines) + 1) + 1
+        session = await line.next(wanted, picked.empty)
+        if session is not None:
+            picked.sessions.append(rows.session_from(session))
+            look.work[line.tenant] += 1
+            heappush(lines, (work + 1, next(order), line))
+
+
+class _Look:
+    """One look at the queue."""
 
     def __init__(
         self,
         tx: Connection,
-        priority: int,
         which: str,
         *,
         now: float,
         latest: float,
-        busy: Counter[str],
+        under_way: Mapping[str, int],
         skip: Collection[str],
     ) -> None:
-        self._tx = tx
-        self._priority = priority
-        self._which = which
-        self._now = now
-        self._latest = latest
-        self._busy = busy
+        self.tx = tx
+        self.which = which
+        self.now = now
+        self.latest = latest
+        self.skip = skip
+        self.busy = Counter(under_way)
         """Work under way by bucket, with what is picked."""
-        self._skip = skip
+        self.work: Counter[str] = Counter()
+        """The same by tenant."""
+        for bucket, number in under_way.items():
+            self.work[tenant_of(bucket)] += number
+        self._passed = Counter(map(tenant_of, skip))
+
+    async def tenants(self, priority: int) -> list[str]:
+        """The tenants that wait, first the one that was served the longest time ago."""
+        found = await self.tx.fetch(TENANTS.format(which=self.which), (priority, priority))
+        return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
+
+
+class _Line:
+    """The buckets of one tenant that wait at one priority."""
+
+    def __init__(self, look: _Look, priority: int, tenant: str) -> None:
+        self._look = look
+        self._priority = priority
+        self.tenant = tenant
         self._order = count()
         self._buckets: list[tuple[int, int, str]] = []
         """A heap: the work under way, the turn among equals, the bucket."""
@@ -149,47 +201,50 @@ class _Line:
         self._read: dict[str, list[Row]] = {}
         self._taken: dict[str, int] = {}
 
-    async def pick(self, limit: int, picked: Picked) -> None:
-        """Add sessions to `picked` until it has as many as `limit`, or none is left."""
-        while len(picked.sessions) < limit:
+    async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
+        """The tenant's next session, None if none is left; about `wanted` may be asked for. Adds to `empty` the buckets
+        in which none waits any more."""
+        look = self._look
+        while True:
             # A bucket without work under way may still come; one with some has to wait for all of these.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
-                await self._read_buckets(limit + len(self._busy) + len(self._skip))
+                await self._read_buckets(wanted + len(look.busy) + len(look.skip))
             if not self._buckets:
-                return
+                return None
             bucket = heappop(self._buckets)[-1]
-            session = await self._next(bucket, limit - len(picked.sessions))
+            session = await self._next_in(bucket, wanted)
             if session is not None:
-                picked.sessions.append(rows.session_from(session))
-                self._busy[bucket] += 1
-                heappush(self._buckets, (self._busy[bucket], next(self._order), bucket))
-            elif not self._taken.get(bucket) and await self._is_empty(bucket):
-                picked.empty.append((self._priority, bucket))
+                look.busy[bucket] += 1
+                heappush(self._buckets, (look.busy[bucket], next(self._order), bucket))
+                return session
+            if not self._taken.get(bucket) and await self._is_empty(bucket):
+                empty.append((self._priority, bucket))
 
     async def _read_buckets(self, number: int) -> None:
         """Read buckets in the order in which they were served."""
-        found = await self._tx.fetch(
+        found = await self._look.tx.fetch(
             f"""SELECT served, since, bucket FROM queue_shares
-                WHERE {self._which} AND priority = ? AND (served, since, bucket) > (?, ?, ?)
+                WHERE {self._look.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)
                 ORDER BY served, since, bucket LIMIT ?""",
-            (self._priority, *(self._last or ()), number),
+            (self._priority, self.tenant, *(self._last or ()), number),
         )
         for _, _, bucket in found:
-            if bucket not in self._skip:
-                heappush(self._buckets, (self._busy[bucket], next(self._order), bucket))
+            if bucket not in self._look.skip:
+                heappush(self._buckets, (self._look.busy[bucket], next(self._order), bucket))
         self._last = found[-1] if len(found) == number else None
 
-    async def _next(self, bucket: str, wanted: int) -> Row | None:
+    async def _next_in(self, bucket: str, wanted: int) -> Row | None:
         """The bucket's oldest session that is due and was not taken before."""
+        look = self._look
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])
         if not read:
             read += reversed(
-                await self._tx.fetch(
+                await look.tx.fetch(
                     f"""SELECT {rows.SESSION_COLUMNS} FROM sessions
                         WHERE waiting = 1 AND priority = ? AND bucket = ? AND (due <= ? OR due > ?)
                         ORDER BY created, group_id, sample_index LIMIT ? OFFSET ?""",
-                    (self._priority, bucket, self._now, self._latest, wanted // (len(self._buckets) + 1) + 1, taken),
+                    (self._priority, bucket, look.now, look.latest, wanted // (len(self._buckets) + 1) + 1, taken),
                 )
             )
         if not read:
@@ -200,4 +255,4 @@ class _Line:
     async def _is_empty(self, bucket: str) -> bool:
         """Whether no session waits in it, due or not."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
-        return not await self._tx.fetch(sql, (self._priority, bucket))
+        return not await self._look.tx.fetch(sql, (self._priority, bucket))

@@ -3,7 +3,7 @@
 A removal begins with `hide`: from then on nobody finds the group or its sessions, and they take no part in anything.
 `erase` deletes their rows, step by step. It knows no files, and does not decide what is to be removed.
 Invariants: a group is hidden as a whole or not at all; never one that is not done, that has a delivery to make, or that
-a consumer has not acknowledged (unless that is overruled). What is hidden stays so, whatever dies meanwhile.
+a consumer who sees it has not acknowledged (unless that is overruled). What is hidden stays so, whatever dies.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import msgspec
 
 from outrider.store.database import Connection, Database
 from outrider.store.images import forget_images
+from outrider.store.tenants import note_erased_events, note_hidden
 
 REMOVED = "removed"
 """The state of hidden groups and sessions until their rows are gone. No other part of the store reads such rows."""
 
-ALL_CURSORS = (1 << 63) - 1
+UNACKNOWLEDGED = """EXISTS (SELECT 1 FROM consumers
+    WHERE consumers.tenant IN ('', groups.tenant) AND consumers.cursor < groups.cursor)"""
+"""Of a done group: a consumer that sees it has not acknowledged it. Those that see all have no tenant."""
 
-REMOVABLE = """state = 'done' AND cursor <= ?
-    AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.group_id = groups.id)"""
+REMOVABLE = "state = 'done' AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.group_id = groups.id)"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,25 +71,18 @@ class Removals:
         """Groups that may be removed and finished before a time, the first to finish first; `after` is the place to go
         on from."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
-            WHERE {REMOVABLE} AND cursor IS NOT NULL AND finished < ? AND (finished, cursor) > (?, ?)
+            WHERE {_removable(force)} AND cursor IS NOT NULL AND finished < ? AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
-
-        async def body(tx: Connection) -> list[Candidate]:
-            found = await tx.fetch(sql, (await _bound(tx, force), before, *after, limit))
-            return [
-                Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found
-            ]
-
-        return await self._db.read(body)
+        found = await self._db.read(lambda tx: tx.fetch(sql, (before, *after, limit)))
+        return [Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found]
 
     async def held(self, *, before: float = inf, force: bool) -> Held:
         """Of the groups that finished before a time, those that may not be removed."""
 
+        kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND {UNACKNOWLEDGED}"
+
         async def body(tx: Connection) -> Held:
-            ((unacknowledged,),) = await tx.fetch(
-                "SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND cursor > ?",
-                (before, await _bound(tx, force)),
-            )
+            unacknowledged: int = 0 if force else (await tx.fetch(kept, (before,)))[0][0]
             ((undelivered,),) = await tx.fetch(
                 "SELECT COUNT(*) FROM outbox JOIN groups ON groups.id = outbox.group_id WHERE finished < ?", (before,)
             )
@@ -99,17 +94,17 @@ class Removals:
         """Hide those of the groups that still may be removed; their ids. Call `erase` until it is done."""
 
         async def body(tx: Connection) -> list[str]:
-            bound = await _bound(tx, force)
             hidden = []
             for group_id in group_ids:
-                found = await tx.fetch(f"SELECT n, bytes FROM groups WHERE id = ? AND {REMOVABLE}", (group_id, bound))
-                for n, size in found:
+                sql = f"SELECT n, bytes FROM groups WHERE id = ? AND {_removable(force)}"
+                for n, size in await tx.fetch(sql, (group_id,)):
                     await tx.execute(
                         "UPDATE groups SET state = ?, cursor = NULL, idempotency_key = NULL WHERE id = ?",
                         (REMOVED, group_id),
                     )
                     await tx.execute("UPDATE sessions SET state = ? WHERE group_id = ?", (REMOVED, group_id))
                     await tx.execute("UPDATE totals SET sessions = sessions - ?, bytes = bytes - ?", (n, size))
+                    await note_hidden(tx, group_id, n)
                     hidden.append(group_id)
             return hidden
 
@@ -162,6 +157,7 @@ class Removals:
                     last = events[-1][0]
                     left -= await tx.execute("DELETE FROM events WHERE group_id = ? AND cursor <= ?", (group_id, last))
                     await tx.execute("UPDATE totals SET removed_event = ? WHERE removed_event < ?", (last, last))
+                    await note_erased_events(tx, group_id, last)
                 if left <= 0:
                     return True
                 await tx.execute("DELETE FROM groups WHERE id = ?", (group_id,))
@@ -174,7 +170,5 @@ class Removals:
         return await self._db.shrink()
 
 
-async def _bound(tx: Connection, force: bool) -> int:
-    """The last cursor that may be removed."""
-    slowest: int | None = None if force else (await tx.fetch("SELECT MIN(cursor) FROM consumers"))[0][0]
-    return ALL_CURSORS if slowest is None else slowest
+def _removable(force: bool) -> str:
+    return REMOVABLE if force else f"{REMOVABLE} AND NOT {UNACKNOWLEDGED}"

@@ -15,13 +15,13 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.spec import Role
+from outrider.spec import OPERATOR_TENANT, Role
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
 GROUP_COLUMNS = (
     "id, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor, labels, "
-    "n - open_sessions, errors, rewarded, reward_total, min_usable, submitted_by"
+    "n - open_sessions, errors, rewarded, reward_total, min_usable, submitted_by, tenant"
 )
 SESSION_COLUMNS = (
     "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
@@ -29,7 +29,7 @@ SESSION_COLUMNS = (
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try, since, given_up, fault"
-TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked"
+TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked, tenant"
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `cursor` is the group's place in the results once it is done. The store counts the outcomes of its `n` sessions:
     `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards. Once
-    `min_usable` have a reward, the others are ended. `submitted_by` names the token that it was submitted with.
+    `min_usable` have a reward, the others are ended. `submitted_by` names the token that it was submitted with,
+    `tenant` whose it is. No other group of the tenant has its `idempotency_key`.
     """
 
     id: str
@@ -57,6 +58,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     reward_total: float = 0.0
     min_usable: int | None = None
     submitted_by: str | None = None
+    tenant: str = OPERATOR_TENANT
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +89,11 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """How many sessions wait, and in how many buckets."""
+    """How many sessions wait, in how many buckets, and of how many tenants."""
 
     sessions: int
     buckets: int
+    tenants: int
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
@@ -101,7 +104,8 @@ class PolicyRow(msgspec.Struct, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API. Times are seconds since the epoch; `digest` is the SHA-256 of its text (hex)."""
+    """A token of the control API. Times are seconds since the epoch; `digest` is the SHA-256 of its text (hex); what is
+    submitted with it is its `tenant`'s."""
 
     name: str
     digest: str
@@ -110,6 +114,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     expires: float | None
     revoked: float | None = None
+    tenant: str
 
 
 class EventKind(StrEnum):
@@ -156,9 +161,10 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of the results. It has processed the groups up to `cursor`, and was last heard of at `seen`; up to
-    `lag` groups are left for it."""
+    """A named reader of a tenant's results, or of everybody's (None). It has processed the groups up to `cursor`, and
+    was last heard of at `seen`; up to `lag` groups are left for it."""
 
+    tenant: str | None
     name: str
     cursor: int
     created: float
@@ -172,6 +178,11 @@ pack = msgspec.msgpack.encode
 def receiver_of(url: str) -> str:
     """The host and port of a callback URL."""
     return urlsplit(url).netloc.rpartition("@")[2]
+
+
+def stored_key(tenant: str, idempotency_key: str) -> str:
+    """As the column has it, which is unique: the names of tenants have no slash."""
+    return f"{tenant}/{idempotency_key}"
 
 
 def pack_data(data: Mapping[str, Any]) -> str:
@@ -188,7 +199,7 @@ def group_from(row: Row) -> GroupRow:
         id=row[0],
         n=row[1],
         priority=row[2],
-        idempotency_key=row[3],
+        idempotency_key=None if row[3] is None else row[3].partition("/")[2],
         callback_url=row[4],
         state=GroupState(row[5]),
         cancelled=bool(row[6]),
@@ -202,6 +213,7 @@ def group_from(row: Row) -> GroupRow:
         reward_total=row[14],
         min_usable=row[15],
         submitted_by=row[16],
+        tenant=row[17],
     )
 
 
@@ -249,6 +261,7 @@ def token_from(row: Row) -> TokenRow:
         created=row[4],
         expires=row[5],
         revoked=row[6],
+        tenant=row[7],
     )
 
 

@@ -26,6 +26,14 @@ from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.tenants import (
+    newest_cursor,
+    newest_event,
+    note_done,
+    of_tenant,
+    session_of_tenant,
+    sessions_in_done_groups,
+)
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -48,7 +56,8 @@ ADOPT = (
     """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
         SELECT sessions.id, sessions.attempt, model, turn_index, turn FROM sessions, frozen_turns
         WHERE sessions.id = ? AND frozen_turns.session_id = ? AND frozen_turns.attempt = ? ON CONFLICT DO NOTHING""",
-    """INSERT INTO image_uses (session_id, digest) SELECT sessions.id, digest FROM sessions, image_uses
+    """INSERT INTO image_uses (session_id, digest, tenant) SELECT sessions.id, digest, groups.tenant
+        FROM image_uses, sessions JOIN groups ON groups.id = sessions.group_id
         WHERE sessions.id = ? AND image_uses.session_id = ? ON CONFLICT DO NOTHING""",
 )
 END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
@@ -65,6 +74,9 @@ class Store:
 
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
     session raise Conflict if the session is done or `attempt` is not its newest attempt.
+
+    What is asked for with a `tenant` is looked for among the rows of that tenant only: what belongs to another is as
+    unknown as what does not exist.
 
     Sessions that are to end (`SessionRow.ending`: cancelled, or not needed any more) leave the queue at once: `queued`
     does not list them and `start_attempt` refuses them. They are not done until the caller finishes each for that
@@ -117,17 +129,19 @@ class Store:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions that have
         not started by the time `expires` end then (`expire`).
 
-        The stored group starts active and not cancelled, whatever `group` says. If its idempotency key is known, the
-        group that has it is returned if its spec is the same bytes; else Conflict is raised. QuotaExceeded is raised if
-        its submitter would have more than `quota` sessions that are not done.
+        The stored group starts active and not cancelled, whatever `group` says. If its tenant has a group with its
+        idempotency key, that one is returned if its spec is the same bytes; else Conflict is raised. QuotaExceeded is
+        raised if its submitter would have more than `quota` sessions that are not done.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
 
+        key = None if group.idempotency_key is None else rows.stored_key(group.tenant, group.idempotency_key)
+
         async def body(tx: Connection) -> GroupRow:
-            if group.idempotency_key is not None:
+            if key is not None:
                 sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
-                for row in await tx.fetch(sql, (group.idempotency_key,)):
+                for row in await tx.fetch(sql, (key,)):
                     known = rows.group_from(row)
                     if await _find_spec(tx, known.id) != spec:
                         raise Conflict(
@@ -147,15 +161,15 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes, submitted_by)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by, tenant)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     spec,
                     rows.pack_data(group.labels),
                     group.n,
                     group.priority,
-                    group.idempotency_key,
+                    key,
                     group.callback_url,
                     GroupState.ACTIVE.value,
                     group.n,
@@ -163,11 +177,12 @@ class Store:
                     group.min_usable,
                     len(spec),
                     group.submitted_by,
+                    group.tenant,
                 ),
             )
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
-            bucket = queue.bucket_of(group.labels)
+            bucket = queue.bucket_of(group.tenant, group.labels)
             common = (group.priority, group.created, group.created, bucket, expires)
             inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
@@ -184,18 +199,21 @@ class Store:
 
         return await self._db.write(body)
 
-    async def group(self, group_id: str) -> GroupRow:
-        return await self._db.read(lambda tx: _find_group(tx, group_id))
+    async def group(self, group_id: str, *, tenant: str | None = None) -> GroupRow:
+        return await self._db.read(lambda tx: _find_group(tx, group_id, tenant))
 
     async def spec(self, group_id: str) -> bytes:
         """The JSON of the group's GroupSpec."""
         return await self._db.read(lambda tx: _find_spec(tx, group_id))
 
-    async def groups(self, *, state: GroupState | None = None, limit: int = 100) -> list[GroupRow]:
+    async def groups(
+        self, *, state: GroupState | None = None, limit: int = 100, tenant: str | None = None
+    ) -> list[GroupRow]:
         """Newest first."""
         where, value = ("state <> ?", REMOVED) if state is None else ("state = ?", state.value)
-        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where} ORDER BY created DESC, id DESC LIMIT ?"
-        found = await self._db.read(lambda tx: tx.fetch(sql, (value, limit)))
+        own = of_tenant(tenant)
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where}{own.sql} ORDER BY created DESC, id DESC LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (value, *own.values, limit)))
         return [rows.group_from(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
@@ -204,8 +222,8 @@ class Store:
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
 
-    async def session(self, session_id: str) -> SessionRow:
-        return await self._db.read(lambda tx: _find_session(tx, session_id))
+    async def session(self, session_id: str, *, tenant: str | None = None) -> SessionRow:
+        return await self._db.read(lambda tx: _find_session(tx, session_id, tenant))
 
     async def sessions(self, group_id: str) -> list[SessionRow]:
         """The group's sessions in sample order."""
@@ -256,21 +274,29 @@ class Store:
 
         async def body(tx: Connection) -> QueueLength:
             sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
-            buckets = await tx.fetch("SELECT COUNT(DISTINCT bucket) FROM queue_shares WHERE waiting = 1")
-            return QueueLength(sessions[0][0], buckets[0][0])
+            sql = "SELECT COUNT(DISTINCT bucket), COUNT(DISTINCT tenant) FROM queue_shares WHERE waiting = 1"
+            ((buckets, tenants),) = await tx.fetch(sql)
+            return QueueLength(sessions[0][0], buckets, tenants)
 
         return await self._db.read(body)
 
-    async def waiting_with(self, labels: Mapping[str, str], *, most: int) -> int:
-        """How many sessions wait in the bucket of groups with these labels, counted up to `most`."""
-        bucket = queue.bucket_of(labels)
-        found: int = (await self._db.read(lambda tx: tx.fetch(queue.COUNT_OF_BUCKET, (bucket, most))))[0][0]
+    async def waiting_with(self, tenant: str, labels: Mapping[str, str], *, most: int) -> int:
+        """How many sessions wait in the bucket of the tenant's groups with these labels, counted up to `most`."""
+        return await self._waiting("bucket", queue.bucket_of(tenant, labels), most)
+
+    async def waiting_of(self, tenant: str, *, most: int) -> int:
+        """How many sessions of the tenant wait, counted up to `most`."""
+        return await self._waiting("tenant", tenant, most)
+
+    async def _waiting(self, column: str, value: str, most: int) -> int:
+        sql = queue.COUNT_WAITING.format(column=column)
+        found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
         return found
 
-    async def has_key(self, idempotency_key: str) -> bool:
-        """Whether a group was stored with this key."""
+    async def has_key(self, tenant: str, idempotency_key: str) -> bool:
+        """Whether a group of the tenant was stored with this key."""
         sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
-        return bool(await self._db.read(lambda tx: tx.fetch(sql, (idempotency_key,))))
+        return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
     async def drained_nodes(self) -> set[str]:
         """Names of the nodes that take no new sessions."""
@@ -282,17 +308,22 @@ class Store:
             sql = "DELETE FROM drained_nodes WHERE name = ?"
         await self._db.write(lambda tx: tx.execute(sql, (node,)))
 
-    async def counts(self) -> dict[SessionState, int]:
+    async def counts(self, *, tenant: str | None = None) -> dict[SessionState, int]:
         """Sessions per state, over all groups."""
         live = [state.value for state in SessionState if state is not SessionState.DONE]
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
+        own = of_tenant(tenant)
+        if tenant is not None:
+            # Sessions that are not done are in active groups. `<>` keeps the index of all sessions by state out of it.
+            sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
+                WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
+            live = []
 
         async def body(tx: Connection) -> dict[str, int]:
-            found: dict[str, int] = dict(await tx.fetch(sql, live))
-            # Those that are done may be millions and are not counted one by one: a sum is kept of those in done groups.
-            ((kept,),) = await tx.fetch("SELECT sessions FROM totals")
+            found: dict[str, int] = dict(await tx.fetch(sql, (*live, *own.values)))
+            kept = await sessions_in_done_groups(tx, tenant)
             ((ended,),) = await tx.fetch(
-                "SELECT COALESCE(SUM(n - open_sessions), 0) FROM groups WHERE state = 'active'"
+                f"SELECT COALESCE(SUM(n - open_sessions), 0) FROM groups WHERE state = 'active'{own.sql}", own.values
             )
             return found | {SessionState.DONE.value: kept + ended}
 
@@ -412,23 +443,27 @@ class Store:
         # from its task; once an attempt's end is stored, so are all its turns.
         await self._db.write(body, volatile=True)
 
-    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
+    async def turns(
+        self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
+    ) -> list[Turn]:
         """The turns of one attempt (default: the newest) by index. Their images have bytes only with `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         async def body(tx: Connection) -> list[bytes]:
-            newest = await _newest_attempt(tx, session_id)
+            newest = await _newest_attempt(tx, session_id, tenant)
             return [row[0] for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
 
         found = [rows.turn_from(packed) for packed in await self._db.read(body)]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
-    async def frozen_turns(self, session_id: str, attempt: int | None = None) -> dict[str, list[Turn]]:
+    async def frozen_turns(
+        self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
+    ) -> dict[str, list[Turn]]:
         """The turns of frozen models in one attempt (default: the newest), by model, each by index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
         async def body(tx: Connection) -> list[tuple[str, bytes]]:
-            newest = await _newest_attempt(tx, session_id)
+            newest = await _newest_attempt(tx, session_id, tenant)
             return [
                 (row[0], row[1]) for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
             ]
@@ -438,9 +473,9 @@ class Store:
             found.setdefault(model, []).append(rows.turn_from(packed))
         return found
 
-    async def image(self, digest: str) -> Image:
+    async def image(self, digest: str, *, tenant: str | None = None) -> Image:
         """An image in a stored turn, with its bytes. If the same bytes came with several media types, the first."""
-        return await self._db.read(lambda tx: find_image(tx, digest))
+        return await self._db.read(lambda tx: find_image(tx, digest, tenant))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
         """End an attempt that failed, and queue the session again, to be started at `due` or later."""
@@ -523,23 +558,25 @@ class Store:
                 (session.group_id, session.group_id),
             )
             await tx.execute("UPDATE groups SET cursor = (SELECT cursor FROM totals) WHERE id = ?", (session.group_id,))
+            await note_done(tx, session.group_id)
             group = await _find_group(tx, session.group_id)
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             if group.callback_url is not None:
                 await tx.execute(
-                    "INSERT INTO outbox (group_id, url, receiver, tries, next_try, since) VALUES (?, ?, ?, 0, ?, ?)",
-                    (group.id, group.callback_url, rows.receiver_of(group.callback_url), now, now),
+                    """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
+                       VALUES (?, ?, ?, 0, ?, ?, ?)""",
+                    (group.id, group.callback_url, rows.receiver_of(group.callback_url), now, now, group.tenant),
                 )
             return True
 
         return await self._db.write(body)
 
-    async def cancel_group(self, group_id: str) -> list[SessionRow]:
+    async def cancel_group(self, group_id: str, *, tenant: str | None = None) -> list[SessionRow]:
         """Mark a group cancelled; its sessions that are not done, which the caller must now end."""
 
         async def body(tx: Connection) -> list[SessionRow]:
-            group = await _find_group(tx, group_id)
+            group = await _find_group(tx, group_id, tenant)
             if group.state is GroupState.ACTIVE and not group.cancelled:
                 await tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
                 await tx.execute(END_OTHERS, (StopReason.CANCELLED.value, group_id))
@@ -548,14 +585,14 @@ class Store:
 
         return await self._db.write(body)
 
-    async def cancel_session(self, session_id: str) -> SessionRow:
+    async def cancel_session(self, session_id: str, *, tenant: str | None = None) -> SessionRow:
         """Have one session end as cancelled; the session, which the caller must now end unless it is done. The others
         of its group go on."""
 
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
 
         async def body(tx: Connection) -> SessionRow:
-            session = await _find_session(tx, session_id)
+            session = await _find_session(tx, session_id, tenant)
             if await tx.execute(sql, (StopReason.CANCELLED.value, session_id)):
                 await self._add_event(tx, EventKind.SESSION_CANCELLED, session.group_id, session_id, {})
             return await _find_session(tx, session_id)
@@ -585,21 +622,22 @@ class Store:
 
         return await self._db.write(body)
 
-    async def results(self, *, after: int, limit: int) -> list[GroupRow]:
-        """Done groups with a cursor greater than `after`, in cursor order."""
-        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ? ORDER BY cursor LIMIT ?"
-        found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
+    async def results(self, *, after: int, limit: int, tenant: str | None = None) -> list[GroupRow]:
+        """Done groups with a cursor greater than `after`, in cursor order, which is one for all tenants."""
+        own = of_tenant(tenant)
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [rows.group_from(row) for row in found]
 
-    async def last_cursor(self) -> int:
+    async def last_cursor(self, *, tenant: str | None = None) -> int:
         """The newest cursor that was given to a result; 0 before the first."""
-        cursor: int = (await self._db.read(lambda tx: tx.fetch("SELECT cursor FROM totals")))[0][0]
-        return cursor
+        return await self._db.read(lambda tx: newest_cursor(tx, tenant))
 
-    async def events(self, *, after: int, limit: int) -> list[Event]:
+    async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[Event]:
         """Events with a cursor greater than `after`, in order."""
-        sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
-        found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
+        own = of_tenant(tenant)
+        sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [rows.event_from(row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
@@ -612,14 +650,26 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (digest,)))
         return rows.token_from(found[0]) if found else None
 
-    async def add_token(self, token: TokenRow) -> None:
-        """Raises Conflict for a name that a token has or had: groups and the audit log know tokens by their names."""
+    async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
+        """Raises Conflict for a name that a token has or had: groups and the audit log know tokens by their names.
+        A new tenant must be new: with `joins` the token's tenant may be one that other tokens have."""
         values = (token.name, token.digest, token.role, token.max_queued, token.created, token.expires, token.revoked)
-        sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-        if not await self._db.write(lambda tx: tx.execute(sql, values)):
-            raise Conflict(
-                f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
-            )
+        sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+
+        async def body(tx: Connection) -> None:
+            if not await tx.execute(sql, (*values, token.tenant)):
+                raise Conflict(
+                    f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
+                )
+            others = "SELECT 1 FROM tokens WHERE tenant = ? AND name <> ? LIMIT 1"
+            if not joins and await tx.fetch(others, (token.tenant, token.name)):
+                raise Conflict(
+                    f"there is a tenant {token.tenant!r}, whose groups this token would see",
+                    field="name",
+                    hint=f"if it shall, say so with --tenant {token.tenant}; else give it another name",
+                )
+
+        await self._db.write(body)
 
     async def revoke_token(self, name: str) -> TokenRow:
         """Revoke a token; one that is revoked already keeps its time. Raises NotFound."""
@@ -633,11 +683,9 @@ class Store:
 
         return await self._db.write(body)
 
-    async def last_event(self) -> int:
+    async def last_event(self, *, tenant: str | None = None) -> int:
         """The newest cursor that was given to an event, removed ones included; 0 before the first."""
-        sql = "SELECT (SELECT COALESCE(MAX(cursor), 0) FROM events), removed_event FROM totals"
-        ((stored, removed),) = await self._db.read(lambda tx: tx.fetch(sql))
-        return max(int(stored), int(removed))
+        return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
         self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
@@ -677,11 +725,13 @@ class Store:
 
         await self._db.write(body)
 
-    async def dead_deliveries(self, *, limit: int) -> list[Delivery]:
+    async def dead_deliveries(self, *, limit: int, tenant: str | None = None) -> list[Delivery]:
         """Dead letters, the newest first."""
-        sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL
+        own = of_tenant(tenant)
+        sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL{own.sql}
             ORDER BY given_up DESC, group_id DESC LIMIT ?"""
-        return [rows.delivery_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql, (limit,)))]
+        found = await self._db.read(lambda tx: tx.fetch(sql, (*own.values, limit)))
+        return [rows.delivery_from(row) for row in found]
 
     async def redeliver(self, group_id: str) -> None:
         """Make a dead letter due, as if it had never been tried. Raises NotFound if it is not one."""
@@ -724,8 +774,9 @@ class Store:
         self, tx: Connection, kind: EventKind, group_id: str, session_id: str | None, data: Mapping[str, Any]
     ) -> None:
         await tx.execute(
-            "INSERT INTO events (at, kind, group_id, session_id, data) VALUES (?, ?, ?, ?, ?)",
-            (self._clock(), kind.value, group_id, session_id, rows.pack_data(data)),
+            """INSERT INTO events (at, kind, group_id, session_id, data, tenant)
+               VALUES (?, ?, ?, ?, ?, (SELECT tenant FROM groups WHERE id = ?))""",
+            (self._clock(), kind.value, group_id, session_id, rows.pack_data(data), group_id),
         )
 
 
@@ -733,8 +784,10 @@ def _no_delivery(group_id: str) -> NotFound:
     return NotFound(f"there is no such delivery of group {group_id!r}", hint="see outrider callbacks list")
 
 
-async def _find_group(tx: Connection, group_id: str) -> GroupRow:
-    found = await tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?", (group_id, REMOVED))
+async def _find_group(tx: Connection, group_id: str, tenant: str | None = None) -> GroupRow:
+    own = of_tenant(tenant)
+    sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?{own.sql}"
+    found = await tx.fetch(sql, (group_id, REMOVED, *own.values))
     if not found:
         raise NotFound(f"no group {group_id!r}")
     return rows.group_from(found[0])
@@ -747,15 +800,18 @@ async def _find_spec(tx: Connection, group_id: str) -> bytes:
     return bytes(found[0][0])
 
 
-async def _find_session(tx: Connection, session_id: str) -> SessionRow:
-    found = await _find_sessions(tx, "id = ?", session_id)
+async def _find_session(tx: Connection, session_id: str, tenant: str | None = None) -> SessionRow:
+    own = session_of_tenant(tenant)
+    found = await _find_sessions(tx, f"id = ?{own.sql}", session_id, *own.values)
     if not found:
         raise NotFound(f"no session {session_id!r}")
     return found[0]
 
 
-async def _newest_attempt(tx: Connection, session_id: str) -> int:
-    found = await tx.fetch("SELECT attempt FROM sessions WHERE state <> ? AND id = ?", (REMOVED, session_id))
+async def _newest_attempt(tx: Connection, session_id: str, tenant: str | None = None) -> int:
+    own = session_of_tenant(tenant)
+    sql = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
+    found = await tx.fetch(sql, (REMOVED, session_id, *own.values))
     if not found:
         raise NotFound(f"no session {session_id!r}")
     newest: int = found[0][0]

@@ -31,6 +31,7 @@ from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import VARIABLE
 from outrider.runtimes.node_host import Host
 from outrider.runtimes.tool_server.launch import connection
+from outrider.store.queue import tenant_of
 
 QUICK_SECONDS = 0.2
 """Processor time after which a check goes to the line of the slow ones. Most checks take a tenth of it."""
@@ -52,6 +53,7 @@ for name in ("outrider", "outrider.evaluators", "outrider.runtimes"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [root + "/" + name.replace(".", "/")]
 from outrider.evaluators.checks.zygote import main
+from outrider.store.queue import tenant_of
 main(module)
 """
 """Empty modules stand for the packages above, because the real ones import much that no check needs."""
@@ -146,8 +148,8 @@ class Checks:
         aside: Aside = nullcontext,
     ) -> Checked:
         """Let the library check what is in `request`, for up to `seconds` of processor time. However long it waits for
-        its turn, a slow machine or many others are not held against it. Buckets take turns; a long wait is spent in a
-        block of `aside`: see `Outcome`. Raises EvaluatorError."""
+        its turn, a slow machine or many others are not held against it. Tenants take turns, and the buckets of each; a
+        long wait is spent in a block of `aside`: see `Outcome`. Raises EvaluatorError."""
         return await self._check(request, seconds, self._answers, bucket, aside)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
@@ -165,13 +167,13 @@ class Checks:
     ) -> Checked:
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
-        async with lines.quick.take(bucket):
+        async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
             # Begun anew, in another line: else answers that hang would keep those that do not waiting.
             async with AsyncExitStack() as held:
                 async with aside():
-                    await held.enter_async_context(lines.slow.take(bucket))
+                    await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
                 checked = await self._run(body, seconds, nicer=SLOW_NICER)
         return checked or self._too_long(seconds)
 
