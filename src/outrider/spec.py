@@ -530,6 +530,12 @@ OPERATOR_TENANT = "operator"
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
 """The names of tokens and of tenants. The store joins a tenant's name with others by a colon or a slash."""
 
+
+def tenant_of(bucket: str) -> str:
+    """The tenant of a bucket of the queue (see store/queue.py)."""
+    return bucket.partition(":")[0]
+
+
 TokenName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
 
 

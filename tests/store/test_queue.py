@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from outrider.errors import Conflict
 from outrider.lifecycle import StopReason
-from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT
+from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, tenant_of
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.queue import MOST_PASSED, bucket_of, tenant_of
+from outrider.store.queue import MOST_PASSED, bucket_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store

@@ -13,11 +13,11 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
-from outrider.spec import OPERATOR_TENANT
+from outrider.spec import OPERATOR_TENANT, tenant_of
 from outrider.store.consumers import MAX_CONSUMERS
 from outrider.store.database import Connection, Database
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.queue import bucket_of, tenant_of
+from outrider.store.queue import bucket_of
 from outrider.store.rows import TokenRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store

@@ -18,7 +18,7 @@ from itertools import count
 
 import msgspec
 
-from outrider.spec import EVALUATION_LABEL
+from outrider.spec import EVALUATION_LABEL, tenant_of
 from outrider.store import rows
 from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
@@ -66,10 +66,6 @@ def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
         return f"{tenant}:"
     text = "\0".join(("evaluation" if evaluation else "", *named))
     return f"{tenant}:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
-
-
-def tenant_of(bucket: str) -> str:
-    return bucket.partition(":")[0]
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:

@@ -31,7 +31,7 @@ from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import VARIABLE
 from outrider.runtimes.node_host import Host
 from outrider.runtimes.tool_server.launch import connection
-from outrider.store.queue import tenant_of
+from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
 """Processor time after which a check goes to the line of the slow ones. Most checks take a tenth of it."""
@@ -53,7 +53,6 @@ for name in ("outrider", "outrider.evaluators", "outrider.runtimes"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [root + "/" + name.replace(".", "/")]
 from outrider.evaluators.checks.zygote import main
-from outrider.store.queue import tenant_of
 main(module)
 """
 """Empty modules stand for the packages above, because the real ones import much that no check needs."""
