@@ -14,10 +14,13 @@ import pytest
 from fastapi import FastAPI
 
 from api.test_gateway import KEY, a_gateway
+from outrider.api.access import CALLER
 from outrider.api.files import image_routes
 from outrider.client import AsyncClient
 from outrider.errors import NotFound
+from outrider.http_server import Receive, Scope, Send
 from outrider.messages import Image, image_from_bytes, image_from_url, images_in
+from outrider.service.principals import LOCAL
 from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import SampleImage, TokenMode
 from support.pictures import ADDRESS, PATHS, PNG, bodies, picture_service, task
@@ -148,7 +151,12 @@ async def test_what_a_text_only_engine_refuses_is_not_stored(tmp_path: Path) -> 
 async def test_an_image_is_served_so_that_no_browser_runs_it(media_type: str, served: str) -> None:
     app = FastAPI()
     app.include_router(image_routes(SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))))  # type: ignore[arg-type]  # all that the routes use of a service
-    async with serving(app) as url, aiohttp.ClientSession(url) as http, http.get(f"/v1/images/{DIGEST}") as reply:
+
+    async def let_in(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[CALLER] = LOCAL
+        await app(scope, receive, send)
+
+    async with serving(let_in) as url, aiohttp.ClientSession(url) as http, http.get(f"/v1/images/{DIGEST}") as reply:
         assert (reply.status, reply.headers["Content-Type"], await reply.read()) == (200, served, PNG)
         assert "Set-Cookie" not in reply.headers
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
@@ -161,7 +169,7 @@ class OneImage:
     def __init__(self, image: Image) -> None:
         self._image = image
 
-    async def image(self, digest: str) -> Image:
+    async def image(self, digest: str, *, tenant: str | None) -> Image:
         return self._image
 
 

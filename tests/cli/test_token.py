@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from outrider.client import AsyncClient
 from support.service import running_service
 
 from .world import Cli
@@ -27,7 +28,7 @@ async def test_tokens_are_made_listed_and_revoked(cli: Cli, tmp_path: Path) -> N
             "error: GET /v1/tokens needs a token with the role 'admin'; 'alice' has 'submit'",
         )
         listed = await cli("token", "list", *root)
-        assert listed.out.splitlines()[-1].split() == ["alice", "submit", "9", "1.0", "d", "more"]
+        assert listed.out.splitlines()[-1].split() == ["alice", "submit", "alice", "9", "1.0", "d", "more"]
         assert (await cli("token", "revoke", "alice", *root)).out == "alice is revoked\n"
         assert "revoked" in (await cli("token", "list", *root)).out
         ended = await cli("status", "--url", url, "--token", text)
@@ -36,6 +37,22 @@ async def test_tokens_are_made_listed_and_revoked(cli: Cli, tmp_path: Path) -> N
             (await cli("token", *words, *root, "--json")).document for words in (["list"], ["revoke", "alice"])
         ]
         assert documents[0]["tokens"] == [documents[1]]
+
+
+async def test_tokens_of_a_tenant_and_its_consumers(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="root") as (_, url):
+        root = ("--url", url, "--token", "root")
+        made = await cli(
+            "token", "create", "--role", "submit", "--name", "alice", "--tenant", "team-a", *root, "--json"
+        )
+        assert made.document["token"]["tenant"] == "team-a"
+        async with AsyncClient(url, token=made.document["text"]) as alice:
+            await alice.results(consumer="trainer")
+        assert (await cli("consumers", "list", *root)).out.splitlines()[-1].split()[:2] == ["trainer", "team-a"]
+        for words in (["ack", "trainer", "0"], ["rm", "trainer"]):
+            assert (await cli("consumers", *words, *root)).err.startswith("error: no consumer 'trainer'")
+            assert (await cli("consumers", *words, "--tenant", "team-a", *root)).code == 0
+        assert (await cli("consumers", "list", *root, "--json")).document == {"consumers": []}
 
 
 async def test_the_first_token_is_made_before_the_service_starts(cli: Cli, tmp_path: Path) -> None:
