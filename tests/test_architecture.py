@@ -30,6 +30,7 @@ LAYERS = (
         "schemas",
         "callbacks",
         "text_files",
+        "printable",
         "concurrency",
     ),
     ("tokens", "dialects"),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from outrider.api.control_replies import error_reply
-from outrider.cli.long_running import _WithoutSecrets
+from outrider.cli.long_running import LogFormatter
 from outrider.errors import EngineUnavailable
 from outrider.redaction import redacted, secrets_in, without_keys
 
@@ -64,7 +64,7 @@ def test_errors_and_lines_of_the_log_are_written_without_them() -> None:
     )
     assert b"pass" not in error_reply(ValueError("http://me:pass@engine")).body
     line = logging.LogRecord("x", logging.ERROR, "f", 1, "token %s of %s", ("root-token", "http://a:b@c"), None)
-    assert _WithoutSecrets("root-token").format(line).endswith("token [redacted] of http://[redacted]@c")
+    assert LogFormatter("root-token").format(line).endswith("token [redacted] of http://[redacted]@c")
 
 
 def test_a_long_text_is_read_once() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 
+from outrider.printable import indented
 from outrider.redaction import SHORTEST, redacted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -16,19 +17,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def start_log(token: str | None, *, verbose: bool) -> None:
     log = logging.StreamHandler()
-    log.setFormatter(_WithoutSecrets(token))
+    log.setFormatter(LogFormatter(token))
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
 
 
-class _WithoutSecrets(logging.Formatter):
-    """Lines of the log, tracebacks included, without secrets."""
+class LogFormatter(logging.Formatter):
+    """Records of the log, tracebacks included, without secrets and control characters. All but the first line of each
+    is indented: a message with the text of an agent in it must not look like two. `process` names the process."""
 
-    def __init__(self, token: str | None) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    def __init__(self, token: str | None = None, *, process: str = "") -> None:
+        named = f"{process.replace('%', '%%')} " if process else ""
+        super().__init__(f"%(asctime)s %(levelname)-7s {named}%(name)s: %(message)s")
         self._secrets = [token] if token and len(token) >= SHORTEST else []
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record), self._secrets)
+        return indented(redacted(super().format(record), self._secrets))
 
 
 class StopSignals:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.cli.long_running import LogFormatter
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import encode
@@ -74,8 +75,9 @@ async def _serve(end: socket.socket) -> None:
 
 
 def _log(setup: Setup) -> None:
-    form = f"%(asctime)s %(levelname)-7s {setup.name} %(name)s: %(message)s"
-    logging.basicConfig(level=setup.level, format=form, stream=sys.stderr)
+    log = logging.StreamHandler()
+    log.setFormatter(LogFormatter(process=setup.name))
+    logging.basicConfig(level=setup.level, handlers=[log])
 
 
 class Starter:

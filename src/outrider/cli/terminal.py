@@ -6,21 +6,22 @@ to standard error.
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
+from rich.segment import Segment
 from rich.text import Text
 
 from outrider.errors import ErrorRecord
+from outrider.printable import printable as printable
+from outrider.printable import printable_json
 
 WIDTH_OF_A_FILE = 240
 """Columns where the output is not a terminal: wide enough that no table is cut."""
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Terminal:
@@ -37,7 +38,7 @@ class Terminal:
 
     def write_json(self, value: Any) -> None:
         """Write the one JSON document: any value that msgspec can encode."""
-        self.out.file.write(msgspec.json.encode(value).decode() + "\n")
+        self.out.file.write(printable_json(msgspec.json.encode(value).decode()) + "\n")
         self.out.file.flush()
 
     def error(self, record: ErrorRecord) -> None:
@@ -64,13 +65,26 @@ def terminal_of(ctx: typer.Context) -> Terminal:
     return terminal
 
 
-def printable(text: str) -> str:
-    """The text with its control characters, all but tab and newline, written as \\xNN. What a program in a sandbox
-    printed could otherwise control the user's terminal."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+class _Printable(RenderHook):
+    """Makes the text of all that is printed printable, after it was laid out and before it gets its colours. Who lays
+    text out in columns makes it printable before, so that widths are right."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Printed(each) for each in renderables]
+
+
+class _Printed:
+    def __init__(self, inner: RenderableType) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        for segment in console.render(self._inner, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_OF_A_FILE
     # Without markup: tasks and programs print text in [brackets], which rich would take for styles.
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    console.push_render_hook(_Printable())
+    return console

@@ -1,0 +1,43 @@
+"""Foreign text made safe to show: what an agent or a task wrote must not control a terminal, or forge a line of a log.
+
+It knows no terminal and no log. Invariant: what `printable` returns has no control character but tab and newline.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1: escape sequences begin with one of these
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of writing: text is not what is seen
+    "\u2028\u2029"  # further ends of lines
+    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # are not seen at all
+    "\ud800-\udfff"  # halves of characters, which cannot be written
+    "]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with its control characters, all but tab and newline, written as \xNN, \uNNNN or \UNNNNNNNN."""
+    return _CONTROL.sub(_escaped, text)
+
+
+def printable_json(text: str) -> str:
+    """A JSON document with the same value, whose texts have no control characters."""
+    return _CONTROL.sub(_escaped_in_json, text)
+
+
+def indented(text: str) -> str:
+    """Printable text whose first line alone begins at the margin, so that no text within looks like another record."""
+    return printable(text).replace("\n", "\n    ")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _escaped_in_json(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
