@@ -17,7 +17,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from outrider.http_server import MAX_HEAD, MAX_PIPELINED, Application, Receive, Scope, Send, Timeouts, server_settings
+from outrider.http_server import (
+    MAX_HEAD,
+    MAX_PIPELINED,
+    Application,
+    Receive,
+    Scope,
+    Send,
+    Timeouts,
+    claim,
+    server_settings,
+)
 from outrider.testing.engine_servers.app import serving
 from support.clock import pass_time, stop_time
 
@@ -57,13 +67,18 @@ async def a_connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, as
 
 @asynccontextmanager
 async def hasty(
-    application: Application = app, *, timeouts: Timeouts = BRIEF, connections: int = 100, websockets: int = 0
+    application: Application = app,
+    *,
+    timeouts: Timeouts = BRIEF,
+    connections: int = 100,
+    websockets: int = 0,
+    state: ServerState | None = None,
 ) -> AsyncIterator[str]:
     """The server with short timeouts. Time passes only as the test lets it: a busy machine makes no client slow."""
     stop_time()
     config = server_settings(application, timeouts=timeouts, connections=connections, websockets=websockets)
     config.load()
-    state = ServerState()
+    state = state or ServerState()
     loop = asyncio.get_running_loop()
     make = config.http_protocol_class
     server = await loop.create_server(
@@ -220,29 +235,162 @@ async def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
 WAIT = GET.replace(b"/", b"/wait", 1) + b"\r\n"
 
 
-async def test_where_all_connections_are_busy_the_next_is_told_to_come_again() -> None:
-    async with hasty(timeouts=Timeouts(), connections=3) as url, AsyncExitStack() as held:
-        busy = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
-        for _, writer in busy:
-            writer.write(WAIT)
-        refused, _ = await held.enter_async_context(a_connection(url))
-        said = await rest(refused)
+def claimed(headers: dict[bytes, bytes]) -> str | None:
+    """The test's clients name themselves in a header."""
+    return headers[b"me"].decode() if b"me" in headers else None
+
+
+async def naming(scope: Scope, receive: Receive, send: Send) -> None:
+    """Claims the connection for the client, and keeps it while it answers where the client asks for that. A GET of
+    /large is answered with more than a client receives that does not read."""
+    headers = dict(scope["headers"])
+    if (me := claimed(headers)) is not None:
+        claim(scope, me, keep=b"keep" in headers)
+    if scope["path"] != "/large":
+        await app(scope, receive, send)
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % FLOOD)]})
+    for _ in range(FLOOD // PIECE):
+        await send({"type": "http.response.body", "body": bytes(PIECE), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def request(path: str = "/", *headers: bytes) -> bytes:
+    return b"".join((GET.replace(b"/", path.encode(), 1), *(b"%s\r\n" % header for header in headers), b"\r\n"))
+
+
+class Crowd:
+    """Connections of many clients to one server."""
+
+    def __init__(self, url: str, state: ServerState, held: AsyncExitStack) -> None:
+        self._url = url
+        self._state = state
+        self._held = held
+
+    async def connects(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await self._held.enter_async_context(a_connection(self._url))
+
+    async def comes(self, sent: bytes) -> int:
+        """A connection with this on it; its number."""
+        _, writer = await self.connects()
+        writer.write(sent)
+        await writer.drain()
+        return number_of(writer)
+
+    async def flood(self, number: int, sent: bytes) -> list[int]:
+        """So many connections; what was sent on one has reached the server before the next is made."""
+        flood = []
+        for _ in range(number):
+            flood.append(await self.comes(sent))
+            await self.is_served(b"me: probe")
+        return flood
+
+    async def is_served(self, *headers: bytes) -> None:
+        reader, writer = await self.connects()
+        writer.write(request("/", b"connection: close", *headers))
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
+
+    def open(self, numbers: list[int]) -> list[int]:
+        """Those that the server has not closed."""
+        there = {getattr(protocol, "client", (None, None))[1] for protocol in self._state.connections}
+        return [number for number in numbers if number in there]
+
+
+def number_of(writer: asyncio.StreamWriter) -> int:
+    port: int = writer.get_extra_info("sockname")[1]
+    return port
+
+
+@asynccontextmanager
+async def a_crowd(connections: int) -> AsyncIterator[Crowd]:
+    state = ServerState()
+    async with (
+        hasty(naming, timeouts=Timeouts(), connections=connections, state=state) as url,
+        AsyncExitStack() as held,
+    ):
+        yield Crowd(url, state, held)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(request("/large") * MAX_PIPELINED, id="replies that are not read"),
+        pytest.param(request("/wait", b"me: crowd"), id="long polls with a token"),
+        pytest.param(GET, id="half a head"),
+        pytest.param(request("/", b"me: crowd"), id="idle with a token"),
+        pytest.param(CHUNKED, id="half a body"),
+    ],
+)
+async def test_a_client_with_too_many_connections_loses_its_own(sent: bytes) -> None:
+    """However many there are, everybody else is served at once, and nobody else loses a connection."""
+    async with a_crowd(20) as crowd:
+        others = [await crowd.comes(request("/wait", b"me: other"))]
+        others += [await crowd.comes(request("/wait", b"me: session", b"keep: 1")) for _ in range(4)]
+        flood = await crowd.flood(60, sent)
+        assert crowd.open(others) == others
+        assert len(crowd.open(flood)) <= 15
+        assert crowd.open(flood)[-1] == flood[-1]
+
+
+async def test_an_address_has_a_quarter_before_its_clients_are_known() -> None:
+    async with a_crowd(20) as crowd:
+        unknown = await crowd.flood(30, request("/wait"))
+        known = await crowd.flood(10, request("/wait", b"me: known"))
+        assert crowd.open(known) == known
+        assert crowd.open(unknown) == unknown[-4:]  # the fifth was every client that came, until it was known
+
+
+async def test_of_one_owner_the_longest_silent_is_closed_and_not_the_oldest() -> None:
+    async with a_crowd(4) as crowd:
+        reader, writer = await crowd.connects()
+        silent = []
+        for _ in range(8):
+            writer.write(request("/", b"me: one"))
+            assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
+            silent += await crowd.flood(1, request("/wait", b"me: one"))
+        assert crowd.open([number_of(writer), *silent]) == [number_of(writer), *silent[-2:]]
+
+
+async def test_where_all_connections_must_be_kept_the_next_is_told_to_come_again() -> None:
+    keep = request("/wait", b"me: session", b"keep: 1")
+    async with a_crowd(3) as crowd:
+        kept = [await crowd.comes(keep) for _ in range(3)]
+        said = b""
         while not said:  # it came before the others had sent anything, and took the place of one
-            refused, _ = await held.enter_async_context(a_connection(url))
-            said = await rest(refused)
+            reader, writer = await crowd.connects()
+            writer.write(request())
+            said = await rest(reader)
+            kept += [await crowd.comes(keep) for _ in range(3 - len(crowd.open(kept)))]
         assert said.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in said
-        busy[-1][1].transport.abort()
 
 
-async def test_a_connection_without_a_request_makes_room_for_one_with() -> None:
-    async with hasty(timeouts=Timeouts(), connections=3) as url, AsyncExitStack() as held:
-        silent = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
-        for _ in range(5):
-            reader, writer = await held.enter_async_context(a_connection(url))
-            writer.write(GET + b"\r\n")
-            assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
-        assert [await rest(reader) for reader, _ in silent] == [b"", b"", b""]
+async def test_what_is_asked_behind_a_kept_call_is_not_kept() -> None:
+    async with a_crowd(4) as crowd:
+        flood = await crowd.flood(12, request("/", b"me: session", b"keep: 1") + request("/large"))
+        assert len(crowd.open(flood)) <= 4
+
+
+async def test_whose_connection_is_closed_is_told_whichever_of_its_requests_is_answered() -> None:
+    """And what it has sent ahead is not begun any more."""
+    begun: list[str] = []
+    begins, told = asyncio.Event(), asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        begins.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    async with hasty(wait, timeouts=Timeouts()) as url:
+        async with a_connection(url) as (_, writer):
+            writer.write(request("/first") + request("/second") + request("/third"))
+            await begins.wait()
+        await told.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert begun == ["/first"]
 
 
 async def test_places_are_given_back() -> None:
@@ -356,13 +504,14 @@ async def test_a_websocket_cannot_be_asked_for_behind_an_open_request() -> None:
 
 UNDOCUMENTED = {
     "protocol": {
+        "_start_asgi_task",
         *("connection_made", "connection_lost", "data_received"),
         *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-        *("loop", "transport", "flow", "server_state", "pipeline", "scope", "headers", "cycle"),
+        *("loop", "transport", "flow", "server_state", "pipeline", "scope", "headers", "cycle", "client"),
         "handle_websocket_upgrade",
     },
     "websocket": {"pause_writing", "resume_writing", "handle_ping", "connection_lost", "loop", "transport", "writable"},
-    "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected"},
+    "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected", "message_event"},
     "protocol.flow": {"read_paused", "resume_reading"},
     "protocol.server_state": {"connections", "tasks", "total_requests"},
     "server": {"startup", "main_loop", "on_tick", "shutdown", "capture_signals", "should_exit", "server_state"},

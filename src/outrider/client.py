@@ -29,7 +29,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
-from outrider.errors import ErrorRecord, InvalidField, NotFound, OutriderError, QueueFull, ServiceError, error_from
+from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
@@ -131,7 +131,8 @@ class AsyncClient:
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. It is stored when this returns. While the service's queue is full, it is submitted again as
-        the service asks, for up to `patience` seconds; then QueueFull is raised."""
+        the service asks, for up to `patience` seconds; then Busy is raised: QueueFull,
+        or too much of the same token is under way."""
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
@@ -148,12 +149,12 @@ class AsyncClient:
         while True:
             try:
                 return await self._call("POST", path, GroupView, body=body)
-            except QueueFull as full:
+            except Busy as busy:
                 # Not all that were refused come back at the same time.
-                wait = full.retry_after * random.uniform(1.0, 1.25)
+                wait = busy.retry_after * random.uniform(1.0, 1.25)
                 if asyncio.get_running_loop().time() + wait > give_up_at:
                     raise
-                log.info("the service's queue is full; the group is submitted again in %.0f s", wait)
+                log.info("the group is submitted again in %.0f s: %s", wait, busy.message)
                 await asyncio.sleep(wait)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
@@ -611,7 +612,7 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
     except msgspec.DecodeError:
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
-    if isinstance(error, QueueFull):
+    if isinstance(error, Busy):
         with suppress(ValueError):  # a proxy may write a date
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):

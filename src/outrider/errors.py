@@ -21,7 +21,8 @@
     │   └── HarnessUnavailable        harness     501   no      its program is not installed
     ├── EvaluatorError                evaluator   500   yes
     └── ServiceError                  service     500   yes
-        └── QueueFull                 service     429   yes     too many sessions wait: come back later
+        └── Busy                      service     429   yes     come back later: the caller has too much under way
+            └── QueueFull             service     429   yes     too many sessions wait
 
 A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
 never turned into a reward. This module knows nothing of HTTP except the status codes. Invariant: `error_from` of a
@@ -225,15 +226,19 @@ class StoreUnavailable(ServiceError):
     http_status = 503
 
 
-class QueueFull(ServiceError):
+class Busy(ServiceError):
     """`retry_after` is the number of seconds to wait: the header Retry-After of the reply."""
 
-    code = "queue_full"
+    code = "busy"
     http_status = 429
 
     def __init__(self, message: str, *, retry_after: float = 1.0, **about: str | None) -> None:
         super().__init__(message, hint=about.get("hint"), field=about.get("field"), log_tail=about.get("log_tail"))
         self.retry_after = retry_after
+
+
+class QueueFull(Busy):
+    code = "queue_full"
 
 
 def record_of(error: BaseException) -> ErrorRecord:

@@ -17,18 +17,19 @@ LEAST = 4096
 """With fewer, a full node runs short of connections: a session holds about six descriptors, and each of its model calls
 two more."""
 SESSIONS = 8
-"""How many sessions can use their maximum of connections at once before the others find none."""
+"""How many sessions, or tokens, can use their maximum of connections at once before the others find none."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Bounds of the maximum of one session."""
+"""Bounds of the maximum of one session, or of one token."""
 
 
 class Shares(msgspec.Struct, frozen=True):
     """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`),
-    and maximum model calls of one `session` at once."""
+    and maximum model calls of one `session`, and calls of the control API with one `token`, at once."""
 
     sandboxes: int
     control: int
     session: int
+    token: int
 
 
 def raise_limit() -> int:
@@ -41,9 +42,10 @@ def raise_limit() -> int:
 
 def shares(descriptors: int) -> Shares:
     """Divide descriptors: a quarter for sandboxes, an eighth for other clients, the rest for the service itself."""
-    sandboxes = descriptors // 4
+    sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
-    return Shares(sandboxes=sandboxes, control=descriptors // 8, session=session)
+    token = max(EACH_LEAST, control // SESSIONS)
+    return Shares(sandboxes=sandboxes, control=control, session=session, token=token)
 
 
 def available() -> int:

@@ -2,8 +2,8 @@
 
 (The way of ASGI, waiting for `http.disconnect`, needs a second task for every request.) It knows no route. Invariants:
 an application that asks is told once that its client has left, whether that was before or after it asked; what a client
-sends outside of bodies, or leaves unfinished, costs a bounded amount of memory and time; and there are never more
-connections at once than the server allows.
+sends outside of bodies, or leaves unfinished, costs a bounded amount of memory and time; there are never more
+connections at once than the server allows; and one client cannot use up the connections of all others.
 
 It subclasses two classes of uvicorn and uses attributes that uvicorn does not document. tests/test_http_server.py lists
 them and checks them against the installed version; pyproject.toml allows only tested versions.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -21,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 Scope = MutableMapping[str, Any]
@@ -31,7 +32,12 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCONNECT = "outrider.disconnect"
+CONNECTION = "outrider.connection"
 BACKLOG = 2048
+"""Connections that wait in the kernel to be accepted."""
+ACCEPTED_AT_ONCE = 64
+"""So many of them are accepted before the event loop does anything else: a new client is read before so many others
+come that it would have to make room for them."""
 MAX_HEAD = 64 << 10
 """Maximum bytes of a request before its body, between two chunks of it, or after it. Clients send a few thousand."""
 MAX_PIPELINED = 16
@@ -86,34 +92,108 @@ class Disconnect:
 class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
-    A new connection above the limit replaces the one that has been idle longest; if none is idle, it gets a 503.
+    Every connection has an owner: the one that the application named with `claim`, and until then the address that it
+    comes from. Where there are too many, one is closed for the new one: the one on which the client has sent nothing
+    for the longest time, of the owner that has the most. Half of the connections are for claimed ones, half for the
+    others, and whichever of both has more than its half gives one up. So a client with many loses its own, even if it
+    shares an address with others, and a new client is always let in. An address has at most a quarter without a claim.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.open = 0
-        self.idle: dict[_Protocol, None] = {}
-        """Connections without a request, the longest idle first."""
+        self._claimed = _Closable()
+        self._others = _Closable()
 
-    def enter(self, connection: _Protocol) -> bool:
+    def enter(self, connection: _Protocol, address: str) -> bool:
         """Count a new connection; whether it may stay."""
         self.open += 1
-        if self.open > self.most:
-            if not self.idle:
+        if self._others.count(address) >= max(1, self.most // 4):
+            self._others.longest_silent(address).abort()
+        elif self.open > self.most:
+            if (longest := self._to_close()) is None:
                 return False
-            longest = next(iter(self.idle))
-            del self.idle[longest]
-            longest.transport.abort()
-        self.idle[connection] = None
+            longest.abort()
+        connection.owner = address
+        self._others.add(connection)
         return True
 
+    def active(self, connection: _Protocol) -> None:
+        """The client has sent something."""
+        self._group(connection).refresh(connection)
+
+    def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
+        """Make `owner` the owner. With `keep`, the connection is not closed before its reply is complete."""
+        if not connection.claimed or connection.owner != owner or keep:
+            self._group(connection).discard(connection)
+            connection.owner, connection.claimed = owner, True
+            if not keep:
+                self._claimed.add(connection)
+
+    def replied(self, connection: _Protocol) -> None:
+        """The connection has no request any more."""
+        self._group(connection).add(connection)
+
+    def upgraded(self, connection: _Protocol) -> None:
+        """The connection becomes a WebSocket, which is never closed for another one. It ends with `leave_upgraded`."""
+        self._group(connection).discard(connection)
+
     def leave(self, connection: _Protocol) -> None:
-        self.open -= 1
-        self.idle.pop(connection, None)
+        self.leave_upgraded()
+        self._group(connection).discard(connection)
 
     def leave_upgraded(self) -> None:
-        """A connection that has become a WebSocket has ended. It is never idle."""
         self.open -= 1
+
+    def _group(self, connection: _Protocol) -> _Closable:
+        return self._claimed if connection.claimed else self._others
+
+    def _to_close(self) -> _Protocol | None:
+        either = (self._others, self._claimed)
+        groups = either if self._others.size > self.most // 2 else reversed(either)
+        return next((group.longest_silent(group.largest()) for group in groups if group.size), None)
+
+
+class _Closable:
+    """Connections that may be closed for others, by owner. Those of an owner are in the order in which their clients
+    sent something last."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._by_owner: dict[str, dict[_Protocol, None]] = {}
+
+    def add(self, connection: _Protocol) -> None:
+        """A connection that is there already stays where it is."""
+        owned = self._by_owner.setdefault(connection.owner, {})
+        if connection not in owned:
+            owned[connection] = None
+            self.size += 1
+
+    def discard(self, connection: _Protocol) -> None:
+        owned = self._by_owner.get(connection.owner)
+        if owned is not None and connection in owned:
+            del owned[connection]
+            self.size -= 1
+            if not owned:
+                del self._by_owner[connection.owner]
+
+    def refresh(self, connection: _Protocol) -> None:
+        owned = self._by_owner.get(connection.owner)
+        if owned is not None and connection in owned:
+            del owned[connection]
+            owned[connection] = None
+
+    def count(self, owner: str) -> int:
+        return len(self._by_owner.get(owner, ()))
+
+    def largest(self) -> str:
+        return max(self._by_owner, key=self.count)
+
+    def longest_silent(self, owner: str) -> _Protocol:
+        """Takes it out."""
+        longest = next(iter(self._by_owner[owner]))
+        self.discard(longest)
+        return longest
 
 
 class _CoalescedWrites:
@@ -155,6 +235,11 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(*args, **fields)
         self._timeouts = timeouts
         self._limit = limit
+        self.owner = ""
+        """See `ConnectionLimit`; `claimed`: the application has named the owner."""
+        self.claimed = False
+        self._answered: RequestResponseCycle | None = None
+        """The request that is answered now; uvicorn's `cycle` is the last that was sent, perhaps ahead."""
         self._head = 0
         self._pieces = 0
         self._due = self._moved = self.loop.time()
@@ -165,15 +250,24 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # it delegates the rest
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
-        if not self._limit.enter(self):
+        if not self._limit.enter(self, _address(self.client)):
             # If received data is unread at close, the kernel sends a reset, and the client may never see the 503.
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
             self.transport.close()
 
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
+    def claim(self, owner: str, *, keep: bool) -> None:
+        """See `claim`, below."""
+        self._limit.claim(self, owner, keep=keep)
+
     def data_received(self, data: bytes) -> None:
         self._pieces += 1
+        self._limit.active(self)
         self._head += len(data)
         super().data_received(data)
         if self._head > MAX_HEAD and not self.transport.is_closing():
@@ -185,7 +279,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {DISCONNECT: Disconnect()}  # type: ignore[dict-item]  # its values are typed as dicts
+        self.scope["extensions"] = {DISCONNECT: Disconnect(), CONNECTION: self}  # type: ignore[dict-item]  # its values are typed as dicts
         self._due = self.loop.time() + self._timeouts.head
 
     def on_headers_complete(self) -> None:
@@ -197,7 +291,6 @@ class _Protocol(HttpToolsProtocol):
             if self._busy:
                 self.transport.abort()
             raise ValueError("a header is there twice")  # uvicorn answers a parser error with a 400
-        self._limit.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -210,15 +303,19 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._due = self.loop.time() + self._timeouts.idle
+        self._limit.replied(self)
         if self.pipeline:
             super().on_response_complete()
             return
-        self._limit.idle[self] = None
         # uvicorn's own steps, without the keep-alive timer that it sets after each reply.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
         self.cycle.body = bytearray()  # free what was received of a body that the application did not read
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
         if self._busy:  # sent ahead: the reply before it is not complete
@@ -226,15 +323,18 @@ class _Protocol(HttpToolsProtocol):
             return
         if self._timer is not None:
             self._timer.cancel()
+        self._limit.upgraded(self)
         super().handle_websocket_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._limit.leave(self)
-        cycle = self.cycle
+        self.pipeline.clear()  # what was sent ahead is not answered any more
         super().connection_lost(exc)
-        if cycle is not None and cycle.disconnected:
+        if (cycle := self._answered) is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
             disconnect_of(cycle.scope).set()  # type: ignore[arg-type]  # uvicorn types the scope as a TypedDict
 
     @property
@@ -307,6 +407,14 @@ def disconnect_of(scope: Scope) -> Disconnect:
     return found
 
 
+def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
+    """Say who uses the connection of a request, for the `ConnectionLimit`. With `keep`, the connection is not closed
+    for others before the reply is complete. Has no effect on WebSockets."""
+    connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
+    if connection is not None:
+        connection.claim(owner, keep=keep)
+
+
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
     """Await the work. If the client disconnects first, cancel the work and return as usual."""
     worker = asyncio.current_task()
@@ -321,6 +429,17 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
         worker.uncancel()
     finally:
         disconnect.notify(None)
+
+
+def _address(client: tuple[str, int] | None) -> str:
+    """The owner of a connection that nobody has claimed. An IPv6 address stands for the 2**64 of its network, all of
+    which one client may have."""
+    if client is None:
+        return ""
+    host = client[0].partition("%")[0]
+    if ":" in host and not host.startswith("::ffff:"):
+        return socket.inet_pton(socket.AF_INET6, host)[:8].hex()
+    return host
 
 
 def server_settings(
@@ -347,7 +466,7 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=min(BACKLOG, connections),  # the loop accepts this many at a time, before the limit refuses any
+        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts so many at once; the kernel is told BACKLOG by `api.server`
         server_header=False,
         date_header=False,
     )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.requests import HTTPConnection
 
+from outrider.api.control_bodies import ROOM, BodyRoom
 from outrider.api.control_replies import error_reply
 from outrider.config import Config, is_local
-from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
-from outrider.http_server import Application, Message, Receive, Scope, Send
+from outrider.errors import Busy, Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
+from outrider.http_server import Application, Message, Receive, Scope, Send, claim
 from outrider.service.audit import AuditEntry, AuditLog
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.tokens import RevokedMeanwhile, Tokens
@@ -86,10 +88,17 @@ class AccessControl:
 
     A service without a token listens on this machine only. Then a web page open in a browser here could still send it
     requests, so calls are refused whose Host or Origin header names another machine: a page cannot forge these.
+
+    `calls` is how many calls with one token may be under way at once; an admin's are not counted, and their connections
+    are not closed for those of others.
     """
 
-    def __init__(self, app: Application, tokens: Tokens, audit: AuditLog) -> None:
+    def __init__(self, app: Application, tokens: Tokens, audit: AuditLog, *, calls: int) -> None:
         self._app = app
+        self._calls = calls
+        self._under_way: Counter[str] = Counter()
+        """Calls by the name of their token."""
+        self._bodies = BodyRoom()
         self._tokens = tokens
         self._audit = audit
 
@@ -107,17 +116,29 @@ class AccessControl:
             # Starlette answers a WebSocket's request before it is accepted as it answers any other.
             await error_reply(error)(scope, receive, send)
             return
+        admin = caller.may("admin")
+        claim(scope, f"token {caller.name}", keep=admin and caller is not LOCAL)
         scope[CALLER], scope[MADE] = caller, {}
         reply = _Reply(scope, send, self._audit)
+        self._under_way[caller.name] += 1
         try:
-            with self._tokens.call(caller):
+            with self._tokens.call(caller), self._bodies.of(caller.name) as scope[ROOM]:
+                if self._under_way[caller.name] > self._calls and not admin:
+                    raise Busy(
+                        f"{self._calls} calls with token {caller.name!r} are under way: one more is not taken yet",
+                        hint="call again later, or ask for several things in one call: results, not single groups",
+                    )
                 if scope["type"] == "websocket":
                     check_websocket(scope["path"], caller)
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # of `check_websocket`: the application answers its own
+        except OutriderError as error:  # of this block: the application answers its own
             await error_reply(error)(scope, receive, reply)
+        finally:
+            self._under_way[caller.name] -= 1
+            if not self._under_way[caller.name]:
+                del self._under_way[caller.name]
 
 
 class _Reply:

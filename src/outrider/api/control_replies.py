@@ -1,4 +1,4 @@
-"""Reads the bodies of control calls, up to a limit, and writes their replies: msgspec structs and errors as JSON."""
+"""Writes the replies of control calls: msgspec structs and errors as JSON."""
 
 from __future__ import annotations
 
@@ -9,26 +9,13 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
-from outrider.errors import InvalidField, NotFound, OutriderError, QueueFull, TooLarge, Unauthorized, record_of
+from outrider.errors import Busy, InvalidField, NotFound, OutriderError, Unauthorized, record_of
 from outrider.redaction import redacted
-from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are passed to the connection at once."""
 RETRY_AFTER = 10.0
 """Seconds to wait where nothing is known that says how long: sessions take from seconds to hours."""
-
-
-async def whole_body(request: Request) -> bytes:
-    """The body of a request. Raises TooLarge if it has more than MAX_BODY bytes."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def long_reply(body: bytes) -> Response:
@@ -60,7 +47,7 @@ def error_reply(error: BaseException) -> Response:
     headers = {}
     if status == Unauthorized.http_status:
         headers["WWW-Authenticate"] = "Bearer"
-    if status == QueueFull.http_status:
+    if status == Busy.http_status:
         headers["Retry-After"] = f"{getattr(error, 'retry_after', RETRY_AFTER):.0f}"
     return json_reply(shown, status=status, headers=headers)
 

@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from outrider.api.access import caller_in, sees
-from outrider.api.control_replies import json_reply, whole_body
+from outrider.api.control_bodies import whole_body
+from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, takes
 from outrider.errors import Conflict, NotFound
 from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered

@@ -19,7 +19,7 @@ from outrider.dialects import dialect_of_unknown_routes, dialects
 from outrider.dialects.base import Action, Completion, Dialect, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.file_descriptors import EACH_MOST
-from outrider.http_server import Receive, Scope, Send, while_connected
+from outrider.http_server import Receive, Scope, Send, claim, while_connected
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.calls.call import Step
@@ -74,13 +74,15 @@ class Gateway:
             if routed is None:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             dialect = routed.dialect
-            models = self._sessions.models(_api_key(call) if key is None else key)
+            key = _api_key(call) if key is None else key
+            models = self._sessions.models(key)
             if models is None:
                 raise Unauthorized("this session key is unknown, or its run is over")
             models.under_way += 1
             try:
                 if models.under_way > self._calls:
                     raise TooMuchAtOnce(f"this session has {self._calls} calls under way: one more cannot be taken yet")
+                claim(scope, key, keep=True)
                 await self._serve(routed, call, models, scope, receive, reply)
             finally:
                 models.under_way -= 1

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.access import caller_in, made, sees
-from outrider.api.control_replies import json_reply, long_reply, whole_body
+from outrider.api.control_bodies import whole_body
+from outrider.api.control_replies import json_reply, long_reply
 from outrider.api.openapi import QUEUE_FULL, answers, refusals, takes
 from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState

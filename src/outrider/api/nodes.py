@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response, WebSocket
 
 from outrider.api.asgi_socket import AsgiSocket
-from outrider.api.control_replies import json_reply, whole_body
+from outrider.api.control_bodies import whole_body
+from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, takes
 from outrider.engines.relay.messages import Close
 from outrider.nodes.messages import NAMING, NODE_NAME

@@ -11,7 +11,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from functools import cache
 from importlib.metadata import version
 
 import msgspec
@@ -35,12 +34,14 @@ from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
 from outrider.file_descriptors import raise_limit, shares
-from outrider.http_server import Application, Receive, Scope, Send, server_settings
+from outrider.http_server import BACKLOG, TIMEOUTS, Application, Receive, Scope, Send, Timeouts, server_settings
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
 from outrider.tls import presenting
 
+OUTSIDE = TIMEOUTS._replace(unread=60)
+"""Of clients outside. Those in sandboxes may be suspended for longer."""
 LAST_REPLIES_SECONDS = 0.1
 """How long a server that stops waits for requests under way before it cuts them off."""
 
@@ -63,14 +64,15 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
         # In a thread: FastAPI takes 50 ms to make its routes, and the event loop must not stand still for so long.
         app = await asyncio.to_thread(control_app, service)
-        control = AccessControl(app, service.tokens, service.audit)
-        servers = [(_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE, tls=tls), outside)]
+        control = AccessControl(app, service.tokens, service.audit, calls=share.token)
+        root = RootApp(control, gateway)
+        servers = [(_Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls), outside)]
         async with AsyncExitStack() as stack:
             if node is not None and tls is not None:
                 # Sandboxes without a network of their own would have to know the certificate's authority.
                 await stack.enter_async_context(serving_gateway(node))
             elif node is not None:
-                servers.append((_Server(gateway, share.sandboxes, websockets=0), _inside(node, sockets)))
+                servers.append((_Server(gateway, share.sandboxes), _inside(node, sockets)))
                 stack.enter_context(node.gateway_at(url))
             await stack.enter_async_context(_running(servers))
             await stack.enter_async_context(service.running())
@@ -84,7 +86,7 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
     with ExitStack() as sockets:
         gateway = Gateway(node, calls=share.session)
         bound = [_inside(node, sockets), sockets.enter_context(_listener("127.0.0.1", 0))]
-        servers = [(_Server(gateway, share.sandboxes, websockets=0), each) for each in bound]
+        servers = [(_Server(gateway, share.sandboxes), each) for each in bound]
         with node.gateway_at(_url(bound[1], tls=False)):
             async with _running(servers):
                 yield
@@ -167,12 +169,16 @@ def control_app(service: Service) -> FastAPI:
         await store.check()
         return Response("ok\n", media_type="text/plain")
 
-    description = cache(lambda: msgspec.json.encode(describe(app)))
+    description: list[bytes] = []
+    describing = asyncio.Lock()
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
         """The description, made on the first request and in a thread: that takes longer than the rest of a start."""
-        return Response(await asyncio.to_thread(description), media_type="application/json")
+        async with describing:  # once, however many ask: nobody needs a token for that
+            if not description:
+                description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))
+        return Response(description[0], media_type="application/json")
 
     return app
 
@@ -198,7 +204,13 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Application, connections: int, *, websockets: int, tls: ssl.SSLContext | None = None
+        self,
+        app: Application,
+        connections: int,
+        *,
+        timeouts: Timeouts = TIMEOUTS,
+        websockets: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -207,12 +219,16 @@ class _Server(uvicorn.Server):
                 if not self.should_exit:
                     raise
 
-        super().__init__(server_settings(until_cut_off, connections=connections, websockets=websockets, tls=tls))
+        super().__init__(
+            server_settings(until_cut_off, timeouts, connections=connections, websockets=websockets, tls=tls)
+        )
         self.ready = asyncio.Event()
         self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # asyncio has given the kernel the number that it accepts at once
         self.ready.set()
 
     def stop(self) -> None:

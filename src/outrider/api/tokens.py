@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from outrider.api.access import made
-from outrider.api.control_replies import json_reply, whole_body
+from outrider.api.control_bodies import whole_body
+from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, takes
 from outrider.errors import Conflict
 from outrider.schemas import NewToken, TokenList, TokenView

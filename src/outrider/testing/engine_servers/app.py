@@ -16,7 +16,7 @@ import uvicorn
 
 from outrider.engines.base import Engine
 from outrider.errors import EngineError
-from outrider.http_server import Application, Receive, Scope, Send, server_settings
+from outrider.http_server import BACKLOG, Application, Receive, Scope, Send, server_settings
 from outrider.testing.engine_servers.asgi import NOT_FOUND, HttpCall, Served, ServerDied, ServeSettings
 from outrider.testing.engine_servers.sglang import ServedSGLang
 from outrider.testing.engine_servers.vllm import ServedVLLM
@@ -78,6 +78,7 @@ async def serving(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     await server.startup(sockets=[listener])
+    listener.listen(BACKLOG)
     try:
         yield f"http://{host}:{listener.getsockname()[1]}"
     finally:

@@ -1,0 +1,100 @@
+"""The bodies of control calls: their size, their time to arrive, and the memory that all of them may take together.
+
+A body takes its room before it is read, and keeps it until its call has ended: what is made of a body is several times
+as large. It waits for its turn, in which callers share the room (see `PrioritySemaphore`). While it waits, it is not
+read: the kernel makes its client wait. Model calls have other limits (`sessions/calls/body_limits.py`), since many
+sessions send theirs at once and none may wait for another. Invariant: no caller has more than `EACH` bytes, and all
+together no more than `ALL`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+
+from fastapi import Request
+
+from outrider.errors import Busy, TooLarge
+from outrider.sessions.calls.body_limits import MAX_BODY, MAX_IN_SESSION, TooSlow
+from outrider.sessions.priority_semaphore import PrioritySemaphore
+
+ROOM = "outrider.room"
+EACH = MAX_IN_SESSION
+"""Bytes of the bodies of one caller's calls that have not ended."""
+ALL = 2 * EACH
+"""The same of all callers."""
+FREE = 64 << 10
+"""Bytes of a body that is not counted. The server holds as many of any request."""
+WAIT_SECONDS = 120.0
+"""How long a body may wait for room."""
+BODY_SECONDS = 300.0
+"""Time for a body to arrive. Trainers may be far away."""
+
+
+class BodyRoom:
+    """The room of all callers together."""
+
+    def __init__(self, *, each: int = EACH, wait: float = WAIT_SECONDS, seconds: float = BODY_SECONDS) -> None:
+        self._room = PrioritySemaphore(2 * each, share=0.5)
+        self._wait = wait
+        self._seconds = seconds
+
+    @contextmanager
+    def of(self, caller: str) -> Iterator[CallRoom]:
+        """The room of one call, which it gives back at the end of the block."""
+        with ExitStack() as held:
+            yield CallRoom(self._room, caller, held, self._wait, self._seconds)
+
+
+class CallRoom:
+    """What one call may take."""
+
+    def __init__(self, room: PrioritySemaphore, caller: str, held: ExitStack, wait: float, seconds: float) -> None:
+        self._room = room
+        self._caller = caller
+        self._held = held
+        self._wait = wait
+        self._seconds = seconds
+
+    async def receive(self, length: int | None, parts: AsyncIterator[bytes]) -> bytes:
+        """A body whose length, if the client has told it, is `length`. Raises TooLarge, Busy and TooSlow."""
+        size = MAX_BODY if length is None else length
+        if size > MAX_BODY:
+            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+        if size > FREE:
+            await self._take(size)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await _joined(parts)
+        except TimeoutError as error:
+            raise TooSlow(f"the request did not arrive within {self._seconds:g} s") from error
+
+    async def _take(self, size: int) -> None:
+        try:
+            async with asyncio.timeout(self._wait):
+                slot = await self._room.take((size,), owner=self._caller)
+        except TimeoutError as error:
+            raise Busy(
+                f"the requests under way have {self._room.capacity[0]} bytes together, or {self._caller!r} has half",
+                hint="submit large groups one after another, or have tasks fetch what is large",
+            ) from error
+        self._held.callback(slot.release)
+
+
+async def _joined(parts: AsyncIterator[bytes]) -> bytes:
+    held: list[bytes] = []
+    size = 0
+    async for part in parts:
+        size += len(part)
+        if size > MAX_BODY:
+            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+        held.append(part)
+    return b"".join(held)
+
+
+async def whole_body(request: Request) -> bytes:
+    """The body of a request, for which there is room until the call ends. Raises as `CallRoom.receive`."""
+    room: CallRoom = request.scope[ROOM]
+    length = request.headers.get("content-length")
+    return await room.receive(None if length is None else int(length), request.stream())
