@@ -23,7 +23,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import Broadcast
 from outrider.engines.adapters.openai import OpenAIEngine
 from outrider.engines.adapters.sglang import SGLangEngine
-from outrider.engines.adapters.vllm import VLLMEngine
+from outrider.engines.adapters.vllm import VLLMEngine, unreadable_weights
 from outrider.engines.base import (
     Capability,
     ChatRequest,
@@ -154,15 +154,16 @@ async def test_a_paused_sglang_is_attached_and_resumed(tokenizer_folder: Path, m
         assert not world.server.asked["/health"]
 
 
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5}], ids=["plain", "no engine can go on with it"])
 @pytest.mark.parametrize("world_name", ["sglang", "sglang-incremental"])
 async def test_a_request_that_sglang_drops_for_somebody_elses_pause_begins_again(
-    tokenizer_folder: Path, world_name: World
+    tokenizer_folder: Path, world_name: World, sampling: dict[str, Any]
 ) -> None:
     """The server answers it with code 499, and the agent got a 400."""
     async with live(world_name, tokenizer_folder) as world:
         await world.pool.add_engine(world.adapter)
         await post(world, "/pause_generation", {"mode": "abort"})
-        reply = asyncio.ensure_future(read(world.pool, request()))
+        reply = asyncio.ensure_future(read(world.pool, request(**sampling)))
         await world.server.until("/generate")
         await post(world, "/continue_generation", {})
         chunks = await reply
@@ -331,6 +332,21 @@ async def test_vllm_is_not_given_a_folder_that_is_not_there(tokenizer_folder: Pa
         (tmp_path / "empty" / "model.safetensors").touch()
         await world.pool.policy.update(1, mode="finish", weights=str(tmp_path / "empty"))
         assert world.pool.policy.status().version == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "weights"),
+    [
+        ("http://10.0.0.5:8000", "{here}/nowhere"),  # another machine's disk
+        ("http://127.0.0.1:8000", "/no/parent/here"),  # as of a container
+        ("http://127.0.0.1:8000", "relative"),  # to the server's own folder
+        ("http://127.0.0.1:8000", "{here}/" + "x" * 300),  # the name is too long for a look
+    ],
+)
+def test_weights_that_cannot_be_seen_from_here_are_left_to_the_server(
+    tmp_path: Path, server: str, weights: str
+) -> None:
+    assert unreadable_weights([server], weights.format(here=tmp_path)) is None
 
 
 async def test_a_vllm_that_has_ended_itself_is_told_of(tokenizer_folder: Path) -> None:

@@ -27,6 +27,7 @@ from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.engine_servers.app import engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
+from outrider.testing.engine_servers.prefix_cache import PrefixCache
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import FinishReason, LogprobKind, Sample, SessionResult, TokenMode
 from support.stamping import StampingEngine
@@ -125,13 +126,14 @@ async def test_updates_in_the_middle_of_sessions(
     if weights is not None and not forwarded:
         pytest.skip("the stamping engine's server cannot load weights")
     engines = [StampingEngine(tokenizer, name=f"engine-{number}", length=LENGTH) for number in range(2)]
+    caches = [PrefixCache() for _ in engines]
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(start())
-        for engine in engines:
+        for engine, cache in zip(engines, caches, strict=True):
             if forwarded:
                 await running.service.pool.add_engine(engine)
             else:
-                url = await stack.enter_async_context(served(engine, dev_mode=True))
+                url = await stack.enter_async_context(served(engine, dev_mode=True, prefix_cache=cache))
                 await running.service.add_engine(EngineSpec(kind="vllm", name=engine.name, url=url))
         # Three: each version may find all sessions at the same one of them.
         submitted = await running.submit("ask", "ask", "ask", n=SESSIONS, limits={"agent_seconds": 300})
@@ -161,6 +163,8 @@ async def test_updates_in_the_middle_of_sessions(
         assert all(reply == sorted(reply) for reply in replies)
         assert any(len(set(reply)) > 1 for reply in replies) == (mode == "abort")
         assert sum(result_of(session).tokens.drift for session in view.sessions) == 0
+        if not forwarded:  # one salt for each version, in both processes
+            assert [(cache.stale, len(set(cache.salts))) for cache in caches] == [(0, 3)] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])

@@ -314,14 +314,17 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
-    if not (local and path.is_absolute() and path.parent.is_dir()):
+    try:
+        if not (local and path.is_absolute() and path.parent.is_dir()):
+            return None
+        if not path.exists():
+            return "there is no such folder"
+        if not path.is_dir():
+            return "it is no folder"
+        if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
+            return f"it holds no file {', '.join(WEIGHT_FILES)}"
+    except OSError:  # not for this process to read; the server's may
         return None
-    if not path.exists():
-        return "there is no such folder"
-    if not path.is_dir():
-        return "it is no folder"
-    if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
-        return f"it holds no file {', '.join(WEIGHT_FILES)}"
     return None
 
 
