@@ -106,10 +106,16 @@ REJECTS = {"reply": "x<|im_end|>", "fail": "rejected"}
 
 async def test_what_an_engine_refuses_of_the_clients_own_is_no_failure_of_the_engine(tmp_path: Path) -> None:
     async with a_world(tmp_path, [REJECTS]) as world:
-        for fields in ({"guided_regex": "(unclosed"}, {"logit_bias": {"999999": 1}}, {"stop_token_ids": [999_999]}):
+        for fields in ({"guided_regex": "(unclosed"}, {"logit_bias": {"7": 1}}, {"stop_token_ids": [9]}):
             with pytest.raises(RequestError, match="by its script"):
                 await world.ask(USER, **fields)
             assert world.conversation.failure is None
+        asked = len(world.engine.requests)
+        for fields in ({"logit_bias": {"999999": 1}}, {"stop_token_ids": [999_999]}):
+            with pytest.raises(RequestError, match="token 999999, which the model does not have"):
+                await world.ask(USER, **fields)
+            assert world.conversation.failure is None
+        assert len(world.engine.requests) == asked
         with pytest.raises(EngineRejected):
             await world.ask(USER)
         assert isinstance(world.conversation.failure, EngineRejected)
