@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
+from pathlib import Path
 
 import pytest
 
 from outrider.runtimes.apptainer.runtime import OWN_PROCESSES
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.kernel import cgroups
+from outrider.runtimes.limits import COUNTED_BY_NAMESPACE, kernel_version
 from outrider.spec import Resources
 
 from . import engines
@@ -127,3 +130,53 @@ async def test_without_control_groups_each_process_is_bound(world: World, monkey
     sandbox = await world.start("namespace", resources=Resources(memory_mb=256))
     result = await python(sandbox, HOG)
     assert (result.exit_code, b"MemoryError" in result.stderr) == (1, True)
+
+
+TIMERS = """
+import ctypes
+libc, made = ctypes.CDLL(None, use_errno=True), 0
+while made < 200_000 and libc.timer_create(1, None, ctypes.byref(ctypes.c_void_p())) == 0:
+    made += 1
+print(made, flush=True)
+"""
+QUEUES = """
+import ctypes, os
+libc, made = ctypes.CDLL(None, use_errno=True), 0
+while made < 1000 and libc.syscall(NUMBER, b"q%d" % made, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0:
+    made += 1
+print(made, flush=True)
+""".replace("NUMBER", "240" if os.uname().machine == "x86_64" else "180")
+WATCHES = """
+import ctypes, os
+libc, made = ctypes.CDLL(None, use_errno=True), 0
+fd = libc.inotify_init1(0)
+for number in range(MOST):
+    os.mkdir(f"d{number}")
+    if libc.inotify_add_watch(fd, b"d%d" % number, 2) < 0:
+        break
+    made += 1
+print(made, flush=True)
+"""
+
+
+MAX_WATCHES = int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
+
+
+@pytest.mark.parametrize("name", ["timers", "queues", "watches"])
+async def test_what_the_kernel_gives_a_user_is_not_used_up_by_one_sandbox(world: World, name: str) -> None:
+    if kernel_version() < COUNTED_BY_NAMESPACE:
+        pytest.skip("this Linux counts these for the whole user alone")
+    own = {
+        "timers": resource.getrlimit(resource.RLIMIT_SIGPENDING)[0],
+        "queues": resource.getrlimit(resource.RLIMIT_MSGQUEUE)[0] // 81_920,
+        "watches": MAX_WATCHES,
+    }[name]
+    if own == resource.RLIM_INFINITY or own > 200_000:
+        pytest.skip(f"this user has {own} {name} in all: too many to use up in a test")
+    program = {"timers": TIMERS, "queues": QUEUES, "watches": WATCHES.replace("MOST", str(own))}[name]
+    greedy, neighbour = await world.start("namespace"), await world.start("namespace")
+    shell = await greedy.open_shell("python")
+    first = await shell.run(f"exec({program!r})", seconds=60)
+    second = await python(neighbour, program)
+    counts = [int(first.output), int(second.stdout)]
+    assert 0 < counts[0] == counts[1] <= max(own // 8, 1024 if name == "watches" else 64)

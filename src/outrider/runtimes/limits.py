@@ -7,6 +7,7 @@ but for processors, and for the number of processes of a sandbox that shares the
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Container
 
@@ -19,6 +20,12 @@ FILES_SHARE_OF_MEMORY = 0.75
 MIN_OPEN_FILES = 1024
 """What programs take for granted."""
 MAX_OPEN_FILES = 1 << 16
+SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
+"""What a sandbox may use of what the kernel gives a user in all: that part, and no less than so much. An eighth of
+Linux's default of 800 KiB for messages is one queue of the usual size."""
+COUNTED_BY_NAMESPACE = (5, 14)
+"""Since that Linux these limits are kept for each user namespace by itself, besides for the user. Before it a lower
+limit would only be reached earlier, by everybody."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
@@ -36,10 +43,27 @@ def rlimits(resources: Resources, controllers: Container[str], *, own_users: boo
     limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
     if "pids" not in controllers and own_users:
         limits["RLIMIT_NPROC"] = resources.pids
+    if own_users and kernel_version() >= COUNTED_BY_NAMESPACE:
+        limits |= shared_limits()
     if counted := counted_memory(resources, controllers):
         # Not the address space: Node cannot compile WebAssembly in less than some tens of GiB of it.
         limits["RLIMIT_DATA"] = counted
     return limits
+
+
+def shared_limits() -> dict[str, int]:
+    """Limits for what all processes of a user have together: timers of `timer_create` and queued signals, and bytes of
+    POSIX's message queues. Each sandbox has a share, so that no agent uses up what its neighbours need."""
+    return {
+        name: min(max(own // share, least), own)
+        for name, (share, least) in SHARES.items()
+        if (own := resource.getrlimit(getattr(resource, name))[0]) != resource.RLIM_INFINITY
+    }
+
+
+def kernel_version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def open_files(soft: int, hard: int) -> int:

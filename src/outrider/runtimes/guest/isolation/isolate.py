@@ -50,6 +50,8 @@ PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
 """Maximum segments, semaphores and queues: Linux's old defaults, which come to less than 3 MiB each."""
+WATCHES_SHARE, MIN_WATCHES = 16, 1024
+"""A sandbox may have that part of the inotify watches that a user has in all, and no fewer than so many."""
 INOTIFY_MAX = 32
 """The kernel counts these for the user outside, who may have some 128 for all sandboxes together."""
 
@@ -230,6 +232,8 @@ def make_proc(proc: int) -> None:
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # of the whole user
+        write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 
 def limit_ipc(memory: int) -> bool:
