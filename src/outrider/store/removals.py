@@ -20,11 +20,13 @@ from outrider.store.tenants import note_erased_events, note_hidden
 REMOVED = "removed"
 """The state of hidden groups and sessions until their rows are gone. No other part of the store reads such rows."""
 
-UNACKNOWLEDGED = """EXISTS (SELECT 1 FROM consumers
-    WHERE consumers.tenant IN ('', groups.tenant) AND consumers.cursor < groups.cursor)"""
-"""Of a done group: a consumer that sees it has not acknowledged it. Those that see all have no tenant."""
+ALL_CURSORS = (1 << 63) - 1
 
-REMOVABLE = "state = 'done' AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.group_id = groups.id)"
+# The bound of the consumers that see all is a number. A group before it costs one look at the consumers of its tenant.
+ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
+    WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
+
+REMOVABLE = "cursor IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.group_id = groups.id)"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,18 +73,24 @@ class Removals:
         """Groups that may be removed and finished before a time, the first to finish first; `after` is the place to go
         on from."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
-            WHERE {_removable(force)} AND cursor IS NOT NULL AND finished < ? AND (finished, cursor) > (?, ?)
+            WHERE {_removable(force)} AND finished < ? AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
-        found = await self._db.read(lambda tx: tx.fetch(sql, (before, *after, limit)))
-        return [Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found]
+
+        async def body(tx: Connection) -> list[Candidate]:
+            found = await tx.fetch(sql, (*await _bound(tx, force), before, *after, limit))
+            return [
+                Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found
+            ]
+
+        return await self._db.read(body)
 
     async def held(self, *, before: float = inf, force: bool) -> Held:
         """Of the groups that finished before a time, those that may not be removed."""
 
-        kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND {UNACKNOWLEDGED}"
+        kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND NOT ({ACKNOWLEDGED})"
 
         async def body(tx: Connection) -> Held:
-            unacknowledged: int = 0 if force else (await tx.fetch(kept, (before,)))[0][0]
+            unacknowledged: int = 0 if force else (await tx.fetch(kept, (before, *await _bound(tx, force))))[0][0]
             ((undelivered,),) = await tx.fetch(
                 "SELECT COUNT(*) FROM outbox JOIN groups ON groups.id = outbox.group_id WHERE finished < ?", (before,)
             )
@@ -92,12 +100,12 @@ class Removals:
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
         """Hide those of the groups that still may be removed; their ids. Call `erase` until it is done."""
+        sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
-            hidden = []
+            hidden, bound = [], await _bound(tx, force)
             for group_id in group_ids:
-                sql = f"SELECT n, bytes FROM groups WHERE id = ? AND {_removable(force)}"
-                for n, size in await tx.fetch(sql, (group_id,)):
+                for n, size in await tx.fetch(sql, (*bound, group_id)):
                     await tx.execute(
                         "UPDATE groups SET state = ?, cursor = NULL, idempotency_key = NULL WHERE id = ?",
                         (REMOVED, group_id),
@@ -171,4 +179,14 @@ class Removals:
 
 
 def _removable(force: bool) -> str:
-    return REMOVABLE if force else f"{REMOVABLE} AND NOT {UNACKNOWLEDGED}"
+    """A group has a cursor from its end until it is hidden."""
+    return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
+
+
+async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
+    """The value of ACKNOWLEDGED: the last cursor that every consumer which sees all has acknowledged. With `force`,
+    which asks for no acknowledgement, there is none."""
+    if force:
+        return ()
+    slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]
+    return (ALL_CURSORS if slowest is None else slowest,)
