@@ -15,6 +15,7 @@ from campaign.seams import Knobs
 from outrider.api.server import serving
 from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Failures
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.nodes import joined
@@ -74,6 +75,6 @@ async def _serve(config: Config) -> None:
 
 
 async def _lapse(service: Service) -> None:
-    lapsed = await retry_store(lambda: service.store.recover(now=float("inf")))
+    lapsed = await retry_store(lambda: service.store.recover(now=float("inf")), Failures())
     log.info("the leases of %d attempts have lapsed", len(lapsed))
     service._scheduler.wake()

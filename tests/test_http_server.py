@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
+import socket
 import tomllib
 from collections.abc import AsyncIterator, MutableMapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from outrider.concurrency.chores import Failures
 from outrider.http_server import (
     MAX_HEAD,
     MAX_PIPELINED,
@@ -26,6 +30,7 @@ from outrider.http_server import (
     Send,
     Timeouts,
     claim,
+    noting_refusals,
     server_settings,
 )
 from outrider.testing.engine_servers.app import serving
@@ -555,3 +560,48 @@ def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:
         f"uvicorn {version('uvicorn')} is new: run all tests, compare its httptools_impl.py with the methods that "
         "http_server.py overrides, then widen the range in pyproject.toml"
     )
+
+
+async def test_what_cannot_be_accepted_is_counted_and_accepted_later(caplog: pytest.LogCaptureFixture) -> None:
+    """On asyncio's own event loop, which calls its exception handler thousands of times a second."""
+    loop = asyncio.SelectorEventLoop()
+    failures, accepted = Failures(), []
+
+    class Accepts(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.append(transport)
+
+    async def work() -> None:
+        with noting_refusals(failures), ExitStack() as sockets:
+            server = await loop.create_server(Accepts, "127.0.0.1", 0)
+            clients = [sockets.enter_context(socket.socket()) for _ in range(3)]
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir("/proc/self/fd"))), limits[1]))
+            filling: list[int] = []
+            try:
+                with suppress(OSError):
+                    while True:
+                        filling.append(os.dup(0))
+                for client in clients:
+                    client.connect(server.sockets[0].getsockname())
+                while not failures.failing():  # noqa: ASYNC110  # it has no event
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for descriptor in filling:
+                    os.close(descriptor)
+            while len(accepted) < len(clients):  # noqa: ASYNC110  # asyncio tries again after a second
+                await asyncio.sleep(0.01)
+            for transport in accepted:
+                transport.close()
+            server.close()
+            [failing] = failures.failing()
+            assert failing.name == "accept connections"
+            assert "Too many open files" in failing.error
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(asyncio.wait_for(work(), 30))
+
+    await asyncio.to_thread(run)
+    assert len(caplog.records) == 1

@@ -1,5 +1,18 @@
 """Outrider: agent rollouts as a service for reinforcement learning."""
 
-from outrider.client import AsyncClient, Client
+from __future__ import annotations
+
+TYPE_CHECKING = False  # typing's own takes a while to import, in which Ctrl-C would end the command line in a traceback
+if TYPE_CHECKING:
+    from outrider.client import AsyncClient, Client
 
 __all__ = ["AsyncClient", "Client"]
+
+
+def __getattr__(name: str) -> object:
+    """The clients are imported when they are asked for: not every program of this package is one."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outrider import client
+
+    return getattr(client, name)

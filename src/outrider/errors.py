@@ -50,6 +50,10 @@ class Boundary(StrEnum):
     SERVICE = "service"
 
 
+NO_THREAD = "can't start new thread"
+"""What Python's RuntimeError says then."""
+
+
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An error as data: in the store, in results, in HTTP replies.
 
@@ -241,10 +245,29 @@ class QueueFull(Busy):
     code = "queue_full"
 
 
+def lacks_means(error: BaseException) -> bool:
+    """Whether this is what working code raises on a machine that lacks something: disk, descriptors, memory, threads,
+    the database."""
+    return isinstance(error, OSError | MemoryError | ServiceError) or (
+        isinstance(error, RuntimeError) and str(error) == NO_THREAD
+    )
+
+
+def described(error: BaseException) -> str:
+    """An error in one line of text."""
+    if isinstance(error, OutriderError):
+        return storable(str(error))
+    return storable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
 def record_of(error: BaseException) -> ErrorRecord:
-    """The record of any exception. One that is not an OutriderError is a bug in Outrider, and is recorded as one."""
+    """The record of any exception. One that is not an OutriderError, and does not come of what the machine lacks, is a
+    bug in Outrider, and is recorded as one."""
     if isinstance(error, OutriderError):
         return error.record()
+    if lacks_means(error):
+        hint = "the machine lacks what this says: disk, descriptors (ulimit -n), memory or threads"
+        return ServiceError(described(error), hint=hint).record()
     return ErrorRecord(
         boundary=Boundary.SERVICE,
         code="internal_error",

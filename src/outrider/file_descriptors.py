@@ -11,11 +11,15 @@ import resource
 
 import msgspec
 
+from outrider.errors import ServiceError
+
 WANTED = 65_536
 """Descriptors that a service takes if the hard limit allows so many."""
 LEAST = 4096
 """With fewer, a full node runs short of connections: a session holds about six descriptors, and each of its model calls
 two more."""
+FEWEST = 64
+"""With fewer, the event loop or the store cannot be opened."""
 SESSIONS = 8
 """How many sessions, or tokens, can use their maximum of connections at once before the others find none."""
 EACH_LEAST, EACH_MOST = 8, 256
@@ -38,6 +42,14 @@ def raise_limit() -> int:
     if soft < (wanted := min(hard, WANTED)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, _limits()[1]))
     return max(soft, wanted)
+
+
+def check_enough() -> None:
+    """Raises ServiceError where a service could not even start."""
+    if (descriptors := available()) < FEWEST:
+        raise ServiceError(
+            f"this process may have only {descriptors} files open", hint=f"allow it {LEAST} or more: ulimit -n {WANTED}"
+        )
 
 
 def shares(descriptors: int) -> Shares:

@@ -17,13 +17,15 @@ import os
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from outrider.concurrency.chores import Failures
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -38,6 +40,11 @@ BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 """So many of them are accepted before the event loop does anything else: a new client is read before so many others
 come that it would have to make room for them."""
+ACCEPTING = "accept connections"
+"""In the list of what fails."""
+ACCEPT_FAILED = "socket.accept() out of system resource"
+"""How asyncio's event loop says so."""
+ACCEPT_SECONDS = 5.0
 MAX_HEAD = 64 << 10
 """Maximum bytes of a request before its body, between two chunks of it, or after it. Clients send a few thousand."""
 MAX_PIPELINED = 16
@@ -440,6 +447,36 @@ def _address(client: tuple[str, int] | None) -> str:
     if ":" in host and not host.startswith("::ffff:"):
         return socket.inet_pton(socket.AF_INET6, host)[:8].hex()
     return host
+
+
+@contextlib.contextmanager
+def noting_refusals(failures: Failures) -> Iterator[None]:
+    """Note in `failures`, while the block runs, when connections cannot be accepted, for want of descriptors or memory,
+    until that has not happened for ACCEPT_SECONDS. asyncio's event loop tries again every second, and calls its
+    exception handler up to BACKLOG times for each try, each time with a traceback in the log. (uvloop accepts with a
+    descriptor that is kept for this, and closes the connection.)"""
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    ending: asyncio.TimerHandle | None = None
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal ending
+        error = context.get("exception")
+        if context.get("message") != ACCEPT_FAILED or not isinstance(error, OSError):
+            (before or type(loop).default_exception_handler)(loop, context)
+            return
+        failures.note(ACCEPTING, error)
+        if ending is not None:
+            ending.cancel()
+        ending = loop.call_later(ACCEPT_SECONDS, failures.note_success, ACCEPTING)
+
+    loop.set_exception_handler(handle)
+    try:
+        yield
+    finally:
+        loop.set_exception_handler(before)
+        if ending is not None:
+            ending.cancel()
 
 
 def server_settings(

@@ -66,9 +66,22 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
     held: float = 0.0
 
 
+class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
+    """Background work that fails and is tried again: it has failed `count` times, first at `since` and last at `last`
+    (seconds since the epoch), the last time with `error`. `node` is the node whose work it is, None for the service's
+    own. It is listed until it succeeds."""
+
+    name: str
+    node: str | None = None
+    since: float
+    last: float
+    count: int
+    error: str
+
+
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A node: how many sessions it runs, how many it can take, and its lanes and resources. One that is `drained` takes
-    no new sessions."""
+    no new sessions. `failing` is the background work that fails there."""
 
     name: str
     drained: bool = False
@@ -78,6 +91,7 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     resources: ResourceStats
     warm: WarmStats = WarmStats()
     stalls: StallStats = StallStats()
+    failing: tuple[FailingChore, ...] = ()
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -397,7 +411,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `model` is the policy's name, `frozen` those of the models beside it. `sessions`
     counts the caller's tenant's sessions by state, and an admin's call everybody's; `cursor` is that of the newest
-    result among the same, from which the results to come can be followed."""
+    result among the same, from which the results to come can be followed. `failing` is the
+    background work that fails now, that of the nodes included."""
 
     version: str
     model: str
@@ -407,6 +422,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStats, ...]
     engines: tuple[EngineStatus, ...]
     policy: PolicyStatus = PolicyStatus(version=0, paused=None, engines=())
+    failing: tuple[FailingChore, ...] = ()
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from cli.world import Cli, write_task
-from outrider.cli.main import commands
+from outrider.cli.commands import commands
 
 UNREACHABLE = "http://127.0.0.1:9"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from outrider.cli.main import UsageError, commands
+from outrider.cli.commands import UsageError, commands
 from outrider.cli.terminal import Terminal
 
 from .pages import PAGES, Page

@@ -23,7 +23,7 @@ from outrider.api.groups import group_routes
 from outrider.api.nodes import node_routes
 from outrider.api.policy import policy_routes
 from outrider.api.tokens import token_routes
-from outrider.cli.main import commands
+from outrider.cli.commands import commands
 from outrider.config import Config, FrozenConfig, GraderConfig
 from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import Close, ToService, ToWorker

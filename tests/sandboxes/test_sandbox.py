@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.node_host import Host
@@ -40,7 +41,7 @@ def spec(**fields: Any) -> RuntimeSpec:
 @asynccontextmanager
 async def some_sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
     Counted.ledger = MemoryLedger()
-    async with Host(folder) as host, asyncio.TaskGroup() as background:
+    async with Host(folder) as host, Chores(Failures()) as background:
         yield Sandboxes(host=host, background=background, paths=HostPaths.of(folder), gateway_socket=folder / "s")
 
 

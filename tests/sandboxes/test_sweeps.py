@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.runtimes.node_host import Host
-from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
+from outrider.sandboxes.node_folder import NodeFolder, sweep
 from support.node_folders import dead_folder, temporary
 
 __all__ = ["temporary"]
@@ -59,8 +61,10 @@ async def test_folders_and_what_parts_know_of_are_ended_and_told(
         for name in ("outrider-one", "outrider-two"):
             dead_folder(temporary, name)
         with caplog.at_level(logging.INFO, "outrider.node"):
-            assert (await sweep(host)).items() >= {"NodeFolder": 2, "Part": 3}.items()
-            assert not (await sweep(host)).keys() & {"NodeFolder", "Part"}  # other tests may leave control groups
+            failures = Failures()
+            assert (await sweep(host, failures)).items() >= {"NodeFolder": 2, "Part": 3}.items()
+            again = await sweep(host, failures)
+            assert not again.keys() & {"NodeFolder", "Part"}  # other tests may leave control groups
     assert os.listdir(temporary) == [folder.path.name]
     told = caplog.records[0].message
     assert "NodeFolder 2" in told
@@ -73,16 +77,16 @@ async def test_a_part_that_fails_keeps_no_other_from_its_turn(
 ) -> None:
     async with Host(temporary) as host:
         await shared(host, Part(fails, lambda: 1), Stuck(), Part(lambda: 2))
-        assert await host.sweep(seconds=0.01) == {"Part": 2}
-        assert "Part cannot sweep: no such daemon" in caplog.text
-        assert "Stuck cannot sweep: TimeoutError" in caplog.text
-        assert await host.sweep(seconds=0.01) == {"Part": 1}
+        failures = Failures()
+        assert await host.sweep(failures, seconds=0.01) == {"Part": 2}
+        assert "sweep of Stuck: failed, and is tried again: TimeoutError" in caplog.text
+        assert [each.name for each in failures.failing()] == ["sweep of Stuck"]  # the second `Part` has succeeded
+        assert await host.sweep(failures, seconds=0.01) == {"Part": 1}
 
 
 async def test_sweeps_go_on(temporary: Path) -> None:
-    async with asyncio.timeout(20), Host(temporary) as host, asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(20), Host(temporary) as host, Chores(Failures()) as chores:
         part = Part(lambda: 1, fails, lambda: 2)
         await shared(host, part)
-        sweeping = tasks.create_task(keep_sweeping(host, seconds=0.0))
+        chores.begin("sweeps", partial(sweep, host, chores.failures))
         await part.swept.wait()
-        sweeping.cancel()

@@ -16,6 +16,7 @@ from typing import Any, Self
 import pytest
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
 from outrider.runtimes.node_host import Host
@@ -98,7 +99,7 @@ def watcher() -> Iterator[Watcher]:
 async def a_pool(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple[WarmPool, Watcher]]:
     with tempfile.TemporaryDirectory(prefix="or-") as name, watcher() as seen:
         folder = Path(name)
-        async with Host(folder) as host, asyncio.TaskGroup() as owner:
+        async with Host(folder) as host, Chores(Failures()) as owner:
             sandboxes = Sandboxes(host=host, background=owner, paths=HostPaths.of(folder), gateway_socket=folder / "s")
             limits = WarmLimits(each=each, memory_mb=memory_mb)
             async with WarmPool(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as pool:

@@ -34,7 +34,17 @@ from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
 from outrider.file_descriptors import raise_limit, shares
-from outrider.http_server import BACKLOG, TIMEOUTS, Application, Receive, Scope, Send, Timeouts, server_settings
+from outrider.http_server import (
+    BACKLOG,
+    TIMEOUTS,
+    Application,
+    Receive,
+    Scope,
+    Send,
+    Timeouts,
+    noting_refusals,
+    server_settings,
+)
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
@@ -74,6 +84,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             elif node is not None:
                 servers.append((_Server(gateway, share.sandboxes), _inside(node, sockets)))
                 stack.enter_context(node.gateway_at(url))
+            stack.enter_context(noting_refusals(service.failures))
             await stack.enter_async_context(_running(servers))
             await stack.enter_async_context(service.running())
             yield url
@@ -87,7 +98,7 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
         gateway = Gateway(node, calls=share.session)
         bound = [_inside(node, sockets), sockets.enter_context(_listener("127.0.0.1", 0))]
         servers = [(_Server(gateway, share.sandboxes), each) for each in bound]
-        with node.gateway_at(_url(bound[1], tls=False)):
+        with noting_refusals(node.failures), node.gateway_at(_url(bound[1], tls=False)):
             async with _running(servers):
                 yield
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from outrider.cli.main import main
+from outrider.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

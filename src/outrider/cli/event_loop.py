@@ -6,18 +6,43 @@ import asyncio
 import gc
 import importlib
 import importlib.util
+import os
 import sys
+import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from outrider.file_descriptors import check_enough
 
 T = TypeVar("T")
 
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop where it is installed."""
-    factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)
+    """`asyncio.run`, on uvloop where it is installed. Raises ServiceError where too few files may be open."""
+    try:
+        check_enough()  # uvloop does not clean up after itself where a descriptor is missing
+        factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.get_loop().set_default_executor(_started_threads())
+            return runner.run(work)
+    finally:
+        work.close()  # of work that has not begun, because of Ctrl-C say
+
+
+def _started_threads() -> ThreadPoolExecutor:
+    """The threads for blocking calls, all of them started. Python would start each one when it is needed first; at a
+    limit of threads that fails, and the call might still be made later, by another thread. Raises RuntimeError."""
+    number = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio's own executor has
+    threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
+    all_started = threading.Barrier(number)
+    try:
+        for _ in range(number):
+            threads.submit(all_started.wait)  # a thread that waits takes no second call, so that another one is started
+    except RuntimeError:
+        all_started.abort()  # those that wait would keep the process from ending
+        raise
+    return threads
 
 
 def shorten_pauses() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.cli.long_running import LogFormatter
+from outrider.concurrency.chores import Failures
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import encode
@@ -191,10 +192,11 @@ async def _run(
 
     config = Config.model_validate_json(setup.config).as_read_from(Path(setup.file) if setup.file else None)
     paths = await asyncio.to_thread(HostPaths.checked, config)
+    failures = Failures()
     async with AsyncExitStack() as stack:
         models = await stack.enter_async_context(open_models(config, leader=service.leader))
         followers = {
-            model: await stack.enter_async_context(PoolFollower(pool, service.forwarded(model)))
+            model: await stack.enter_async_context(PoolFollower(pool, service.forwarded(model), failures))
             for model, pool in models.pools.items()
         }
         node = await stack.enter_async_context(
@@ -209,6 +211,7 @@ async def _run(
                 paths=paths,
                 owner=url or str(config.data.resolve()),
                 service_silence=service.silence,
+                failures=failures,
             )
         )
         await stack.enter_async_context(serving_gateway(node))

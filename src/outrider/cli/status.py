@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from outrider.cli.options import Ca, Json, Token, Url, client
-from outrider.cli.tables import engine_table, group_table, node_table, policy_line, session_table
+from outrider.cli.tables import engine_table, failing_table, group_table, node_table, policy_line, session_table
 from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
@@ -57,6 +57,8 @@ def status(
     terminal.out.print(f"outrider {running.version} · model {models} · sessions: {states or 'none'}")
     if running.policy.paused is not None:
         terminal.out.print(policy_line(running.policy))
+    if running.failing:
+        terminal.out.print(failing_table(running.failing))
     for node in running.nodes:
         terminal.out.print(node_table(node))
     terminal.out.print(engine_table(running.engines))

@@ -16,6 +16,7 @@ from outrider.schemas import (
     CallbackView,
     ConsumerView,
     EngineStatus,
+    FailingChore,
     GroupSummary,
     GroupView,
     LaneStats,
@@ -219,6 +220,23 @@ def node_table(node: NodeStats) -> RenderableType:
     drained = ", drained: it takes no new sessions" if node.drained else ""
     title = f"node {node.name}: {node.sessions} sessions{drained}"
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=title)
+
+
+def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
+    """One row for each piece of background work that fails now."""
+    now = time.time()
+    rows = [
+        (
+            f"{each.node}: {each.name}" if each.node else each.name,
+            f"{now - each.since:.0f} s",
+            str(each.count),
+            each.error,
+        )
+        for each in failing
+    ]
+    return table(
+        ("failing", "for>", "times>", "last error"), rows, title="background work that fails, and is tried again"
+    )
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[str, str, str]:

@@ -47,6 +47,7 @@ class JoinedNodes:
         self.on_room: Callable[[], None] = lambda: None
         """Called when one can take more sessions than before."""
         self._config = config
+        self._version = version("outrider")
         self._parts = parts
         self._telling = telling
         self._own = own
@@ -76,7 +77,7 @@ class JoinedNodes:
         except (Disconnected, msgspec.DecodeError) as error:
             await socket.close(Close.NONSENSE, close_reason(f"no hello of a node: {error}"))
             return
-        if hello.version != (ours := version("outrider")):
+        if hello.version != (ours := self._version):
             reason = f"the node runs Outrider {hello.version}, the service {ours}"
             await socket.close(Close.PROTOCOL, close_reason(reason))
             return

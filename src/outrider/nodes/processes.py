@@ -92,7 +92,7 @@ class NodeProcesses:
         async def live(process: NodeProcess) -> None:
             await node.serve(process.pipe, setup, ready=ready, ended=process.end)
 
-        await one_after_another(node.name, live, ended)
+        await one_after_another(node.name, live, ended, self._parts.failures)
 
 
 def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setup:

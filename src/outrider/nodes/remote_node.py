@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Failures
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
@@ -87,12 +88,13 @@ Pools = Mapping[str | None, EnginePool]
 
 class ServiceParts(msgspec.Struct, frozen=True):
     """What the service does for its nodes is done with these. `resources` are those of the machine, which all nodes on
-    it share."""
+    it share. What fails is noted in `failures`."""
 
     store: Store
     artifacts: ArtifactStore
     pools: Pools
     resources: NodeResources
+    failures: Failures = msgspec.field(default_factory=Failures)
 
 
 class RemoteNode:

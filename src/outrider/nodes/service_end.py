@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.sharing import EngineState, GateReport
@@ -145,22 +146,25 @@ class ServiceEnd:
 
     async def run(self, node: LocalNode, pools: Followers) -> None:
         """Run attempts on the node until cancelled."""
-        async with asyncio.TaskGroup() as attempts:
+        images: frozenset[str] | None = None
+        looked = -IMAGES_SECONDS
+
+        async def report() -> None:
+            nonlocal images, looked
+            if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
+                with suppress(OSError):  # of a file system that is shared: what was known holds
+                    images = await asyncio.to_thread(self._images)
+                looked = time.monotonic()
+            self._report(node, pools, images)
+
+        async with Chores(node.failures) as attempts:
             self._handle = partial(self._obey, node, pools, attempts)
             self._heard = time.monotonic()
             for message in self._early:
                 self._handle(message)
             self._link.send(Ready(outlived=node.outlived()))
-            images: frozenset[str] | None = None
-            looked = -IMAGES_SECONDS
             try:
-                while True:
-                    if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                        with suppress(OSError):  # of a file system that is shared: what was known holds
-                            images = await asyncio.to_thread(self._images)
-                        looked = time.monotonic()
-                    self._report(node, pools, images)
-                    await asyncio.sleep(REPORT_SECONDS)
+                await attempts.begin("report to the service", report, every=REPORT_SECONDS)
             finally:
                 self._ending = True
 
@@ -233,7 +237,7 @@ class ServiceEnd:
         for number, parts in self._generations.items():
             parts.put_nowait(Generated(generation=number, error=gone.record()))
 
-    def _obey(self, node: LocalNode, pools: Followers, attempts: asyncio.TaskGroup, message: ToNode) -> None:
+    def _obey(self, node: LocalNode, pools: Followers, attempts: Chores, message: ToNode) -> None:
         if silent := self.silence():
             node.note_stall(silent)
         self._heard = time.monotonic()
@@ -247,7 +251,9 @@ class ServiceEnd:
             case Run() if self._ending:
                 pass  # the service is told by the end of the connection
             case Run():
-                task = attempts.create_task(self._run(node, message), name=f"session {message.session.id}")
+                task = attempts.create_task(
+                    self._run(node, message), name=f"session {message.session.id}", chore="sessions"
+                )
                 self._attempts[message.attempt] = task
                 # Not in the task, of which nothing runs if it is cancelled at once.
                 task.add_done_callback(partial(self._note_end, message))
@@ -257,7 +263,7 @@ class ServiceEnd:
                 if (running := self._attempts.get(message.attempt)) is not None:
                     running.cancel()
             case Pull():
-                attempts.create_task(self._pull(node, message), name=f"image {message.name}")
+                attempts.create_task(self._pull(node, message), name=f"image {message.name}", chore="pull images")
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():

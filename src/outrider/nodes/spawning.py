@@ -18,7 +18,9 @@ from typing import Self
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Failures
 from outrider.environment import variables
+from outrider.errors import described
 from outrider.nodes.pipe import Pipe
 
 log = logging.getLogger("outrider.node")
@@ -85,24 +87,31 @@ class NodeProcess:
 
 
 async def one_after_another(
-    name: str, live: Callable[[NodeProcess], Awaitable[None]], ended: Callable[[str], bool]
+    name: str,
+    live: Callable[[NodeProcess], Awaitable[None]],
+    ended: Callable[[str], bool],
+    book: Failures | None = None,
 ) -> None:
     """Have a process for the node of that name, and another one when it has died. `live` is its life, and ends with
-    it; `ended` is told how it ended, and says whether there is to be another one."""
+    it; `ended` is told how it ended, and says whether there is to be another one. A process that cannot be had is noted
+    in `book`."""
+    book = book or Failures()
+    chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time
     failures = 0
     while True:
         began = clock()
         try:
             process = await NodeProcess.start()
+            book.note_success(chore)
             try:
                 await live(process)
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
         except Exception as error:  # no process can be had now; or a bug, which must not end the other nodes
-            log.exception("node %s failed", name)
-            how = f"failed: {error}"
+            book.note(chore, error)
+            how = f"failed: {described(error)}"
         if not ended(how):
             return
         log.warning("the process of node %s %s: another one is started", name, how)

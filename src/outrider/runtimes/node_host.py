@@ -7,7 +7,6 @@ and closed after the last sandbox has been stopped, in the reverse order of open
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import socket
@@ -17,9 +16,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
+from outrider.concurrency.chores import Failures
 from outrider.runtimes.kernel.process_marks import RUN_FILE, started
-
-log = logging.getLogger("outrider.node")
 
 P = TypeVar("P")
 
@@ -59,9 +57,9 @@ class Host:
                     self._parts[kind] = await self._stack.enter_async_context(kind(self))
         return cast(P, self._parts[kind])
 
-    async def sweep(self, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
+    async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
         """Call `sweep()` of every part that has one, to end what dead nodes left behind; `seconds` bounds each. Returns
-        how many things were ended, by the part's class. A failure is logged; the next sweep tries again."""
+        how many things were ended, by the part's class. What fails is noted; the next sweep tries again."""
         ended: dict[str, int] = {}
         for part in tuple(self._parts.values()):
             if (sweep := getattr(part, "sweep", None)) is None:
@@ -72,7 +70,9 @@ class Host:
                     if number := await sweep():
                         ended[name] = ended.get(name, 0) + number
             except Exception as error:  # of whatever kind: the other parts are swept too
-                log.warning("%s cannot sweep: %s", name, str(error) or type(error).__name__)
+                failures.note(f"sweep of {name}", error)
+            else:
+                failures.note_success(f"sweep of {name}")
         return ended
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from outrider.concurrency.cancellation import opened_in_thread
+from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import OutriderError, RuntimeFailure
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.rootfs.dockerfile import BuildStep, Copy, MakeFolder, Plan, Run, read_dockerfile
@@ -89,7 +90,7 @@ async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
         Host(folder.path) as host,
-        asyncio.TaskGroup() as background,
+        Chores(Failures()) as background,
     ):
         socket = folder.path / "gateway.sock"
         socket.touch()  # nobody listens: a build has no model

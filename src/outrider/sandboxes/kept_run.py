@@ -98,12 +98,10 @@ def forget(directory: Path) -> None:
     (directory / RUN_FILE).unlink(missing_ok=True)
 
 
-async def keep_pulse(folder: Path, stood_still: Callable[[], float]) -> None:
-    """Note every so many seconds that the node with this folder lives, until cancelled."""
-    while True:
-        pulse = msgspec.json.encode(Pulse.now(stood_still()))
-        await asyncio.to_thread(_replace, folder / PULSE_FILE, pulse)
-        await asyncio.sleep(PULSE_SECONDS)
+async def note_pulse(folder: Path, stood_still: Callable[[], float]) -> None:
+    """Note that the node with this folder lives. To be called every PULSE_SECONDS. Raises OSError."""
+    pulse = msgspec.json.encode(Pulse.now(stood_still()))
+    await asyncio.to_thread(_replace, folder / PULSE_FILE, pulse)
 
 
 def _last_pulse(folder: Path) -> Pulse:

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from outrider.concurrency.chores import Failures
+from outrider.environment import environment
+from outrider.errors import ServiceError
 from outrider.runtimes.guest.filesystem.tree_writer import empty_folder
 from outrider.runtimes.guest.filesystem.trees import FOLDER
 from outrider.runtimes.kernel import cgroups, process_marks
@@ -85,20 +88,28 @@ class NodeFolder:
     """A node's folder; its methods block.
 
     `lock` is the descriptor of the lock file: the kernel releases the lock when this process and its keeper have ended,
-    however they end. So it is with `sign` (`node_host.sign_of_life`). `keeper` and `sign` are None for the folder of a
-    dead node.
+    however they end. So it is with `sign` (`node_host.sign_of_life`). `guard` has a lock on the folder itself, by which
+    systemd-tmpfiles leaves it alone, however old what is in it (tmpfiles.d(5)). `keeper`, `sign` and `guard` are None
+    for the folder of a dead node.
     """
 
     path: Path
     lock: int
     keeper: Keeper | None = None
     sign: socket.socket | None = None
+    guard: int | None = None
 
     @classmethod
     def make(cls, owner: str = "") -> Self:
         """A node's folder, after dead nodes' folders were removed: that of the last node of this owner, with the
-        sandboxes that have outlived it, or a new one. Without an owner nothing is kept for the next."""
-        cls.sweep()
+        sandboxes that have outlived it, or a new one. Without an owner nothing is kept for the next.
+
+        Raises ServiceError if TMPDIR cannot be written, and OSError."""
+        named = environment("TMPDIR")
+        if named and not os.access(named, os.W_OK | os.X_OK):  # Python would take another one, and not say so
+            raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")
+        with contextlib.suppress(OSError):  # the node's own sweeps show what cannot be removed
+            cls.sweep()
         if owner and (left := cls._taken_over(owner)) is not None:
             return left
         while True:
@@ -109,7 +120,7 @@ class NodeFolder:
                     (path / OWNER).write_text(owner)
                     sign = sign_of_life(path)
                     try:
-                        return cls(path, made.lock, Keeper.start(path, made.lock, sign.fileno()), sign)
+                        return cls(path, made.lock, Keeper.start(path, made.lock, sign.fileno()), sign, _guard(path))
                     except BaseException:
                         sign.close()
                         raise
@@ -146,7 +157,7 @@ class NodeFolder:
                     time.sleep(LOOK_SECONDS)
                 else:
                     end.settimeout(None)
-                    return cls(path, lock, Keeper(end), socket.socket(fileno=sign))
+                    return cls(path, lock, Keeper(end), socket.socket(fileno=sign), _guard(path))
         return None
 
     def outlived(self) -> list[Path]:
@@ -159,21 +170,25 @@ class NodeFolder:
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, and kill all processes that carry its mark."""
-        if alive := process_marks.kill_marked(f"{self.path.name}/"):
-            log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-        with contextlib.suppress(OSError):  # `remove_tree` logs what cannot be removed
-            # The lock file goes last: a folder without one, left by a kill meanwhile, would never be swept.
-            for entry in os.scandir(self.path):
-                if entry.is_dir(follow_symlinks=False):
-                    remove_tree(Path(entry.path))
-                elif entry.name != LOCK:
-                    os.unlink(entry.path)
-        remove_tree(self.path)
-        os.close(self.lock)
-        if self.keeper is not None:
-            self.keeper.end()
-        if self.sign is not None:
-            self.sign.close()
+        try:
+            if alive := process_marks.kill_marked(f"{self.path.name}/"):
+                log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
+            with contextlib.suppress(OSError):  # `remove_tree` logs what cannot be removed
+                # The lock file goes last: a folder without one, left by a kill meanwhile, would never be swept.
+                for entry in os.scandir(self.path):
+                    if entry.is_dir(follow_symlinks=False):
+                        remove_tree(Path(entry.path))
+                    elif entry.name != LOCK:
+                        os.unlink(entry.path)
+            remove_tree(self.path)
+        finally:  # also where no descriptor is left for the look at /proc: the next sweep must get the lock
+            os.close(self.lock)
+            if self.keeper is not None:
+                self.keeper.end()
+            if self.sign is not None:
+                self.sign.close()
+            if self.guard is not None:
+                os.close(self.guard)
 
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
@@ -193,6 +208,17 @@ class NodeFolder:
             pass
         os.close(lock)
         return None
+
+
+def _guard(path: Path) -> int | None:
+    """A descriptor with a shared lock on the folder; None where its file system has no locks."""
+    guard = os.open(path, FOLDER)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(guard)
+        return None
+    return guard
 
 
 def remove_tree(path: Path) -> None:
@@ -218,27 +244,23 @@ def remove_tree(path: Path) -> None:
         log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
 
 
-async def keep_sweeping(host: Host, *, seconds: float = SWEEP_EVERY_SECONDS) -> None:
-    """Sweep every so many seconds until cancelled. The first time is not at once: a node sweeps when it starts."""
-    while True:
-        await asyncio.sleep(seconds)
-        await sweep(host)
+async def sweep(host: Host, failures: Failures) -> dict[str, int]:
+    """End what killed nodes left behind: folders, processes, control groups, and what the parts of `host` know of. To
+    be called every SWEEP_EVERY_SECONDS.
 
-
-async def sweep(host: Host) -> dict[str, int]:
-    """End what killed nodes left behind: folders, processes, control groups, and what the parts of `host` know of.
-
-    Returns how many things were ended, by kind. A sweep that fails is logged and raises nothing: it must not cost the
-    node its sessions, and the next one tries again.
+    Returns how many things were ended, by kind. What fails is noted, and raises nothing: it must not cost the node its
+    sessions, and the next sweep tries again.
     """
-    try:
-        folders = await asyncio.to_thread(NodeFolder.sweep)
-        groups = await asyncio.to_thread(cgroups.sweep)
-        counts = {"NodeFolder": folders, "Cgroups": groups}
-        ended = {kind: number for kind, number in counts.items() if number} | await host.sweep()
-    except Exception:
-        log.exception("a sweep failed")
-        return {}
+    ended: dict[str, int] = {}
+    for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():
+        try:
+            if number := await asyncio.to_thread(part):
+                ended[kind] = number
+        except Exception as error:  # of whatever kind: the other parts are swept, too
+            failures.note(f"sweep of {kind}", error)
+        else:
+            failures.note_success(f"sweep of {kind}")
+    ended |= await host.sweep(failures)
     if ended:
         listed = ", ".join(f"{kind} {number}" for kind, number in ended.items())
         log.info("%s removed what dead nodes had left: %s", host.name, listed)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Chores
 from outrider.errors import OutriderError, RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
@@ -110,7 +111,7 @@ class Sandboxes:
     start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL of
     `gateway_at`."""
 
-    def __init__(self, *, host: Host, background: asyncio.TaskGroup, paths: HostPaths, gateway_socket: Path) -> None:
+    def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
         self.host = host
         self.background = background
         self.paths = paths

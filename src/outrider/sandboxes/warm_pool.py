@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Chores
 from outrider.concurrency.events import wait_for_event
 from outrider.errors import InvalidField, OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
@@ -120,14 +121,15 @@ class WarmPool:
         self._misses = 0
 
     async def __aenter__(self) -> Self:
-        self._keeper = self._sandboxes.background.create_task(self._keep_full(), name="keep sandboxes warm")
+        self._chores = await Chores(self._sandboxes.background.failures).__aenter__()
+        self._chores.begin("warm sandboxes", self._keep_full)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._keeper.cancel()
-        await asyncio.wait({self._keeper})
+        self._chores.cancel()
+        await self._chores.__aexit__(None, None, None)
         for sandbox_kind in self._kinds.values():
             sandbox_kind.target = 0
         await self._stop_surplus()
@@ -179,20 +181,19 @@ class WarmPool:
         self._work.set()
 
     async def _keep_full(self) -> None:
-        async with asyncio.TaskGroup() as starts:
-            while True:
-                self._work.clear()
-                left = self._limits.memory_mb
-                for kind in reversed(self._kinds.values()):  # those wanted last have their share of the memory first
-                    kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
-                    left -= kind.target * kind.memory_mb
-                await self._stop_surplus()
-                self._start_missing(starts)
-                now = asyncio.get_running_loop().time()
-                retries = [kind.retry_at - now for kind in self._kinds.values() if kind.retry_at > now]
-                await wait_for_event(self._work, seconds=min([CHECK_SECONDS, *retries]))
-                if not self._work.is_set():
-                    await self._stop_unusable()
+        """Bring the pool to what it should hold, and wait until that may have changed."""
+        self._work.clear()
+        left = self._limits.memory_mb
+        for kind in reversed(self._kinds.values()):  # those wanted last have their share of the memory first
+            kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
+            left -= kind.target * kind.memory_mb
+        await self._stop_surplus()
+        self._start_missing()
+        now = asyncio.get_running_loop().time()
+        retries = [kind.retry_at - now for kind in self._kinds.values() if kind.retry_at > now]
+        await wait_for_event(self._work, seconds=min([CHECK_SECONDS, *retries]))
+        if not self._work.is_set():
+            await self._stop_unusable()
 
     async def _stop_surplus(self) -> None:
         """Stop sandboxes above their kind's target or too old, and forget kinds of which none is kept."""
@@ -202,7 +203,7 @@ class WarmPool:
             if not kind.target and not kind.starting and not kind.ready:
                 del self._kinds[key]
 
-    def _start_missing(self, starts: asyncio.TaskGroup) -> None:
+    def _start_missing(self) -> None:
         now = asyncio.get_running_loop().time()
         starting = sum(kind.starting for kind in self._kinds.values())
         for kind in reversed(self._kinds.values()):
@@ -213,7 +214,7 @@ class WarmPool:
                 starting += 1
                 kind.starting += 1
                 self._memory_mb += kind.memory_mb
-                starts.create_task(self._start(kind), name="start a warm sandbox")
+                self._chores.create_task(self._start(kind), name="start a warm sandbox")
 
     async def _start(self, kind: SandboxKind) -> None:
         since = self._clock()

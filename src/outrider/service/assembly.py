@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Failures
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import Config
 from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
@@ -73,11 +74,19 @@ class Models(NamedTuple):
 
 
 @asynccontextmanager
-async def open_store(config: Config) -> AsyncIterator[Store]:
-    """The store of a service that does not run. Raises ServiceError if it does."""
-    config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A lock of the kernel and not a file with a process id: it is released however the process dies.
-    lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+async def open_store(config: Config, failures: Failures | None = None) -> AsyncIterator[Store]:
+    """The store of a service that does not run. Raises ServiceError if it does, and InvalidField for a data folder that
+    cannot be used."""
+    try:
+        config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A lock of the kernel and not a file with a process id: it is released however the process dies.
+        lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise InvalidField(
+            f"{config.data} cannot be used as the data folder: {error.strerror}",
+            field="data",
+            hint="give a folder that this user can write to, with room for groups and results: --data DIR",
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -85,7 +94,7 @@ async def open_store(config: Config) -> AsyncIterator[Store]:
         hint = "stop it, or give this one a folder of its own: --data DIR"
         raise ServiceError(f"another service is using {config.data}", hint=hint) from error
     try:
-        async with _store(config) as store:
+        async with _store(config, failures) as store:
             yield store
     finally:
         os.close(lock)
@@ -100,20 +109,21 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
     database is in use or cannot be used.
     """
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(open_store(config))
+        failures = Failures()
+        store = await stack.enter_async_context(open_store(config, failures))
         paths = await asyncio.to_thread(HostPaths.checked, config)
         artifacts = ArtifactStore(config.data / "artifacts")
         kept = await store.policy()
 
         async def keep(known: KnownPolicy) -> None:
-            await retry_store(lambda: store.keep_policy(known.version, known.weights))
+            await retry_store(lambda: store.keep_policy(known.version, known.weights), failures)
 
         known = None if kept is None else KnownPolicy(kept.version, kept.weights)
         models = await stack.enter_async_context(open_models(config, known=known, keep=keep))
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
-        parts = ServiceParts(store, artifacts, models.pools, resources)
-        telling = await stack.enter_async_context(Telling(models.pools))
+        parts = ServiceParts(store, artifacts, models.pools, resources, failures)
+        telling = await stack.enter_async_context(Telling(models.pools, failures))
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
@@ -147,6 +157,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             host=host,
             paths=paths,
             pauses=pauses,
+            failures=failures,
         )
         for each in telling.nodes:
             each.on_room = service.wake
@@ -227,9 +238,10 @@ def local_node(
     paths: HostPaths,
     owner: str = "",
     service_silence: Callable[[], float] = lambda: 0.0,
+    failures: Failures | None = None,
 ) -> LocalNode:
-    """The node of the settings in this process, to be entered. `owner`: see `LocalNode`; `service_silence`: see
-    `NodeServices`."""
+    """The node of the settings in this process, to be entered. `owner` and `failures`: see `LocalNode`;
+    `service_silence`: see `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
         name,
@@ -244,12 +256,13 @@ def local_node(
         endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
         owner=owner,
         service_silence=service_silence,
+        failures=failures,
     )
 
 
-def _store(config: Config) -> Store:
+def _store(config: Config, failures: Failures | None) -> Store:
     if config.store is None:
-        return sqlite_store(config.data / "outrider.sqlite3")
+        return sqlite_store(config.data / "outrider.sqlite3", failures)
     try:
         from outrider.store.postgresql import postgresql_store
     except ImportError as error:

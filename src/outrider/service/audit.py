@@ -14,6 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from outrider.concurrency.chores import Failures
+from outrider.errors import lacks_means
+
 log = logging.getLogger("outrider.audit")
 
 FILE_BYTES = 16 << 20
@@ -36,17 +39,24 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AuditLog:
     """Appends to `folder`/audit.jsonl; a full file becomes audit.1.jsonl, that one audit.2.jsonl, and so on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, failures: Failures | None = None) -> None:
+        self._failures = failures or Failures()
         self._path = folder / "audit.jsonl"
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. A failure is logged and not raised: on a full disk, work must still be possible to cancel."""
+        """Write a line. A failure is noted and not raised: on a full disk, work must still be possible to cancel. The
+        line goes to the log then, each of them."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")
-            except OSError as error:
+            except Exception as error:
+                if not lacks_means(error):
+                    raise
+                self._failures.note("audit log", error)
                 log.error("the audit log cannot be written (%s): %s", error, msgspec.json.encode(entry).decode())
+            else:
+                self._failures.note_success("audit log")
 
     def _write(self, line: bytes) -> None:
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -13,14 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from email.utils import parsedate_to_datetime
+from functools import partial
 
 import aiohttp
 import msgspec
 
 from outrider.callbacks import signed_headers
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
-from outrider.errors import NotFound, storable
+from outrider.errors import NotFound, described, storable
 from outrider.service.allow_lists import AllowLists
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
@@ -75,8 +77,10 @@ class Deliverer:
         secret: str | None = None,
         pauses: Backoff = PAUSES,
         patience: float = PATIENCE,
+        failures: Failures | None = None,
     ) -> None:
         self._store = store
+        self._failures = failures or Failures()
         self._reader = reader
         self._allow_lists = allow_lists
         self._secret = secret
@@ -100,19 +104,22 @@ class Deliverer:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 connector=aiohttp.TCPConnector(socket_factory=self._allow_lists.socket),
             ) as http,
-            asyncio.TaskGroup() as group,
+            Chores(self._failures) as chores,
         ):
-            while True:
-                self._work.clear()
-                # A push that ends while the outbox is read may still be listed as due. It must not be sent again.
-                busy = set(self._under_way)
-                due = await retry_store(self._due)
-                admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
-                for delivery in admitted:
-                    group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
-                # Behind so many for the receivers that are busy now there may be some for others.
-                if len(due) < LOOK_AHEAD or not admitted:
-                    await wait_for_event(self._work, self._pauses.first)
+            await chores.begin("callbacks", partial(self._push_due, http, chores))
+
+    async def _push_due(self, http: aiohttp.ClientSession, chores: Chores) -> None:
+        """Start the pushes that are due, and wait until there may be more."""
+        self._work.clear()
+        # A push that ends while the outbox is read may still be listed as due. It must not be sent again.
+        busy = set(self._under_way)
+        due = await retry_store(self._due, self._failures)
+        admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
+        for delivery in admitted:
+            chores.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}", chore="a callback")
+        # Behind so many for the receivers that are busy now there may be some for others.
+        if len(due) < LOOK_AHEAD or not admitted:
+            await wait_for_event(self._work, self._pauses.first)
 
     async def _due(self) -> list[Delivery]:
         """Deliveries to receivers that can take another push."""
@@ -142,11 +149,16 @@ class Deliverer:
         """Try one delivery once, and note in the outbox how it went."""
         group_id = delivery.group_id
         try:
-            view = await retry_store(lambda: self._reader.group(group_id, samples=True))
-            failure = await self._push(http, delivery, await self._reader.encoded(view))
+            try:
+                view = await retry_store(lambda: self._reader.group(group_id, samples=True), self._failures)
+                failure = await self._push(http, delivery, await self._reader.encoded(view))
+            except NotFound:
+                raise
+            except Exception as error:  # such as MemoryError for a large group: it is put off, and the outbox says why
+                failure = Failure(described(error)[:MAX_FAULT])
             if failure is None:
                 self._failing.discard(delivery.receiver)
-                await retry_store(lambda: self._store.delivered(group_id))
+                await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
                 self._failing.add(delivery.receiver)
                 await self._put_off(delivery, failure)
@@ -161,11 +173,13 @@ class Deliverer:
         # The number of tries counts beside the time, because the clock may be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
-            await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault))
+            await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
             return
         pause = max(self._pauses.wait(delivery.tries), failure.wait)
         log.warning("callback of %s failed, next try in %.0f s: %s", group_id, pause, failure.fault)
-        await retry_store(lambda: self._store.delivery_failed(group_id, next_try=now + pause, fault=failure.fault))
+        await retry_store(
+            lambda: self._store.delivery_failed(group_id, next_try=now + pause, fault=failure.fault), self._failures
+        )
 
     async def _push(self, http: aiohttp.ClientSession, delivery: Delivery, body: bytes) -> Failure | None:
         """None if the receiver answered with a 2xx, else what went wrong. The body of an answer is not read."""

@@ -14,10 +14,10 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.config import RetentionConfig
 from outrider.errors import InvalidField, ServiceError
 from outrider.schemas import GcReport
-from outrider.service.retry_store import retry_store
 from outrider.spec import GcSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.removals import Candidate
@@ -43,8 +43,11 @@ MB = 1 << 20
 class Retention:
     """Run `run` in a task group."""
 
-    def __init__(self, store: Store, artifacts: ArtifactStore, settings: RetentionConfig) -> None:
+    def __init__(
+        self, store: Store, artifacts: ArtifactStore, settings: RetentionConfig, *, failures: Failures | None = None
+    ) -> None:
         self._store = store
+        self._failures = failures or Failures()
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
@@ -52,14 +55,19 @@ class Retention:
 
     async def run(self) -> None:
         """Finish what an earlier service had begun; then keep to the settings' bounds, until cancelled."""
-        await retry_store(self._resume)
         bounds = GcSpec(days=self._settings.days, size_mb=self._settings.size_mb)
-        while bounds.days is not None or bounds.size_mb is not None:
-            report = await retry_store(lambda: self.collect(bounds))
+
+        async def keep() -> None:
+            report = await self.collect(bounds)
             if report.groups:
                 log.info("removed %d groups: %d bytes", report.groups, report.bytes)
             if not report.more:
                 await asyncio.sleep(CHECK_SECONDS)
+
+        async with Chores(self._failures) as chores:
+            await chores.until_done("retention", self._resume)
+            if bounds.days is not None or bounds.size_mb is not None:
+                await chores.begin("retention", keep)
 
     async def collect(self, spec: GcSpec) -> GcReport:
         """Remove the groups that are older or more than `spec` allows, the oldest first, for about REQUEST_SECONDS; or

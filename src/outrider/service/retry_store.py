@@ -6,21 +6,21 @@ It knows no table. Invariant: `retry_store` returns only after the work has succ
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Failures
 from outrider.errors import ServiceError
-
-log = logging.getLogger("outrider.store")
 
 T = TypeVar("T")
 
 PAUSES = Backoff(first=0.1, longest=10.0)
+NAME = "store"
+"""In the list of what fails."""
 
 
-async def retry_store(work: Callable[[], Awaitable[T]]) -> T:
+async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
     """Call `work` until it does not raise ServiceError; its result. All other errors are raised.
 
     A call that failed may have taken effect in part or as a whole, so `work` must be safe to repeat.
@@ -28,8 +28,11 @@ async def retry_store(work: Callable[[], Awaitable[T]]) -> T:
     tries = 0
     while True:
         try:
-            return await work()
+            done = await work()
         except ServiceError as error:
-            log.error("the store failed; trying again: %s", error)
+            failures.note(NAME, error)
             await asyncio.sleep(PAUSES.wait(tries))
             tries += 1
+        else:
+            failures.note_success(NAME)
+            return done

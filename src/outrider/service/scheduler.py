@@ -21,8 +21,9 @@ import msgspec
 from pydantic import ValidationError
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
-from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, described, lacks_means, record_of
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
 from outrider.service.placing import Places
@@ -94,8 +95,10 @@ class Scheduler:
         pauses: Backoff = PAUSES,
         evaluation_share: float = 0.0,
         on_session_done: Callable[[], None] = lambda: None,
+        failures: Failures | None = None,
     ) -> None:
         self._store = store
+        self._failures = failures or Failures()
         self._places = Places(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
@@ -112,16 +115,28 @@ class Scheduler:
         """Parsed groups by id: all sessions of a group share one."""
 
     async def run(self) -> None:
-        """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
-        await retry_store(self._read_drained)
-        await retry_store(partial(self._retake, float("inf")))  # the sessions of an earlier service: no lease is alive
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._renew(), name="renew leases")
-            while True:
-                self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
-                due = await retry_store(lambda: self._place_all(group))
-                wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
-                await wait_for_event(self._work, wait)
+        """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start.
+
+        What the machine lacks (disk, descriptors, memory, threads, the database) only delays it. Any other error here
+        is a bug in the books of the queue, by which a session might run twice or never: it is raised and ends the
+        service, the only one of all errors in background work that does. The next start makes the books anew from the
+        store."""
+        async with Chores(self._failures, fatal=_is_bug) as chores:
+            await chores.until_done("scheduler", self._take_up)
+            chores.begin("leases", self._renew_and_retake, every=LEASE_SECONDS / 3)
+            await chores.begin("scheduler", partial(self._place, chores))
+
+    async def _take_up(self) -> None:
+        """Queue the sessions of an earlier service again: none of its leases is alive."""
+        await retry_store(self._read_drained, self._failures)
+        await retry_store(partial(self._retake, float("inf")), self._failures)
+
+    async def _place(self, chores: Chores) -> None:
+        """Place what is queued, and wait until there may be more."""
+        self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
+        due = await retry_store(lambda: self._place_all(chores), self._failures)
+        wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
+        await wait_for_event(self._work, wait)
 
     def wake(self) -> None:
         self._work.set()
@@ -200,10 +215,10 @@ class Scheduler:
         if recovered:
             self._work.set()
 
-    async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
+    async def _place_all(self, chores: Chores) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
         looked = time.time()
-        await self._go_on(group)
+        await self._go_on(chores)
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
@@ -225,12 +240,12 @@ class Scheduler:
                 for session in queued:
                     if self._stopping or session.bucket in passed:
                         continue
-                    if not await self._start(group, session, reserved=evaluations):
+                    if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
         # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
-    async def _go_on(self, group: asyncio.TaskGroup) -> None:
+    async def _go_on(self, chores: Chores) -> None:
         """Start the sessions whose agents have outlived their node, before any other: the agents wait for their model.
         Those that nobody wants any more are ended."""
         for node in self._places.nodes():
@@ -245,9 +260,9 @@ class Scheduler:
                 if task is None or session.state is SessionState.DONE:
                     node.end_outlived(session_id)
                 elif session.state is SessionState.QUEUED:  # else that attempt is not given up yet
-                    await self._begin(group, session, task, node, reserved=False, goes_on=True)
+                    await self._begin(chores, session, task, node, reserved=False, goes_on=True)
 
-    async def _start(self, group: asyncio.TaskGroup, session: SessionRow, *, reserved: bool) -> bool:
+    async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
         """False if the session must wait, because no node has room for it."""
         task = await self._task_of(session)
         if task is None:
@@ -256,12 +271,12 @@ class Scheduler:
         node = self._places.find(task)
         if node is None:
             return False
-        await self._begin(group, session, task, node, reserved=reserved)
+        await self._begin(chores, session, task, node, reserved=reserved)
         return True
 
     async def _begin(
         self,
-        group: asyncio.TaskGroup,
+        chores: Chores,
         session: SessionRow,
         task: TaskSpec,
         node: Node,
@@ -291,7 +306,7 @@ class Scheduler:
         placement = _Placement(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
-        group.create_task(self._run(placement), name=f"session {session.id}")
+        chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """The session's task; None if another version of Outrider stored one that this version cannot read."""
@@ -311,7 +326,7 @@ class Scheduler:
         lost = False
         try:
             outcome = await self._outcome(placement)
-            result = await retry_store(lambda: self._settle(placement, outcome))
+            result = await retry_store(lambda: self._settle(placement, outcome), self._failures)
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -335,8 +350,8 @@ class Scheduler:
         if lost:
             # At once the first time; later it waits, for it may be this session that kills its nodes.
             wait = self._pauses.wait(session.recovered - 1) if session.recovered else 0.0
-            await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0))
-            await retry_store(partial(self._retake, time.time(), wait=wait))
+            await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0), self._failures)
+            await retry_store(partial(self._retake, time.time(), wait=wait), self._failures)
 
     async def _outcome(self, placement: _Placement) -> SessionResult | None:
         """How the attempt ended; None if it was interrupted, for the reason in `ending`. A cancellation may come before
@@ -347,7 +362,7 @@ class Scheduler:
                 attempt = placement.attempt
                 if (of := placement.regrades) is not None:
                     id, number = attempt.session.id, attempt.session.attempt
-                    graded = await retry_store(lambda: self._store.adopt_turns(id, number, of))
+                    graded = await retry_store(lambda: self._store.adopt_turns(id, number, of), self._failures)
                     if graded.result is None or (run := stored_run(graded.result)) is None:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
                     attempt = msgspec.structs.replace(attempt, stored=run)
@@ -358,6 +373,15 @@ class Scheduler:
         except asyncio.CancelledError:
             if placement.ending is None:
                 raise
+        except NodeLost:
+            raise
+        except Exception as error:  # it could not be sent to the node: a failure of this attempt
+            if _is_bug(error):
+                raise
+            session, task = placement.attempt.session, placement.attempt.task
+            return session_result(
+                session, StopReason.ERROR, [], task=task, error=ServiceError(described(error)).record()
+            )
         finally:
             placement.task = None
         return None
@@ -454,14 +478,13 @@ class Scheduler:
             if spec is None or spec.min_usable is not None:  # it may have been the last that the group needed
                 await self.end(await self._store.to_end(result.group_id))
 
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(LEASE_SECONDS / 3)
-            await retry_store(self._renew_and_retake)
-
     async def _renew_and_retake(self) -> None:
         """Renew the leases of the attempts that run, and queue the sessions of others that lapsed: their node died, or
         a start was stored though the database had said that it failed."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())
+
+
+def _is_bug(error: Exception) -> bool:
+    return not lacks_means(error)

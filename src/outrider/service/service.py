@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
@@ -31,6 +32,7 @@ from outrider.sandboxes.host_paths import HostPaths
 from outrider.schemas import (
     EngineStatus,
     EventView,
+    FailingChore,
     GroupView,
     NodeList,
     PolicyStatus,
@@ -84,7 +86,8 @@ class Service:
     docs/security.md.
 
     It is made by `service/assembly.py` of parts that are open already, and closes none of them. `host` is what checks
-    of tasks share. `pauses` are the waits between a session's failed attempts.
+    of tasks share. `pauses` are the waits between a session's failed attempts. What fails in its background work is
+    noted in `failures`.
     """
 
     def __init__(
@@ -100,14 +103,17 @@ class Service:
         host: Host,
         paths: HostPaths,
         pauses: Backoff = PAUSES,
+        failures: Failures | None = None,
     ) -> None:
         self.config = config
         self._paths = paths
+        self._version = version("outrider")  # now, because it is read from a file, for which there may be no descriptor
+        self.failures = failures = failures or Failures()
         self._host = host
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
-        self.audit = AuditLog(config.data)
+        self.audit = AuditLog(config.data, failures)
         self._allow_lists = AllowLists(config)
         self._endpoints = Endpoints(config.graders, [model.name for model in config.frozen])
         self.pool = pool = backend.pool
@@ -119,9 +125,13 @@ class Service:
         self._ids = Ids()
         secret = config.callbacks.secret
         self._deliverer = Deliverer(
-            store, self.reader, allow_lists=self._allow_lists, secret=secret.get_secret_value() if secret else None
+            store,
+            self.reader,
+            allow_lists=self._allow_lists,
+            secret=secret.get_secret_value() if secret else None,
+            failures=failures,
         )
-        self.retention = Retention(store, artifacts, config.retention)
+        self.retention = Retention(store, artifacts, config.retention, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._scheduler = Scheduler(
             store,
@@ -131,6 +141,7 @@ class Service:
             pauses=pauses,
             evaluation_share=config.lanes.evaluation_share,
             on_session_done=self._back_pressure.note_done,
+            failures=failures,
         )
         self.joined = joined
         """By it, nodes on other machines come and go."""
@@ -384,11 +395,22 @@ class Service:
         """The engines of the policy, then of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
+    def failing(self) -> tuple[FailingChore, ...]:
+        """The background work that fails now, here and on the nodes: what fails for the longest time first."""
+        pools = (self.pool, *self._frozen.values())
+        found = [*self.failures.failing()]
+        for failing in (
+            *(pool.failures.failing() for pool in pools),
+            *(node.failing for node in self._scheduler.stats()),
+        ):
+            found += failing
+        return tuple(sorted(found, key=lambda each: each.since))
+
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
         """Sessions and results are the caller's tenant's; nodes, engines and the policy are shared by all."""
         counts = await self.store.counts(tenant=caller.sees)
         return ServiceStatus(
-            version=version("outrider"),
+            version=self._version,
             model=self.config.model.name,
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
@@ -396,6 +418,7 @@ class Service:
             nodes=tuple(self._scheduler.stats()),
             engines=self.engines(),
             policy=self.pool.policy.status(),
+            failing=self.failing(),
         )
 
     def nodes(self) -> NodeList:

@@ -25,6 +25,7 @@ from typing import Self, cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Chores
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import Aside, Evaluator, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
@@ -442,7 +443,7 @@ class GraderSandbox:
         self,
         make: Callable[[], Awaitable[Sandbox]],
         *,
-        owner: asyncio.TaskGroup,
+        owner: Chores,
         starts: Lane,
         priority: int,
         seconds: float,

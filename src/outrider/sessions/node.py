@@ -17,7 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from outrider.concurrency.cancellation import opened_in_thread
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
@@ -27,8 +30,8 @@ from outrider.rootfs.pull import pull
 from outrider.rootfs.store import Image, ImageStore, has_image
 from outrider.runtimes.node_host import Host, survives
 from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.kept_run import Outlived, keep_pulse, outlived
-from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
+from outrider.sandboxes.kept_run import PULSE_SECONDS, Outlived, note_pulse, outlived
+from outrider.sandboxes.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
 from outrider.sandboxes.sandbox import Sandboxes
 from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
@@ -44,6 +47,9 @@ from outrider.store.artifacts import KeepsArtifacts
 from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.session")
+
+PULSE = "pulse"
+"""The name of the chore that writes to the node's folder every two seconds."""
 
 
 class LocalNode:
@@ -65,9 +71,10 @@ class LocalNode:
         endpoints: Endpoints | None = None,
         owner: str = "",
         service_silence: Callable[[], float] = lambda: 0.0,
+        failures: Failures | None = None,
     ) -> None:
         """`owner` tells whose node it is: sandboxes may outlive it for the next node of the same owner and name.
-        Without an owner they end with it."""
+        Without an owner they end with it. What fails in its background work is noted in `failures`."""
         self.name = self.machine = name
         self._owner = owner and f"{owner} {name}"
         self.backend = backend
@@ -81,8 +88,10 @@ class LocalNode:
         self._endpoints = endpoints or Endpoints()
         self._service_silence = service_silence
         self._held = AsyncExitStack()
-        self._background = asyncio.TaskGroup()
-        """Sweeps, warm sandboxes, and sandboxes for grading while they start."""
+        self.failures = failures or Failures()
+        """What fails in its background work."""
+        self._background = Chores(self.failures)
+        """Sweeps, the pulse, and sandboxes for grading while they start."""
         self._models: dict[str, SessionModels] = {}
         self._outlived: dict[str, Outlived] = {}
 
@@ -93,10 +102,12 @@ class LocalNode:
             self._outlived = await asyncio.to_thread(_left_in, self._folder)
             self.gateway_socket.unlink(missing_ok=True)  # of the last node of this folder
             host = await held.enter_async_context(Host(self._folder.path))
-            await sweep(host)
+            await sweep(host, self.failures)
             await held.enter_async_context(self._background)
             watchdog = await held.enter_async_context(Watchdog())
-            held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
+            self._background.begin(
+                "sweeps", partial(sweep, host, self.failures), every=SWEEP_EVERY_SECONDS, at_once=False
+            )
             held.callback(lambda: [self.end_outlived(session_id) for session_id in self.outlived()])
             sandboxes = Sandboxes(
                 host=host,
@@ -120,8 +131,9 @@ class LocalNode:
                 service_silence=self._service_silence,
             )
             if self._owner:
-                pulse = keep_pulse(self._folder.path, self._services.stood_still)
-                held.callback(self._background.create_task(pulse, name="pulse").cancel)
+                self._background.begin(
+                    PULSE, partial(note_pulse, self._folder.path, self._services.stood_still), every=PULSE_SECONDS
+                )
             self._held = held.pop_all()
         return self
 
@@ -153,14 +165,17 @@ class LocalNode:
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
+        """While its folder cannot be written it takes no sessions: their sandboxes would fail, one after another."""
+        failing = tuple(msgspec.structs.replace(each, node=self.name) for each in self.failures.failing())
         return NodeStats(
             name=self.name,
             sessions=len(self._models),
-            capacity=self._lanes.capacity,
+            capacity=0 if any(each.name == PULSE for each in failing) else self._lanes.capacity,
             lanes=self._lanes.stats(),
             resources=self._resources.stats(),
             warm=self._services.warm_pool.stats(),
             stalls=self._services.watchdog.stalls,
+            failing=failing,
         )
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
@@ -178,7 +193,7 @@ class LocalNode:
 
     def end_outlived(self, session_id: str) -> None:
         left = self._outlived.pop(session_id)
-        self._background.create_task(self._end(left), name=f"end of {session_id}")
+        self._background.create_task(self._end(left), name=f"end of {session_id}", chore="end what outlived its node")
 
     async def _end(self, left: Outlived) -> None:
         sandbox = self._services.sandboxes.take_over(left)

@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from outrider.concurrency.chores import Failures
 from outrider.errors import ServiceError
 from outrider.store.database import Body, Connection, Row
 from outrider.store.store import Store
@@ -31,6 +32,8 @@ READERS = 2
 BUSY_SECONDS = 5.0
 """How long to wait for a lock that another process holds on the file."""
 CHECKPOINT_SECONDS = 1.0
+CHECKPOINTS = "checkpoints of the database"
+"""In the list of what fails."""
 CHECKPOINT_PAGES = 16_384
 """Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
 
@@ -57,9 +60,10 @@ HINTS: dict[int, str] = {
 GONE = "put the data folder back where it was, or restart the service: what it goes on storing would be lost"
 
 
-def sqlite_store(path: Path | None) -> Store:
-    """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests."""
-    return Store(SqliteDatabase(path))
+def sqlite_store(path: Path | None, failures: Failures | None = None) -> Store:
+    """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests. What fails
+    beside its transactions is noted in `failures`."""
+    return Store(SqliteDatabase(path, failures))
 
 
 class SqliteDatabase:
@@ -68,8 +72,9 @@ class SqliteDatabase:
 
     types: Mapping[str, str] = {"blob": "BLOB", "serial": "INTEGER PRIMARY KEY AUTOINCREMENT"}
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, failures: Failures | None = None) -> None:
         self._path = path
+        self._failures = failures or Failures()
         self._writes: _Jobs | None = None
         self._reads: _Jobs | None = None
         self._threads: list[_Thread] = []
@@ -86,7 +91,7 @@ class SqliteDatabase:
                 reads = _Jobs("BEGIN", 1)
                 stopping = threading.Event()
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
-                threads.append(self._start("checkpoints", lambda raw: _checkpoint(raw, stopping), stopping.set))
+                threads.append(self._start("checkpoints", self._checkpointing(stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
         except BaseException:  # also when cancelled: no started thread may be left running
             await self.close()
@@ -134,6 +139,21 @@ class SqliteDatabase:
         self._file = self._file or found
         if found != self._file:
             raise ServiceError(f"the database failed: {self._path} is another file now", hint=GONE)
+
+    def _checkpointing(self, stopping: threading.Event) -> Callable[[sqlite3.Connection], None]:
+        loop, failures = asyncio.get_running_loop(), self._failures
+
+        def serve(raw: sqlite3.Connection) -> None:
+            """Move the log into the database file every second, so that commits do not have to wait for the disk."""
+            while not stopping.wait(CHECKPOINT_SECONDS):
+                try:
+                    raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                except (sqlite3.Error, MemoryError) as error:
+                    loop.call_soon_threadsafe(failures.note, CHECKPOINTS, _translated(error))
+                else:
+                    loop.call_soon_threadsafe(failures.note_success, CHECKPOINTS)
+
+        return serve
 
     def _start(self, name: str, serve: Callable[[sqlite3.Connection], None], stop: Callable[[], None]) -> _Thread:
         thread = _Thread(f"outrider-store-{name}", self._connect, serve, stop)
@@ -228,7 +248,7 @@ class _Jobs:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError) as error:
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # raised here, it would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)
@@ -317,14 +337,11 @@ def _deliver(outcomes: Sequence[_Outcome]) -> None:
             future.set_exception(error)
 
 
-def _checkpoint(raw: sqlite3.Connection, stopping: threading.Event) -> None:
-    """Move the log into the database file every second, so that commits do not have to wait for the disk."""
-    while not stopping.wait(CHECKPOINT_SECONDS):
-        with suppress(sqlite3.Error):  # a failing disk also fails the next write, whose caller is told
-            raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-
-
 def _translated(error: Exception) -> Exception:
+    if isinstance(error, MemoryError):  # ours, or what sqlite3 makes of SQLITE_NOMEM
+        return ServiceError(
+            "the database failed: out of memory", hint="the machine, or this process, has no memory left"
+        )
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
         return error  # the statement is wrong, not the database: another try would fail in the same way
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes

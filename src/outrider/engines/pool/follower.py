@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, cast
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.base import RemembersVersions
 from outrider.engines.pool.followed_policy import FollowedPolicy
 from outrider.engines.pool.pool import REMOVAL_SECONDS, AnyEngine, EnginePool
@@ -40,7 +41,9 @@ class PoolFollower:
     `forwarded` makes an engine of one that only the leader's process has. Say what the leader says with `follow`.
     """
 
-    def __init__(self, pool: EnginePool, forwarded: Callable[[EngineState], AnyEngine]) -> None:
+    def __init__(
+        self, pool: EnginePool, forwarded: Callable[[EngineState], AnyEngine], failures: Failures | None = None
+    ) -> None:
         assert isinstance(pool.policy, FollowedPolicy)
         self.pool = pool
         self._policy = pool.policy
@@ -49,19 +52,16 @@ class PoolFollower:
         self._followed: dict[str, EngineState] = {}
         """By name, each engine as it was followed last."""
         self._work = asyncio.Event()
-        self._tasks = asyncio.TaskGroup()
-        self._worker: asyncio.Task[None] | None = None
+        self._tasks = Chores(failures or Failures())
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._worker = self._tasks.create_task(self._keep_up(), name="pool follower")
+        self._tasks.begin("follow the service's engines", self._keep_up)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._worker is not None
-        self._worker.cancel()
         await self._tasks.__aexit__(None, None, None)
 
     def follow(self, state: PoolState) -> None:
@@ -72,23 +72,26 @@ class PoolFollower:
         self._work.set()
 
     async def _keep_up(self) -> None:
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            state = self._state
-            assert state is not None
-            for engine in state.engines:
-                try:
-                    async with asyncio.timeout(ADOPT_SECONDS):
-                        await self._follow_engine(engine, state)
-                except Exception as error:  # an engine may be anybody's code, and work in the leader's process only
-                    log.error("engine %s cannot be used here yet: %r", engine.name, error)
-                    asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
-            for name in self._followed.keys() - {engine.name for engine in state.engines}:
-                self._leave_engine(name, state)
-            # The leader opens its gate when the engines have the new version: ours opens when we know it, too.
-            if state is self._state and state.paused is None:
-                self._policy.follow(state)
+        await self._work.wait()
+        self._work.clear()
+        state = self._state
+        assert state is not None
+        failures = self._tasks.failures
+        for engine in state.engines:
+            name = f"use engine {engine.name}"
+            try:
+                async with asyncio.timeout(ADOPT_SECONDS):
+                    await self._follow_engine(engine, state)
+            except Exception as error:  # an engine may be anybody's code, and work in the leader's process only
+                failures.note(name, error)
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
+            else:
+                failures.note_success(name)
+        for name in self._followed.keys() - {engine.name for engine in state.engines}:
+            self._leave_engine(name, state)
+        # The leader opens its gate when the engines have the new version: ours opens when we know it, too.
+        if state is self._state and state.paused is None:
+            self._policy.follow(state)
 
     async def _follow_engine(self, engine: EngineState, state: PoolState) -> None:
         known = self._followed.get(engine.name)

@@ -22,6 +22,7 @@ import msgspec
 from outrider import plugins
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
 from outrider.engines.base import (
     AwaitsWorkers,
@@ -180,7 +181,8 @@ class EnginePool:
         """The names of engines and of lists, of those that are joining, too."""
         self._affinity = Affinity()
         self._changed = asyncio.Event()
-        self._tasks = asyncio.TaskGroup()
+        self.failures = Failures()
+        self._tasks = Chores(self.failures)
         make = follows or partial(Policy, known=known, keep=keep, changed=lambda: self.state_changed())
         self.policy = make(self._members, lost=self._mark_failed, found=self._mark_found)
 
@@ -644,7 +646,7 @@ class EnginePool:
         self.state_changed()
         if member.probe is not None:  # one that has not noticed yet that the engine was found
             member.probe.cancel()
-        member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
+        member.probe = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
     async def _probe(self, member: Member) -> None:
         while not member.ok:

@@ -1,11 +1,14 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
-It does none of their work. Invariant: an OutriderError is shown in one line, never as a traceback. The exit code is 0
-for success, 2 for a request that cannot be right, 130 for Ctrl-C and 1 for every other failure.
+It does none of their work. Invariant: an OutriderError, and what the machine lacks (disk, descriptors, memory, threads,
+a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for a request that cannot be
+right, 130 for Ctrl-C and 1 for every other failure.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated
@@ -33,17 +36,36 @@ from outrider.cli.task import task_commands
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.cli.token import token_commands
 from outrider.config import unknown_variables
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
+
+log = logging.getLogger("outrider.cli")
 
 FAILURE = 1
 USAGE = 2
+
+HINTS = {
+    errno.ENOSPC: "free some space, or name another folder; temporary files are in TMPDIR",
+    errno.EDQUOT: "free some space, or name another folder; temporary files are in TMPDIR",
+    errno.EMFILE: "allow this user more open files: ulimit -n 65536",
+    errno.ENFILE: "the machine has no descriptors left: look at what runs beside",
+    errno.ENOMEM: "the machine has no memory left: look at what runs beside",
+    errno.EAGAIN: "allow this user more processes: ulimit -u",
+    errno.EACCES: "this user may not do that: name another file or folder, or change who may",
+    errno.EPERM: "this user may not do that: name another file or folder, or change who may",
+    errno.EROFS: "the file system is read-only: name another folder",
+    errno.ENOENT: "is the path right, and does the folder exist that it is in?",
+    errno.ENOTDIR: "a part of the path is a file: name another folder",
+    errno.EEXIST: "something else has that name: choose another one",
+    errno.EISDIR: "that is a folder: name a file",
+}
+"""What to do about an error of the system, by its number."""
 
 # Typer brings its own copy of click in some versions; what both call UsageError is the base of this public name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. `argv` lacks the program's name; by default it is the process's own."""
+def run_command(argv: Sequence[str] | None) -> int:
+    """`outrider.cli.main`, which has imported this. Raises KeyboardInterrupt."""
     terminal = Terminal()
     command = typer.main.get_command(commands())
     try:
@@ -53,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        # Several tasks failed together. Anything but an OutriderError is a bug and needs its traceback.
-        matched, others = failures.split(OutriderError)
+        # Several tasks failed together. Anything but these is a bug and needs its traceback.
+        matched, others = failures.split(_is_shown)
         if matched is None or others is not None:
             raise
-        first: OutriderError | BaseExceptionGroup[OutriderError] = matched
+        first: BaseException = matched
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        return _failed(terminal, first)
+        return _failed(terminal, _shown(first))
     except UsageError as error:
         # Without words click shows the help, and raises a UsageError with no message.
         if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
@@ -68,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
         return USAGE
+    except Exception as error:
+        if not _is_shown(error):
+            raise
+        return _failed(terminal, _shown(error))
     return code if isinstance(code, int) else 0
 
 
@@ -114,6 +140,23 @@ def _version(given: bool) -> None:
     if given:
         typer.echo(f"outrider {version('outrider')}")
         raise typer.Exit
+
+
+def _is_shown(error: BaseException) -> bool:
+    return isinstance(error, OutriderError) or lacks_means(error)
+
+
+def _shown(error: BaseException) -> OutriderError:
+    """The error of a machine that lacks something as one that says what to do next."""
+    if isinstance(error, OutriderError):
+        return error
+    log.debug("the command failed", exc_info=error)
+    if not isinstance(error, OSError):
+        return ServiceError(
+            described(error), hint="this machine, or this user's limits, allow no more: see `ulimit -a`"
+        )
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return ServiceError(f"{place}{error.strerror or error}", hint=HINTS.get(error.errno or 0))
 
 
 def _failed(terminal: Terminal, error: OutriderError) -> int:

@@ -1,0 +1,183 @@
+"""Chores: the background work of a process, which goes on whatever fails.
+
+A chore is repeated for as long as its owner lives. A turn that fails (the disk is full, descriptors, memory or threads
+have run out, a plugin has raised) is tried again after a wait, logged once, counted from then on, and listed in the
+service's status until a turn succeeds. This module does not know what the work is. Invariants: a failure ends neither
+the other chores nor their owner, unless the owner calls it fatal; and no chore ends silently while its owner lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from outrider.concurrency.backoff import Backoff
+from outrider.errors import OutriderError, described, lacks_means
+from outrider.redaction import redacted
+from outrider.schemas import FailingChore
+
+log = logging.getLogger("outrider.chores")
+
+T = TypeVar("T")
+
+PAUSES = Backoff(first=0.5, longest=10.0)
+"""Waits between the failed turns of a chore. The longest is a third of a session's lease, which a chore renews."""
+QUIET_SECONDS = 60.0
+"""Minimum time between two log lines that one name fails: what fails every other time must not fill the log."""
+MOST_NAMES = 200
+"""Names that are remembered. Some are made of the names of engines, which come and go."""
+MOST_CHARACTERS = 500
+"""Of an error's text that are kept."""
+
+
+class Failures:
+    """The book of what fails now. `note` and `note_success` are called on the event loop by whoever does the work."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._failing: OrderedDict[str, FailingChore] = OrderedDict()
+        self._logged: OrderedDict[str, float] = OrderedDict()
+        """When the failure of a name was logged last."""
+
+    def failing(self) -> tuple[FailingChore, ...]:
+        """What has failed and has not succeeded since: what fails for the longest time first."""
+        return tuple(self._failing.values())
+
+    def note(self, name: str, error: BaseException) -> None:
+        """Work of this name has failed. The first failure is logged, with a traceback if it looks like a bug."""
+        text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
+        known = self._failing.get(name)
+        since, count = (now, 0) if known is None else (known.since, known.count)
+        self._failing[name] = FailingChore(name=name, since=since, last=now, count=count + 1, error=text)
+        if known is None and abs(now - self._logged.get(name, -QUIET_SECONDS)) >= QUIET_SECONDS:
+            self._logged[name] = now
+            bug = None if lacks_means(error) or isinstance(error, OutriderError) else error
+            log.error("%s: failed, and is tried again: %s", name, text, exc_info=bug)
+        for book in (self._failing, self._logged):
+            while len(book) > MOST_NAMES:
+                book.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """Nobody does work of this name any more."""
+        self._failing.pop(name, None)
+
+    def note_success(self, name: str) -> None:
+        """Work of this name has succeeded."""
+        if (known := self._failing.pop(name, None)) is not None and known.since == self._logged.get(name):
+            log.info("%s: works again, after %d failures in %.0f s", name, known.count, known.last - known.since)
+
+
+class Chores:
+    """`async with Chores(failures) as chores`: leaving the block cancels what was begun with `begin`, and waits for it
+    and for what was started with `create_task`. If the block raises, those are cancelled, too.
+
+    `fatal` says which errors end the owner, as an error in a task of asyncio.TaskGroup does; by default none.
+    """
+
+    def __init__(
+        self, failures: Failures, *, fatal: Callable[[Exception], bool] = lambda _: False, pauses: Backoff = PAUSES
+    ) -> None:
+        self.failures = failures
+        self._fatal = fatal
+        self._pauses = pauses
+        self._group = asyncio.TaskGroup()
+        self._begun: set[asyncio.Task[None]] = set()
+        self._once: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._begun:
+            task.cancel()
+        if isinstance(
+            error, asyncio.CancelledError
+        ):  # a task group cancels its tasks, and may turn it into their error
+            await self._group.__aexit__(kind, error, trace)
+            return
+        if error is not None:
+            self.cancel()
+        await self._group.__aexit__(None, None, None)  # not the block's error, which it would wrap in a group
+
+    def cancel(self) -> None:
+        """Cancel all that runs, chores and other tasks."""
+        for task in (*self._begun, *self._once):
+            task.cancel()
+
+    def begin(
+        self, name: str, turn: Callable[[], Awaitable[object]], *, every: float = 0.0, at_once: bool = True
+    ) -> asyncio.Task[None]:
+        """Await `turn()` again and again, `every` seconds after the last one has ended, until cancelled. A turn that
+        waits for its own work needs no `every`; it must be one that can be repeated after it has failed."""
+        task = self._group.create_task(self._repeat(name, turn, every, at_once), name=name)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return task
+
+    def until_done(self, name: str, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
+        """Await `work()`, and again after each failure, until it succeeds or is cancelled."""
+        return self.create_task(self._until_done(name, work), name=name)
+
+    def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
+        """Run something once. What it raises is the task's result; as it may have no reader, it is noted under the name
+        of `chore`, by default the task's. Such a name stands for work that is repeated by somebody."""
+        task = self._group.create_task(self._noted(work, chore or name), name=name)
+        self._once.add(task)
+        task.add_done_callback(self._once.discard)
+        task.add_done_callback(lambda _: work.close())  # of a task that is cancelled before it begins nothing runs
+        return task  # type: ignore[return-value]  # it has a value unless it has failed, which its readers know
+
+    async def _repeat(self, name: str, turn: Callable[[], Awaitable[object]], every: float, at_once: bool) -> None:
+        if not at_once:
+            await asyncio.sleep(every)
+        while True:
+            await self._until_done(name, turn)
+            await asyncio.sleep(every)
+
+    async def _until_done(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
+        failures = 0
+        try:
+            while not await self._succeeds(work, name):
+                await asyncio.sleep(self._pauses.wait(failures))
+                failures += 1
+        except asyncio.CancelledError:
+            self.failures.forget(name)
+            raise
+
+    async def _succeeds(self, work: Callable[[], Awaitable[object]], name: str) -> bool:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await work()
+        except asyncio.CancelledError as error:
+            # A cancellation of something that it waited for, and not of this task, would end the chore in silence.
+            if task.cancelling():
+                raise
+            self.failures.note(name, error)
+            return False
+        except Exception as error:
+            if self._fatal(error):
+                raise
+            self.failures.note(name, error)
+            return False
+        self.failures.note_success(name)
+        return True
+
+    async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
+        try:
+            found = await work
+        except Exception as error:
+            if self._fatal(error):
+                raise
+            self.failures.note(name, error)
+            return None
+        self.failures.note_success(name)
+        return found

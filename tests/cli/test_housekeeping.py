@@ -1,0 +1,154 @@
+"""A service whose machine runs out of something goes on, says so, and is whole again when there is some."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import socket
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from cli.test_serve import TRUSTED, flags
+from cli.world import Cli, program
+from outrider.client import AsyncClient
+from outrider.errors import OutriderError
+from outrider.schemas import ServiceStatus
+
+
+class Running:
+    """A service of its own process, with its temporary folder and a client that has a connection to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: AsyncClient, url: str, temporary: Path) -> None:
+        self.process = process
+        self.client = client
+        self.url = url
+        self.temporary = temporary
+
+    async def status(self) -> ServiceStatus:
+        assert self.process.returncode is None
+        return await self.client.status()
+
+    async def until(self, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
+        async with asyncio.timeout(60):
+            while not holds(status := await self.status()):
+                """The status is asked for again."""
+        return status
+
+    async def rewards(self, n: int = 2) -> list[float | None]:
+        group = await self.client.submit({"task": tomllib.loads(TRUSTED), "n": n})
+        [done] = await self.client.wait([group.id])
+        return [each.result.verdict.reward if each.result and each.result.verdict else None for each in done.sessions]
+
+    @contextmanager
+    def limit(self, what: int, soft: int) -> Iterator[None]:
+        _, hard = before = resource.prlimit(self.process.pid, what)
+        resource.prlimit(self.process.pid, what, (soft, hard))
+        try:
+            yield
+        finally:
+            resource.prlimit(self.process.pid, what, before)
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@asynccontextmanager
+async def running(folder: Path, *words: str) -> AsyncIterator[Running]:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    process = await program("serve", *flags(folder), *words, env=os.environ | {"TMPDIR": str(temporary)})
+    try:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().split()[-1]
+        async with AsyncClient(url) as client:
+            service = Running(process, client, url, temporary)
+            await service.status()
+            yield service
+        process.terminate()
+        _, err = await process.communicate()
+        assert process.returncode == 0
+        (folder / "log").write_bytes(err)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def names(status: ServiceStatus) -> Sequence[str]:
+    return [each.name for each in status.failing]
+
+
+async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Path, cli: Cli) -> None:
+    async with running(tmp_path) as service:
+        [folder] = service.temporary.glob("outrider-*")
+        shutil.rmtree(folder)
+        status = await service.until(lambda status: any(each.count > 2 for each in status.failing))
+        shown = await cli("status", "--url", service.url)
+        [pulse] = status.failing
+        assert (pulse.name, pulse.node) == ("pulse", "local")
+        assert "No such file or directory" in pulse.error
+        assert status.nodes[0].capacity == 0  # sandboxes would fail one after another: the queue waits
+        assert "local: pulse" in shown.out
+        folder.mkdir(mode=0o700)
+        await service.until(lambda status: not status.failing and status.nodes[0].capacity > 0)
+    log = (tmp_path / "log").read_text()
+    assert log.count("pulse: failed, and is tried again") == 1
+    assert log.count("pulse: works again") == 1
+    assert "Traceback" not in log
+
+
+async def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        assert await service.rewards() == [1.0, 1.0]
+        with service.limit(resource.RLIMIT_FSIZE, 0):  # every byte that is written to a file fails
+            with pytest.raises(OutriderError):
+                await service.client.submit({"task": tomllib.loads(TRUSTED), "n": 1})
+            await service.until(lambda status: {"pulse", "audit log"} <= set(names(status)))
+        await service.until(lambda status: "pulse" not in names(status))
+        assert await service.rewards() == [1.0, 1.0]
+        assert names(await service.status()) == []
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def test_without_descriptors_it_goes_on(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        assert await service.rewards() == [1.0, 1.0]
+        with service.limit(resource.RLIMIT_NOFILE, service.descriptors):
+            waiting = [socket.create_connection(("127.0.0.1", urlsplit(service.url).port or 0)) for _ in range(20)]
+            await service.until(lambda status: "pulse" in names(status))
+            for each in waiting:
+                each.close()
+        await service.until(lambda status: not status.failing)
+        async with AsyncClient(service.url) as another:  # new connections are accepted again
+            assert (await another.status()).sessions["done"] == 2
+        assert await service.rewards() == [1.0, 1.0]
+
+
+async def test_a_service_with_256_descriptors_is_crowded_and_lives(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    lanes = ("--init-lane", "40", "--run-lane", "64", "--eval-lane", "40")
+    process = await program(
+        "serve", *flags(tmp_path), *lanes, env=os.environ | {"TMPDIR": str(temporary)}, preexec_fn=few
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().split()[-1]
+    async with AsyncClient(url) as client:
+        group = await client.submit({"task": tomllib.loads(TRUSTED) | {"max_attempts": 20}, "n": 64})
+        [done] = await client.wait([group.id])
+    rewards = [each.result.verdict.reward for each in done.sessions if each.result and each.result.verdict]
+    assert set(rewards) == {1.0}  # what failed is an error, and has no reward
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
