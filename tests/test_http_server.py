@@ -604,4 +604,9 @@ async def test_what_cannot_be_accepted_is_counted_and_accepted_later(caplog: pyt
             runner.run(asyncio.wait_for(work(), 30))
 
     await asyncio.to_thread(run)
-    assert len(caplog.records) == 1
+    # asyncio's timers for another try outlive the server, and fail then: that is none of this.
+    told = [
+        record.getMessage() for record in caplog.records if record.name != "asyncio" or "system resource" in record.msg
+    ]
+    assert len(told) == 1
+    assert told[0].startswith("accept connections: failed, and is tried again")

@@ -54,7 +54,9 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a node's event loop was blocked for longer than 50 ms: `total` and `longest` seconds.
+    """How often a node's event loop stood still for longer than 50 ms: `total` and `longest` seconds. In `starved` of
+    these stalls the process did not run, because the machine gave it no processor or it was stopped; in the others
+    something in it blocked the loop.
 
     `held` is the longest processor time that the loop's own thread used during one; the rest of a stall is time in
     which other threads or processes had the interpreter or the processor.
@@ -64,6 +66,7 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
     total: float = 0.0
     longest: float = 0.0
     held: float = 0.0
+    starved: int = 0
 
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,7 +216,9 @@ def node_table(node: NodeStats) -> RenderableType:
         rows.append(("warm", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
     stalls = node.stalls
     if stalls.count:
-        rows.append(("stalls", f"{stalls.longest:.2f} s at most", "-", str(stalls.count), f"{stalls.total:.2f} s"))
+        starved = f", {stalls.starved} starved" if stalls.starved else ""
+        longest = f"{stalls.longest:.2f} s at most{starved}"
+        rows.append(("stalls", longest, "-", str(stalls.count), f"{stalls.total:.2f} s"))
     drained = ", drained: it takes no new sessions" if node.drained else ""
     title = f"node {node.name}: {node.sessions} sessions{drained}"
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=title)

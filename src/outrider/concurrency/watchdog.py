@@ -1,7 +1,7 @@
 """Detects stalls of the event loop, counts them, and logs what the loop was doing.
 
 All sessions share one event loop, so whatever blocks it stops them all. A late timer shows that the loop was blocked,
-or that the process got no processor time; a thread samples the loop's stack meanwhile. It knows nothing of sessions.
+or that this process got no processor; a thread samples the loop's stack meanwhile. It knows nothing of sessions.
 Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from types import FrameType, TracebackType
+from typing import NamedTuple, Self
 
 from outrider.schemas import StallStats
 
@@ -26,10 +27,46 @@ PERIOD = 0.01
 """Seconds between two runs of the timer."""
 STALL = 0.05
 """Seconds. Shorter delays are the normal work of many sessions."""
-LOG_SECONDS = 10.0
-"""Minimum time between two log lines."""
+LOOK = STALL / 2
+"""Seconds between two looks of the sampling thread."""
+LOG_SECONDS = 60.0
+"""The first stall is a log line of its own; those of each minute after it are counted in one."""
 FRAMES = 4
 """Innermost frames of the loop's stack in a log line."""
+MOST = 0.5
+"""The part of a stall that decides what it was."""
+
+
+class StallKind(StrEnum):
+    """Why the loop stood still: something in this process kept it, or this process did not run."""
+
+    BLOCKED = "blocked"
+    STARVED = "starved"
+
+
+class Evidence(NamedTuple):
+    """What happened during a stall of `stalled` seconds: the loop's thread `waited` in the kernel's run queue for a
+    processor (None where the kernel does not tell), all threads together `worked` so many seconds of processor time,
+    and the sampling thread looked `looks` times."""
+
+    stalled: float
+    waited: float | None
+    worked: float
+    looks: int
+
+
+def kind_of(seen: Evidence) -> StallKind:
+    """By the first of these that holds: this process worked most of the time, so that something in it held the loop, the
+    interpreter or the processors (blocked); the loop's thread was ready to run most of the time and did not get a
+    processor (starved); another thread could look most of the time, so that the loop's thread waited for a system call
+    (blocked). Else this process as a whole did not run: stopped by a signal, suspended with its machine, throttled,
+    swapped out (starved)."""
+    most = seen.stalled * MOST
+    if seen.worked >= most:
+        return StallKind.BLOCKED
+    if seen.waited is not None and seen.waited >= most:
+        return StallKind.STARVED
+    return StallKind.BLOCKED if seen.looks * LOOK >= most else StallKind.STARVED
 
 
 class Witness:
@@ -49,8 +86,14 @@ class Watchdog:
         self._seen = 0.0
         self._worked = 0.0
         self._loop_thread = 0
+        self._process_worked = 0.0
+        self._waited: float | None = None
+        self._looks = 0
+        self._looked = 0
+        """Looks of the sampling thread until now, and until the timer ran last."""
         self._where = ""
-        self._logged = -LOG_SECONDS
+        self._schedstat: int | None = None
+        self._report = _Report()
         self._witnesses: set[Witness] = set()
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -83,7 +126,9 @@ class Watchdog:
 
     async def __aenter__(self) -> Self:
         self._loop_thread = threading.get_ident()
-        self._seen, self._worked = time.monotonic(), time.thread_time()
+        with suppress(OSError):  # a kernel without it
+            self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        self._note_now(time.monotonic(), time.thread_time())
         self._look_later()
         self._sampler = threading.Thread(target=self._sample, name="outrider-watchdog", daemon=True)
         self._sampler.start()
@@ -96,38 +141,85 @@ class Watchdog:
             self._timer.cancel()
         self._ended.set()
         await asyncio.to_thread(self._sampler.join)
+        if self._schedstat is not None:
+            os.close(self._schedstat)
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PERIOD, self._look)
 
     def _look(self) -> None:
         """Count a stall if the timer is late."""
+        self._look_later()
         now, worked = time.monotonic(), time.thread_time()
         stalled, held = now - self._seen - PERIOD, worked - self._worked
-        self._seen, self._worked = now, worked
+        before, process_worked, looked = self._waited, self._process_worked, self._looked
+        self._note_now(now, worked)
         if stalled >= STALL:
+            waited = None if before is None or self._waited is None else self._waited - before
+            evidence = Evidence(stalled, waited, self._process_worked - process_worked, self._looked - looked)
+            kind = kind_of(evidence)
             seen = self.stalls
             self.stalls = StallStats(
                 count=seen.count + 1,
                 total=seen.total + stalled,
                 longest=max(seen.longest, stalled),
                 held=max(seen.held, held),
+                starved=seen.starved + (kind is StallKind.STARVED),
             )
             self._tell(stalled)
-            if now - self._logged >= LOG_SECONDS:
-                self._logged = now
-                # No sample means that one call held the interpreter, so that the sampling thread could not run either.
-                where = self._where or "in one call"
-                log.warning(
-                    "the event loop was blocked for %.2f s, with %.2f s of processor time: %s", stalled, held, where
-                )
+            # No sample means that one call held the interpreter, so that the sampling thread could not run either.
+            self._report.note(now, kind, stalled, held, self._where or "in one call")
+        self._report.sum_up(now)
         self._where = ""
-        self._look_later()
+
+    def _note_now(self, now: float, worked: float) -> None:
+        self._seen, self._worked = now, worked
+        self._process_worked, self._looked = time.process_time(), self._looks
+        if self._schedstat is not None:
+            # Two microseconds. Fields: nanoseconds on a processor, nanoseconds in the run queue, turns.
+            self._waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
     def _sample(self) -> None:
         """Note the loop's stack once it has been blocked for STALL. Runs in a thread of its own."""
-        while not self._ended.wait(STALL / 2):
+        while not self._ended.wait(LOOK):
+            self._looks += 1
             if not self._where and time.monotonic() - self._seen >= STALL:
-                frame = sys._current_frames().get(self._loop_thread)
-                stack = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
-                self._where = " < ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in reversed(stack))
+                self._where = _stack(sys._current_frames().get(self._loop_thread))
+
+
+def _stack(frame: FrameType | None) -> str:
+    """The innermost frames. Not by `traceback`, which reads the sources, for which there may be no descriptor."""
+    shown: list[str] = []
+    while frame is not None and len(shown) < FRAMES:
+        shown.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " < ".join(shown)
+
+
+class _Report:
+    """The log lines: one for the first stall, then one a minute that counts those since."""
+
+    def __init__(self) -> None:
+        self._logged = -LOG_SECONDS
+        self._since: dict[StallKind, list[float]] = {}
+
+    def note(self, now: float, kind: StallKind, stalled: float, held: float, where: str) -> None:
+        if self._since or now - self._logged < LOG_SECONDS:
+            self._since.setdefault(kind, []).append(stalled)
+            return
+        self._logged = now
+        if kind is StallKind.BLOCKED:
+            log.warning(
+                "the event loop was blocked for %.2f s, with %.2f s of processor time: %s", stalled, held, where
+            )
+        else:
+            log.warning(
+                "this process got no processor for %.2f s: the machine is overloaded, or it was stopped", stalled
+            )
+
+    def sum_up(self, now: float) -> None:
+        if not self._since or now - self._logged < LOG_SECONDS:
+            return
+        since, self._since, self._logged = self._since, {}, now
+        counts = "; ".join(f"{kind} {len(all)} times, {max(all):.2f} s at most" for kind, all in since.items())
+        log.warning("the event loop stood still in the last minute: %s", counts)
