@@ -56,8 +56,8 @@ class Evidence(NamedTuple):
 
 
 def kind_of(seen: Evidence) -> StallKind:
-    """By the first of these that holds: this process worked most of the time, so that something in it held the loop, the
-    interpreter or the processors (blocked); the loop's thread was ready to run most of the time and did not get a
+    """By the first of these that holds: this process worked most of the time, so that something in it held the loop,
+    the interpreter or the processors (blocked); the loop's thread was ready to run most of the time and did not get a
     processor (starved); another thread could look most of the time, so that the loop's thread waited for a system call
     (blocked). Else this process as a whole did not run: stopped by a signal, suspended with its machine, throttled,
     swapped out (starved)."""
