@@ -56,7 +56,7 @@ class PoolFollower:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._tasks.begin("follow the service's engines", self._keep_up)
+        self._tasks.begin("follow engines", self._keep_up)
         return self
 
     async def __aexit__(
