@@ -91,6 +91,36 @@ async def test_a_layer_with_links_on_the_way_to_what_is_shown(
     assert host_files(elsewhere) == set()
 
 
+@pytest.mark.parametrize("part", ["allowed", "allowed/deep", "allowed/deep/file"])
+async def test_a_link_that_is_put_into_the_path_of_a_mount_after_its_check_is_not_followed(
+    world: World, folder: Path, part: str
+) -> None:
+    for name in ("allowed", "secret"):
+        (folder / name / "deep").mkdir(parents=True)
+        (folder / name / "deep/file").write_text(name)
+    named = [{"source": str(folder / "allowed/deep/file"), "target": "/seen"}]
+    before = await world.start("namespace", named=named)
+    assert await before.read("/seen") == b"allowed"
+    sandbox = world.create("namespace", named=named)
+    (folder / part).rename(folder / "before")
+    (folder / part).symlink_to(folder / part.replace("allowed", "secret"))
+    with pytest.raises(RuntimeFailure) as failure:
+        await sandbox.start()
+    said = f"{failure.value.message} {failure.value.log_tail}"
+    assert "symbolic link" in said or "Not a directory" in said, said
+
+
+async def test_a_link_in_the_place_of_a_root_folder_is_not_followed(world: World, folder: Path) -> None:
+    root = tiny_root(folder)
+    sandbox = world.create("namespace", rootfs=str(root))
+    root.rename(folder / "elsewhere")
+    root.symlink_to(folder / "elsewhere")
+    with pytest.raises(RuntimeFailure) as failure:
+        await sandbox.start()
+    said = f"{failure.value.message} {failure.value.log_tail}"
+    assert "symbolic link" in said or "Not a directory" in said, said
+
+
 async def test_a_pipe_in_the_place_of_a_shown_file_holds_nothing_up(world: World, folder: Path) -> None:
     root = tiny_root(folder)
     os.mkfifo(root / "hidden")

@@ -353,6 +353,9 @@ async def test_real_sandboxes_of_a_step_between_and_of_the_last(world: MakeWorld
     leave = "ln -s /secret out/link; (while sleep 0.05; do date > beat; done) > /dev/null 2>&1 & echo 1 > out/a; exit 0"
     grader = {"kind": "namespace", "workdir": "/grade", "prepare": [{"run": "echo s > /secret; echo 1 > expected"}]}
     check = "cmp /work/out/a expected && ! test -L /work/out/link && ! test -e /work/beat"
+    beats = (
+        "rm -f beat; for _ in $(seq 300); do test -s beat && break; sleep 0.1; done; test -s beat && ! test -e /secret"
+    )
     async with world(http=True) as w:
         session = await w.run(
             harness=program(f"mkdir -p out; {leave}"),
@@ -361,7 +364,7 @@ async def test_real_sandboxes_of_a_step_between_and_of_the_last(world: MakeWorld
             then=[
                 {
                     "instruction": "two",
-                    "evaluator": {"run": "rm -f beat; sleep 0.5; test -s beat && ! test -e /secret"},
+                    "evaluator": {"run": beats},
                 },
                 {"instruction": "three", "evaluator": {"run": check, "carry": ["out"], "runtime": grader}},
             ],

@@ -47,18 +47,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     writable layer, or read-only where there can be none over the folder, unless that is the root. `folders` are pairs
     (folder of the host, path inside), mounted read-only. `inner` are such pairs of what is mounted below the layers'
     folders and `folders` and has to be mounted by itself (see `inner_of`); the source is "" where the place is covered.
-    `shown` are pairs (path of the host, path inside) of what else is mounted read-only, over the former; `devices` are
-    such pairs of device files beside the usual ones, which can be used. `bytes` and `files` bound what
-    may be written. `gateway` is the path of the gateway's socket, `cgroups` are the files by which to enter the control
-    groups (see `Group.entrances`). `memory` is `counted_memory`. `saved` is an archive of writable layers to begin
-    with, "" for none. `uids` and `gids` say which users there are; `mappers` are the programs that can map more than
-    one."""
+    `shown` are pairs (path of the host, path inside) of what else is mounted read-only, over the former, and so are
+    `named`, which the task names: no part of their paths on the host may be a link. `devices` are such pairs of device
+    files beside the usual ones, which can be used. `bytes` and `files` bound what may be written. `gateway` is the path
+    of the gateway's socket, `cgroups` are the files by which to enter the control groups (see `Group.entrances`).
+    `memory` is `counted_memory`. `saved` is an archive of writable layers to begin with, "" for none. `uids` and `gids`
+    say which users there are; `mappers` are the programs that can map more than one."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
     folders: tuple[tuple[str, str], ...] = ()
     inner: tuple[tuple[str, str], ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
+    named: tuple[tuple[str, str], ...] = ()
     devices: tuple[tuple[str, str], ...] = ()
     bytes: int
     files: int

@@ -161,8 +161,8 @@ def _plan(
         shown=(
             *shown,
             *((str(path), str(path)) for path in context.mounts),
-            *((mount.source, mount.target or mount.source) for mount in spec.mounts),
         ),
+        named=tuple((mount.source, mount.target or mount.source) for mount in spec.mounts),
         devices=devices,
         bytes=size,
         files=files,
@@ -180,7 +180,7 @@ def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
     RuntimeUnavailable."""
     if spec.image is not None:
         image = known_image(spec.image)
-        return image_root(ImageStore().root(image)), image.env
+        return image_root(ImageStore().root(image).resolve()), image.env
     if spec.rootfs is None:
         return zygote.host_root, {}
     folder = Path(spec.rootfs)

@@ -70,7 +70,7 @@ class Zygote:
 
     async def __aenter__(self) -> Self:
         self.base.mkdir(exist_ok=True)
-        self.host_root = host_root(await shielded(lambda: asyncio.to_thread(_skeleton, self._folder)))
+        self.host_root = host_root((await shielded(lambda: asyncio.to_thread(_skeleton, self._folder))).resolve())
         self._table = MountTable()
         self.mounts = self._table.mounts
         self._spawn()

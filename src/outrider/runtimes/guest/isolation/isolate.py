@@ -125,6 +125,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here shall reach the host
     folders = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["folders"]]
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
+    shown += [(syscalls.clone_plain(source, SHOWN_MOUNT), target) for source, target in plan["named"]]
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
     devices = [(syscalls.clone_tree(source), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
@@ -188,7 +189,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
         os.mkdir(f"lower{number}")
         syscalls.attach(bare, f"lower{number}")  # an overlay takes no folder that is attached nowhere
         lower = f"lower{number}"
-    held = os.open(lower, os.O_PATH | os.O_DIRECTORY)
+    # The first may be a folder that the task names.
+    held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper one's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
     try:

@@ -7,7 +7,9 @@ says or raises OSError with the name of the call.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import stat
 import struct
 
 SIGCHLD = 17
@@ -94,6 +96,34 @@ def clone_tree(path: str, attributes: int = 0) -> int:
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     if attributes:
         set_attributes(tree, path, attributes, AT_RECURSIVE)
+    return tree
+
+
+def open_plain(path: str) -> int:
+    """A descriptor of what is at an absolute path. Raises OSError where a part of the path is a symbolic link: one may
+    have been put there after the path was resolved and checked."""
+    held = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    for part in filter(None, path.split("/")):
+        try:
+            inner = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=held)
+        finally:
+            os.close(held)
+        held = inner
+        if stat.S_ISLNK(os.fstat(held).st_mode):
+            os.close(held)
+            raise OSError(errno.ELOOP, f"{part} is a symbolic link", path)
+    return held
+
+
+def clone_plain(path: str, attributes: int) -> int:
+    """As `clone_tree`, of a path no part of which may be a symbolic link."""
+    held = open_plain(path)
+    try:
+        flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT | AT_EMPTY_PATH
+        tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, held, b"", flags)
+    finally:
+        os.close(held)
+    set_attributes(tree, path, attributes, AT_RECURSIVE)
     return tree
 
 
