@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import struct
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from outrider.errors import HarnessError
 from outrider.harnesses.factory import make_harness
+from outrider.harnesses.missing_program import _head_on_host
 from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.spec import HarnessSpec, RuntimeSpec
@@ -143,3 +145,31 @@ async def test_a_program_that_only_the_host_has_is_said_how_to_show(
         error = await failure(sandbox, "/usr/bin/ldd")
         assert "whose root is not the host's" in error.message
         await sandbox.stop()
+
+
+async def test_the_host_is_not_looked_at_for_a_path_that_a_task_chooses(elsewhere: Path) -> None:
+    """What is said is the same whether it is there or not, for a program and for a script's interpreter."""
+    async with Host(elsewhere) as host:
+        place = SandboxContext(
+            session_id="s", attempt=1, directory=elsewhere, host=host, gateway_url="", gateway_socket=elsewhere / "x"
+        )
+        sandbox = MemoryRuntime.create(RuntimeSpec(kind="memory"), place)
+        await sandbox.start()
+        said = set()
+        for name in (f"{elsewhere}/tools/bin/agent", f"{elsewhere}/tools/bin/other"):
+            error = await failure(sandbox, name)
+            said.add(f"{error.message} {error.hint}".replace(name, "NAME"))
+        assert len(said) == 1
+        await sandbox.stop()
+
+
+async def test_of_the_host_only_installed_programs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for folder in (tmp_path, tmp_path / "home"):
+        (folder / "file").write_text("#!/secret")
+        os.mkfifo(folder / "pipe")
+    (tmp_path / "home/link").symlink_to(tmp_path / "file")
+    assert _head_on_host(str(tmp_path / "home/file")) == b"#!/secret"
+    for name in ("file", "pipe", "home/pipe", "home/link", "home/../file", "home/none"):
+        assert _head_on_host(str(tmp_path / name)) == b""

@@ -7,16 +7,18 @@ it does not know the cause, it returns None.
 from __future__ import annotations
 
 import asyncio
+import os
 import posixpath
 import re
 import shutil
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from outrider.environment import environment
+from outrider.environment import cache_home, environment
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 
@@ -134,8 +136,8 @@ class _Sandbox:
         return True
 
     async def _head(self, path: str) -> bytes:
-        """The beginning of a file. For a large file in a sandbox without `head` the host's file is read: what a sandbox
-        has from the host is at the same path."""
+        """The beginning of a file. Of a large file in a sandbox without `head` nothing is known, unless it is a program
+        that Outrider has installed: what sandboxes have of these is at the same path on the host."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -144,27 +146,39 @@ class _Sandbox:
 
 
 def _head_on_host(path: str) -> bytes:
+    """The task chooses the path, so no other file of the host is opened: it may be secret, or a pipe."""
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(cache_home())):
+        return b""
     try:
-        with open(path, "rb") as file:
-            return file.read(HEAD)
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return b""
+    with open(fd, "rb") as file:
+        return file.read(HEAD) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
 def _not_there(name: str) -> Missing:
-    """The remedy for a program that the sandbox does not have depends on whether the host has it."""
+    """The remedy for a program that the sandbox does not have depends on whether the host has it in its PATH."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",
             "a prepare step with `write` or `upload` puts it there",
         )
-    on_host = name if "/" in name else shutil.which(name, path=environment("PATH") or SYSTEM_PATH)
+    # Only the service's own PATH is looked through: whoever names a path must not learn what the host has there.
+    looked = f"{environment('PATH') or SYSTEM_PATH}:{SYSTEM_PATH}"
+    named = "/" not in name or posixpath.dirname(name) in looked.split(":")
+    on_host = shutil.which(name, path=looked) if named else None
     where = f"{name} is not in the sandbox" if "/" in name else f"{name} is in no folder of the sandbox's PATH"
-    if on_host is None or not Path(on_host).exists():
+    if on_host is None:
+        put = (
+            "put it there: with a prepare step (`write` or `upload`), in the image, or by showing what this machine has"
+        )
+        show = f'mounts = [{{source = "{posixpath.dirname(name)}"}}] below [runtime]' if "/" in name else "mounts"
         return Missing(
             where,
-            "put it there: with a prepare step (`write` or `upload`), in the image, or by showing it with "
-            "task.runtime.mounts",
+            f"{put}: with venv below [harness] if it is in a virtual environment, else with {show}; the operator allows"
+            " that with `outrider serve --allow-path PATH`",
         )
     if on_host.startswith(tuple(f"{folder}/" for folder in SYSTEM)):
         return Missing(
