@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from outrider import http_server
 from outrider.concurrency.chores import Failures
 from outrider.http_server import (
     MAX_HEAD,
@@ -490,6 +491,46 @@ async def test_a_websocket_that_reads_no_answers_is_kept_in_little_memory(piece:
             assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
 
 
+EMPTY_FRAGMENT = bytes([0x00, 0x80]) + bytes(4)
+"""Of a message that goes on, masked with zeroes."""
+
+
+async def test_a_message_of_fragments_without_end_is_not_kept() -> None:
+    async with serving(echo, websockets=1 << 20) as url, a_websocket(url) as (reader, writer):
+        writer.write(bytes([0x02, 0x81]) + bytes(4) + b"x")
+        writer.write(EMPTY_FRAGMENT * http_server.MAX_FRAGMENTS)
+        with suppress(ConnectionError):
+            await writer.drain()
+            assert await reader.read() == b""
+
+
+async def test_a_message_in_fragments_arrives_whole() -> None:
+    async with serving(echo, websockets=1 << 20) as url, a_websocket(url) as (reader, writer):
+        part = bytes([0x00, 0x80 | 100]) + bytes(4) + b"y" * 100
+        writer.write(bytes([0x02, 0x81]) + bytes(4) + b"x" + part * 600 + bytes([0x80, 0x80]) + bytes(4))
+        assert (await reader.readexactly(2 + 2 + 60_001))[4:] == b"x" + b"y" * 60_000
+
+
+async def test_many_small_messages_at_once_leave_turns_to_others() -> None:
+    """One read brings thousands; they are parsed in pieces, all of them answered, in order."""
+    number, turns = 20_000, 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with serving(echo, websockets=1000) as url, a_websocket(url) as (reader, writer):
+        small = b"".join(bytes([0x82, 0x84]) + bytes(4) + place.to_bytes(4) for place in range(number))
+        counting = asyncio.ensure_future(others())
+        writer.write(small)
+        answers = await reader.readexactly(6 * number)
+        counting.cancel()
+        assert [int.from_bytes(answers[at + 2 : at + 6]) for at in range(0, len(answers), 6)] == list(range(number))
+        assert turns > len(small) // http_server.WEBSOCKET_PIECE
+
+
 async def test_a_quiet_websocket_stays_and_does_not_make_room() -> None:
     """Only its application knows how long it may be quiet."""
     async with hasty(echo, connections=1, websockets=1000) as url, a_websocket(url) as (reader, writer):
@@ -515,7 +556,10 @@ UNDOCUMENTED = {
         *("loop", "transport", "flow", "server_state", "pipeline", "scope", "headers", "cycle", "client"),
         "handle_websocket_upgrade",
     },
-    "websocket": {"pause_writing", "resume_writing", "handle_ping", "connection_lost", "loop", "transport", "writable"},
+    "websocket": {
+        *("pause_writing", "resume_writing", "handle_ping", "connection_lost", "loop", "transport", "writable"),
+        *("data_received", "receive", "handle_cont", "frames", "queue", "read_paused"),
+    },
     "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected", "message_event"},
     "protocol.flow": {"read_paused", "resume_reading"},
     "protocol.server_state": {"connections", "tasks", "total_requests"},

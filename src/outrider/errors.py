@@ -37,6 +37,11 @@ from typing import ClassVar, overload
 
 import msgspec
 
+MAX_TEXT = 8192
+"""Characters of an error's message, hint or field that a record keeps."""
+MAX_LOG_TAIL = 65_536
+"""Characters of a log's end that a record keeps."""
+
 
 class Boundary(StrEnum):
     """The boundary that a failure crossed, in order of rank: if several fail in one session, the first one listed here
@@ -99,14 +104,16 @@ class OutriderError(Exception):
         self.inside = inside
 
     def record(self) -> ErrorRecord:
-        return ErrorRecord(
-            boundary=self.boundary,
-            code=self.code,
-            message=storable(self.message),
-            hint=storable(self.hint),
-            field=storable(self.field),
-            log_tail=storable(self.log_tail),
-            retryable=self.retryable,
+        return bounded(
+            ErrorRecord(
+                boundary=self.boundary,
+                code=self.code,
+                message=storable(self.message),
+                hint=storable(self.hint),
+                field=storable(self.field),
+                log_tail=storable(self.log_tail),
+                retryable=self.retryable,
+            )
         )
 
 
@@ -268,12 +275,31 @@ def record_of(error: BaseException) -> ErrorRecord:
     if lacks_means(error):
         hint = "the machine lacks what this says: disk, descriptors (ulimit -n), memory or threads"
         return ServiceError(described(error), hint=hint).record()
+    return bounded(
+        ErrorRecord(
+            boundary=Boundary.SERVICE,
+            code="internal_error",
+            message=storable(f"{type(error).__name__}: {error}"),
+            hint="this is a bug in Outrider: please report it with the service log",
+            retryable=True,
+        )
+    )
+
+
+def bounded(record: ErrorRecord) -> ErrorRecord:
+    """The record with its texts cut: a message keeps its beginning, a log its end. Engines, nodes and plugins say what
+    they like, and every text of an error is searched for secrets, stored and shown."""
+    code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
+    if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
+        return record
     return ErrorRecord(
-        boundary=Boundary.SERVICE,
-        code="internal_error",
-        message=storable(f"{type(error).__name__}: {error}"),
-        hint="this is a bug in Outrider: please report it with the service log",
-        retryable=True,
+        boundary=record.boundary,
+        code=code[:MAX_TEXT],
+        message=message[:MAX_TEXT],
+        hint=hint and hint[:MAX_TEXT],
+        field=field and field[:MAX_TEXT],
+        log_tail=tail and tail[-MAX_LOG_TAIL:],
+        retryable=record.retryable,
     )
 
 
@@ -292,6 +318,7 @@ def error_from(record: ErrorRecord) -> OutriderError:
     # A subclass without a code of its own must not replace the class that it inherits the code from.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
+    record = bounded(record)
     return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
 
 

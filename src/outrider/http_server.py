@@ -55,6 +55,10 @@ TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
+WEBSOCKET_PIECE = 8 << 10
+"""Bytes of a WebSocket that are parsed at once: 1,400 of the smallest frames, in 15 ms."""
+MAX_FRAGMENTS = 16_384
+"""Maximum number of frames of one WebSocket message. Clients send one; proxies may cut it into some of a few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
 """Headers that decide about access and about where a request ends. If one is there twice, a proxy before us may use the
 one and we the other, so such a request is refused."""
@@ -376,7 +380,8 @@ class _WebSocket(WebSocketsSansIOProtocol):
     """uvicorn's protocol of a WebSocket, with the limits of this module.
 
     It reads the next message when the application has taken the last. What an application sends in answer to silence is
-    its own affair: it takes heartbeats for that, and not pings.
+    its own affair: it takes heartbeats for that, and not pings. What comes is taken in pieces, between which others
+    have their turn: the parser, in Python, takes 0.3 s for the frames that one read may have.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -384,6 +389,42 @@ class _WebSocket(WebSocketsSansIOProtocol):
         self._timeouts = timeouts
         self._limit = limit
         self._unread: asyncio.TimerHandle | None = None
+        self._rest = bytearray()
+        """What came and was not parsed yet. Nothing is read meanwhile."""
+
+    def data_received(self, data: bytes) -> None:
+        if not self._rest and len(data) <= WEBSOCKET_PIECE:
+            super().data_received(data)
+            return
+        begins = not self._rest
+        self._rest += data
+        self.transport.pause_reading()
+        if begins:
+            self._take_piece()
+
+    def _take_piece(self) -> None:
+        piece = bytes(self._rest[:WEBSOCKET_PIECE])
+        del self._rest[:WEBSOCKET_PIECE]
+        super().data_received(piece)
+        if self.transport.is_closing():
+            self._rest.clear()
+        elif self._rest:
+            self.loop.call_soon(self._take_piece)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            if not self._rest:
+                self.transport.resume_reading()
+        return message
+
+    def handle_cont(self, event: Any) -> None:
+        super().handle_cont(event)
+        if len(self.frames) > MAX_FRAGMENTS:  # empty ones, perhaps, which no bound of bytes ends
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         """The client does not read: it has `unread` seconds to begin again."""

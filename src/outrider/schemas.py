@@ -113,10 +113,21 @@ class PulledImages(msgspec.Struct, frozen=True):
     machines: tuple[PulledImage, ...]
 
 
+class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node on another machine that was cut off, `at` that time, because it said what cannot be. `token` is the name
+    of the one that it came with."""
+
+    name: str
+    token: str
+    at: float
+    reason: str
+
+
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that run sessions."""
+    """The nodes that run sessions. `refused` are the latest that were cut off, the oldest first."""
 
     nodes: tuple[NodeStats, ...]
+    refused: tuple[RefusedNode, ...] = ()
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ async def test_a_gate_has_settled_when_all_followers_have(
 ) -> None:
     gate = PolicyGate()
     for name in ("a", "b"):
+        gate.expect(name)
         gate.report(name, report(gate))
     gate.close(mode)
     assert not await settles(gate)  # neither has heard of it
@@ -44,6 +45,7 @@ async def test_a_gate_has_settled_when_all_followers_have(
 async def test_a_stricter_closing_is_waited_for_anew() -> None:
     gate = PolicyGate()
     gate.close("finish")
+    gate.expect("a")
     gate.report("a", report(gate))
     assert await settles(gate)
     gate.close("abort")
@@ -58,11 +60,46 @@ async def test_a_stricter_closing_is_waited_for_anew() -> None:
 async def test_a_follower_that_is_gone_has_nothing_in_flight() -> None:
     gate = PolicyGate()
     gate.close("finish")
+    gate.expect("a")
     gate.report("a", report(gate, in_flight=3))
     assert not await settles(gate)
     gate.forget("a")
     assert await settles(gate)
     gate.forget("a")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_follower_that_takes_too_long_is_lost(answers: bool) -> None:
+    """One that says nothing of a pause, and one that says for ever that its generations go on."""
+    gate, lost = PolicyGate(), list[str]()
+    gate.answer_seconds, gate.settle_seconds = (60.0, 0.05) if answers else (0.05, 60.0)
+    gate.expect("slow", lost.append)
+    gate.expect("other", lost.append)
+    gate.close("finish")
+    if answers:
+        gate.report("slow", report(gate, in_flight=10**9))
+    gate.report("other", report(gate))
+    async with asyncio.timeout(20):
+        await gate.settled()
+    assert len(lost) == 1
+    assert ("had its generations end" if answers else "answered") in lost[0]
+    gate.report("slow", report(gate, in_flight=10**9))  # what is lost does not count
+    assert await settles(gate)
+
+
+async def test_what_cannot_be_of_a_gate_is_refused() -> None:
+    gate = PolicyGate()
+    gate.report("unknown", report(gate, in_flight=5))
+    gate.close("finish")
+    assert await settles(gate), "nobody has expected it"
+    gate.expect("a")
+    for wrong in (report(gate, behind=-1), GateReport(closings=1, in_flight=1, whole=2)):
+        with pytest.raises(ValueError, match="a gate that was closed"):
+            gate.report("a", wrong)
+    gate.report("a", report(gate, in_flight=3))
+    with pytest.raises(ValueError, match="behind a closed gate"):
+        gate.report("a", report(gate, in_flight=4))
+    gate.report("a", report(gate, in_flight=2))
 
 
 async def test_changes_are_told_and_counted() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,16 +23,18 @@ from outrider.engines.base import (
     SamplingParams,
 )
 from outrider.engines.pool.pool import FAILOVERS, EnginePool
+from outrider.engines.pool.reply_checks import overflow_fault
 from outrider.errors import (
     Conflict,
     ContextOverflow,
     EngineError,
+    EngineMisbehaved,
     EngineUnavailable,
     InvalidField,
     ModelMismatch,
     NotFound,
 )
-from outrider.messages import Message, Role
+from outrider.messages import Image, Message, Role
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -213,12 +216,47 @@ async def test_an_engine_that_dies_after_a_token_is_not() -> None:
 
 
 async def test_an_overflow_is_nobodys_failure() -> None:
-    async with pool_of() as pool:
+    async with pool_of(context_tokens=64) as pool:
         await pool.add_engine(engine_of("a", fail="overflow"))
         await pool.add_engine(engine_of("b"))
         with pytest.raises(ContextOverflow):
             await chunks_of(pool, "s")
         assert all(status.ok and status.failures == 0 for status in pool.status())
+
+
+async def test_an_overflow_that_cannot_be_is_the_engines_fault() -> None:
+    """A prompt that is too long is graded, so it is not the engine's word that counts."""
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a", fail="overflow"))
+        with pytest.raises(EngineMisbehaved, match=r"a prompt of 4 tokens does not fit a context of"):
+            await chunks_of(pool, "s")
+        assert named(pool, "a").misbehaved == 1
+        await pool.add_engine(engine_of("b"))
+        assert await turn(pool, "t") == "b"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "believed"),
+    [(20, None, False), (2047, None, True), (20, 4096, False), (4031, 4096, False), (4032, 4096, True), (9, 40, True)],
+)
+def test_which_overflows_are_believed(prompt: int, context: int | None, believed: bool) -> None:
+    fault = overflow_fault("e", request("s", prompt), context, ContextOverflow("too long"))
+    assert (fault is None) == believed
+
+
+@pytest.mark.parametrize(
+    ("message", "believed"),
+    [
+        (Message(role=Role.USER, content="x" * 100), False),
+        (Message(role=Role.USER, content="x" * 5000), True),
+        (Message(role=Role.USER, content="\u4e00" * 1500), True),
+        (Message(role=Role.USER, parts=(Image(media_type="image/png", digest="0"),)), True),
+    ],
+)
+def test_of_messages_the_bytes_bound_the_tokens(message: Message, believed: bool) -> None:
+    asked = msgspec.structs.replace(chat_request("s"), messages=(message,))
+    fault = overflow_fault("e", asked, 4096, ContextOverflow("too long"))
+    assert (fault is None) == believed
 
 
 async def test_without_an_engine_a_request_waits_for_one() -> None:

@@ -228,12 +228,12 @@ class Joining:
         ):
             yield cls(nodes, tasks)
 
-    def attend(self, dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
-        return self.tasks.create_task(self.nodes.attend(name, dialling))
+    def attend(self, dialling: Dialling, name: str = "far", owner: str = "nodes") -> asyncio.Task[None]:
+        return self.tasks.create_task(self.nodes.attend(name, dialling, owner))
 
-    async def attended(self, dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
+    async def attended(self, dialling: Dialling, name: str = "far", owner: str = "nodes") -> asyncio.Task[None]:
         """Returns when it is welcome, or turned away."""
-        task = self.attend(dialling, name)
+        task = self.attend(dialling, name, owner)
         waiting = self.tasks.create_task(dialling.welcome.wait())
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.relay.link import Disconnected
+from outrider.engines.relay.messages import Close
 from outrider.nodes import resumable
 from outrider.nodes.resumable import ResumableSocket
+
+MOST = 1 << 20
 
 
 class Wire:
@@ -78,7 +81,7 @@ def test_every_frame_arrives_whole_once_and_in_order(
     frames: list[bytes], back: list[bytes], breaks: list[int], seed: int
 ) -> None:
     async def run() -> None:
-        one, other = ResumableSocket(), ResumableSocket()
+        one, other = ResumableSocket(MOST), ResumableSocket(MOST)
         draw = random.Random(seed)
 
         async def say(socket: ResumableSocket, said: list[bytes]) -> None:
@@ -110,7 +113,7 @@ def test_every_frame_arrives_whole_once_and_in_order(
 
 
 async def test_what_arrived_is_forgotten() -> None:
-    one, other = ResumableSocket(), ResumableSocket()
+    one, other = ResumableSocket(MOST), ResumableSocket(MOST)
     async with asyncio.TaskGroup() as tasks:
         wire = tasks.create_task(connect(one, other, 10_000))
         for _ in range(50):
@@ -125,21 +128,94 @@ async def test_what_arrived_is_forgotten() -> None:
     assert len(other._unacknowledged) <= 1
 
 
-async def test_a_peer_that_lies_about_what_it_has_loses_only_its_own() -> None:
-    one, other = ResumableSocket(), ResumableSocket()
+def piece(data: bytes, *, more: bool = False, received: int = 0) -> bytes:
+    return bytes([more]) + received.to_bytes(8, "little") + data
+
+
+BROKEN = {
+    "short": [b"short"],
+    "acknowledges what was never sent": [piece(b"x", received=2)],
+    "acknowledges far more": [piece(b"x", received=2**64 - 1)],
+    "tiny pieces of a frame": [piece(b"x", more=True)] * 2,
+    "empty pieces of a frame": [piece(b"", more=True)],
+    "a long piece": [piece(bytes(resumable.PIECE + 1))],
+    "a frame without end": [piece(bytes(resumable.PIECE), more=True)] * (MOST // resumable.PIECE + 1),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+async def test_a_peer_that_breaks_the_protocol_ends_its_connection(case: str) -> None:
+    one = ResumableSocket(MOST)
     await one.send(b"a")
     wire = Wire(100)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        carrying = tasks.create_task(one.carry(wire.ends[0], 10**9, one.take_over()))
-        tasks.create_task(other.carry(wire.ends[1], 0, other.take_over()))
-        assert await other.receive() == b"a"
-        await wire.ends[1].send(b"short")
-        assert (await carrying).code == 1007
-        other.take_over()
+        carrying = tasks.create_task(one.carry(wire.ends[0], 0, one.take_over()))
+        for each in BROKEN[case]:
+            await wire.ends[1].send(each)
+        assert (await carrying).code == Close.NONSENSE
+
+
+async def test_a_peer_that_has_what_was_never_sent_gets_no_connection() -> None:
+    one = ResumableSocket(MOST)
+    await one.send(b"a")
+    assert (await one.carry(Wire(100).ends[0], 1, one.take_over())).code == Close.NONSENSE
+
+
+class Counting:
+    """`Socket` of a peer that sends the same piece without end, and takes whatever it is sent."""
+
+    def __init__(self, data: bytes) -> None:
+        self.given = self.taken = 0
+        self._data = data
+
+    async def send(self, frame: bytes) -> None:
+        await asyncio.sleep(0)
+        self.taken += 1
+
+    async def receive(self) -> bytes:
+        await asyncio.sleep(0)
+        self.given += 1
+        return self._data
+
+    async def close(self, code: int, reason: str) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("size", [1, 1000, resumable.PIECE])
+async def test_what_nobody_reads_yet_is_not_taken_from_the_peer(size: int) -> None:
+    one, peer = ResumableSocket(MOST), Counting(piece(bytes(size)))
+    most = resumable.MAX_UNREAD // (size + resumable.FRAME_COST) + 1
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        carrying = tasks.create_task(one.carry(peer, 0, one.take_over()))
+        while peer.given < most:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert peer.given == most
+        await one.receive()
+        while peer.given == most:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        carrying.cancel()
+
+
+async def test_a_peer_that_acknowledges_nothing_is_kept_in_bounded_memory() -> None:
+    one, peer = ResumableSocket(MOST), Counting(piece(b"x"))
+    frame = bytes(resumable.PIECE)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        carrying = tasks.create_task(one.carry(peer, 0, one.take_over()))
+        for _ in range(resumable.MAX_UNACKNOWLEDGED // len(frame) + 1):
+            await one.send(frame)
+        last = tasks.create_task(one.send(frame))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not last.done()
+        one.end(Disconnected(1006))
+        await last
+        carrying.cancel()
 
 
 async def test_an_end_is_told_when_all_that_came_before_was_read() -> None:
-    one, other = ResumableSocket(), ResumableSocket()
+    one, other = ResumableSocket(MOST), ResumableSocket(MOST)
     await one.send(b"a")
     wire = Wire(100)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
@@ -172,7 +248,7 @@ class Dead:
 
 @pytest.mark.parametrize("steps", range(4))
 async def test_a_connection_that_nobody_knew_to_be_dead_takes_nothing_with_it(steps: int) -> None:
-    one, other = ResumableSocket(), ResumableSocket()
+    one, other = ResumableSocket(MOST), ResumableSocket(MOST)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         dead = tasks.create_task(one.carry(Dead(), 0, one.take_over()))
         await one.send(b"a")
@@ -191,7 +267,7 @@ async def test_a_connection_that_nobody_knew_to_be_dead_takes_nothing_with_it(st
 
 
 async def test_of_two_connections_at_once_the_later_one_counts() -> None:
-    one, other = ResumableSocket(), ResumableSocket()
+    one, other = ResumableSocket(MOST), ResumableSocket(MOST)
     await one.send(b"a")
     wire = Wire(1000)
     first, second = one.take_over(), one.take_over()

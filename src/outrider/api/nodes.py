@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response, WebSocket
 
+from outrider.api.access import caller_in
 from outrider.api.asgi_socket import AsgiSocket
 from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import json_reply
@@ -48,6 +49,6 @@ def node_routes(service: Service) -> APIRouter:
         if not NODE_NAME.fullmatch(name):
             await socket.close(Close.NONSENSE, NAMING)
             return
-        await service.joined.attend(name, socket)
+        await service.joined.attend(name, socket, caller_in(websocket.scope).name)
 
     return routes

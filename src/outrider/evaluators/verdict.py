@@ -1,6 +1,6 @@
 """Reads a verdict from what a grader returns or writes. Pure.
 
-Invariant: a reward is a finite number, never True or False, and nothing that a grader says is ignored silently.
+Invariant: a reward is a number within MAX_REWARD, never True or False; nothing that a grader says is ignored silently.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from outrider.trajectory import ModelCall, Verdict
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
 """Characters of a reason that are kept."""
+MAX_REWARD = 1e15
+"""Rewards are between -MAX_REWARD and MAX_REWARD: the squares of a million of them add up to a float32."""
 
 
 def read_verdict(value: Any) -> Verdict:
@@ -39,7 +41,7 @@ def read_verdict(value: Any) -> Verdict:
     if reason is not None and not isinstance(reason, str):
         raise ValueError(f"reason must be a text, not {type(reason).__name__}")
     return Verdict(
-        reward=_finite(value["reward"], "reward"),
+        reward=_reward(value["reward"], "reward"),
         metrics={storable(name): _finite(number, f"metric {name!r}") for name, number in metrics.items()},
         reason=storable(reason[:MAX_REASON]) if reason is not None else None,
         turns=_by_index(value.get("turns") or {}, "turns"),
@@ -78,8 +80,15 @@ def _by_index(rewards: Any, name: str) -> dict[int, float]:
         number = int(index) if isinstance(index, str) and index.isdecimal() and len(index) < 10 else index
         if isinstance(number, bool) or not isinstance(number, int) or str(number) != str(index) or number < 0:
             raise ValueError(f"{name} must be rewards by index, and {index!r} is no index")
-        found[number] = _finite(reward, f"the reward of {name}[{number}]")
+        found[number] = _reward(reward, f"the reward of {name}[{number}]")
     return found
+
+
+def _reward(value: Any, what: str) -> float:
+    number = _finite(value, what)
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{what} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}, not {number:g}")
+    return number
 
 
 def _finite(value: Any, what: str) -> float:

@@ -31,7 +31,7 @@ from outrider.errors import (
     Unauthorized,
 )
 from outrider.nodes.elsewhere import host_id
-from outrider.nodes.messages import WELCOME, Hello, Join
+from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Hello, Join
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.nodes.resumable import ResumableSocket
 from outrider.relay.client_socket import ClientSocket
@@ -64,7 +64,7 @@ class Dialled:
     """`socket` is the way to the service, over one connection after another."""
 
     def __init__(self, join: Join) -> None:
-        self.socket = ResumableSocket()
+        self.socket = ResumableSocket(MAX_MESSAGE)
         self.url = f"{join.url.rstrip('/')}/v1/nodes/{quote(join.own.name, safe='')}/join"
         self._join = join
         self._instance = uuid4().hex

@@ -1,13 +1,16 @@
 """Nodes on other machines, as the service has them: they dial in, and stay while they are heard of.
 
-It knows no HTTP. Invariants: there is one node of a name; one that has not been heard of for SILENCE_SECONDS is given
-up, its attempts are run elsewhere, and its process is told so when it comes back.
+It knows no HTTP. Invariants: there is one node of a name, and while it is there the name belongs to the token that it
+came with; one that has not been heard of for SILENCE_SECONDS, or that says what cannot be, is given up, its attempts
+are run elsewhere, and its process is told so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Collection
 from importlib.metadata import version
 from types import TracebackType
@@ -19,12 +22,14 @@ from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
-from outrider.errors import ErrorRecord
+from outrider.errors import ErrorRecord, storable
 from outrider.nodes.elsewhere import host_id, setup_elsewhere
-from outrider.nodes.messages import HELLO, Hello, Welcome
+from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, Hello, Welcome
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
 from outrider.nodes.telling import Telling
+from outrider.redaction import redacted
+from outrider.schemas import RefusedNode
 from outrider.sessions.attempt import Node
 from outrider.sessions.resources import Capacity, NodeResources
 
@@ -33,6 +38,10 @@ log = logging.getLogger("outrider.node")
 HELLO_SECONDS = 10.0
 FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 """Ends of a connection after which none follows."""
+MAX_MEMBERS = 1024
+"""The most nodes that may have joined at once."""
+MAX_REFUSED = 16
+"""The latest nodes that were cut off which are kept for the status."""
 
 
 class JoinedNodes:
@@ -51,6 +60,8 @@ class JoinedNodes:
         self._parts = parts
         self._telling = telling
         self._own = own
+        self.refused: deque[RefusedNode] = deque(maxlen=MAX_REFUSED)
+        """The nodes that were cut off lately, because of what they said."""
         self._members: dict[str, Member] = {}
         self._machines: dict[str, NodeResources] = {}
         self._tasks = asyncio.TaskGroup()
@@ -66,11 +77,15 @@ class JoinedNodes:
             member.serving.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
-    async def attend(self, name: str, socket: Socket) -> None:
-        """Have the node at the other end of a new connection, until that ends."""
+    async def attend(self, name: str, socket: Socket, owner: str) -> None:
+        """Have the node at the other end of a new connection, until that ends. `owner` is the name of its token."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = HELLO.decode(await socket.receive())
+                frame = await socket.receive()
+            if len(frame) > MAX_HELLO:
+                await socket.close(Close.NONSENSE, f"a hello of {len(frame)} bytes")
+                return
+            hello = HELLO.decode(frame)
         except TimeoutError:
             await socket.close(Close.SILENT, "no hello of a node came in time")
             return
@@ -88,22 +103,37 @@ class JoinedNodes:
             # Only the machine that it was on may replace a node, and only one that is not there any more. One that has
             # not begun has nothing to come back for: its machine may have died, and be another one to us since.
             if name in self._own or (
-                member is not None and (member.connected or (member.begun and member.hello.machine != hello.machine))
+                member is not None
+                and (
+                    member.connected
+                    or (member.begun and member.hello.machine != hello.machine)
+                    or member.owner != owner
+                )
             ):
                 await socket.close(Close.CONFLICT, close_reason(f"there is a node {name!r} already"))
                 return
+            if any(other.node.machine == hello.machine and other.owner != owner for other in self._members.values()):
+                await socket.close(Close.CONFLICT, "a node of another token is on this machine")
+                return
             if member is None:
-                member = self._admit(name, hello)
+                if len(self._members) >= MAX_MEMBERS:
+                    await socket.close(Close.CONFLICT, f"there are {MAX_MEMBERS} nodes already")
+                    return
+                member = self._admit(name, hello, owner)
                 break
             await member.ended("it was started again")  # others may have waited for that, too: look again
+        if member.owner != owner:
+            await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
+            return
         await member.carry(socket, hello.received)
 
-    def _admit(self, name: str, hello: Hello) -> Member:
+    def _admit(self, name: str, hello: Hello, owner: str) -> Member:
         resources = self._machines.setdefault(hello.machine, NodeResources(hello.capacity))
         parts = msgspec.structs.replace(self._parts, resources=resources)
-        node = RemoteNode(name, hello.machine, parts, elsewhere=hello.host != host_id())
+        elsewhere = not hello.host or hello.host != host_id()
+        node = RemoteNode(name, hello.machine, parts, elsewhere=elsewhere, dialled=True)
         node.on_room = self.on_room
-        member = Member(node, hello)
+        member = Member(node, hello, owner)
         self._members[name] = member
         member.serving = self._tasks.create_task(self._serve(member, resources.capacity), name=f"node {name}")
         return member
@@ -130,7 +160,23 @@ class JoinedNodes:
         how: object = "the service ends"
         try:
             setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, capacity)
-            how = await node.serve(member.socket, setup, ready=ready, ended=ended, heard=lambda: member.socket.heard)
+            socket = member.socket
+            end = await node.serve(
+                socket,
+                setup,
+                ready=ready,
+                ended=ended,
+                heard=lambda: socket.heard,
+                taken=lambda: socket.taken,
+            )
+            how = end
+            if end.code == Close.NONSENSE:
+                log.warning("node %s is cut off: %s", node.name, end.reason)
+                self.refused.append(
+                    RefusedNode(
+                        name=node.name, token=member.owner, at=time.time(), reason=redacted(storable(end.reason))
+                    )
+                )
         except Exception as error:  # a bug, which must not end the service
             log.exception("node %s failed", node.name)
             how = error
@@ -147,12 +193,13 @@ class Member:
     """A node that has joined, and the connections that it has now: another one may have come before the loss of the
     first was noticed."""
 
-    def __init__(self, node: RemoteNode, hello: Hello) -> None:
+    def __init__(self, node: RemoteNode, hello: Hello, owner: str) -> None:
         self.node = node
         self.hello = hello
+        self.owner = owner
         self.begun = False
         """Whether it has run attempts."""
-        self.socket = ResumableSocket()
+        self.socket = ResumableSocket(MAX_FROM_NODE)
         self._connections = 0
         self.serving: asyncio.Task[None]
 
@@ -168,6 +215,8 @@ class Member:
         try:
             await socket.send(encode(Welcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
+            if end.code == Close.NONSENSE:  # perhaps the socket's own finding, which the peer is to be told
+                await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error
         finally:

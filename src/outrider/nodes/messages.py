@@ -14,11 +14,13 @@ import msgspec
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.sharing import GateReport, PoolState
-from outrider.engines.relay.messages import Beat, encode
+from outrider.engines.relay.decoding import SMALL, check_cost
+from outrider.engines.relay.messages import Beat, Nonsense, encode
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.rootfs.store import Image
 from outrider.schemas import ArtifactList, NodeStats
+from outrider.sessions.attempt import RESERVED_PRIORITY
 from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, StoredRun, Turn
@@ -27,7 +29,19 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Bytes. A turn with images, or a task with inline files, may have many megabytes; a longer message is a mistake."""
+"""Bytes of a message to a node, or of one between processes of this machine. A task with inline files, or the turns of
+a session with images, may have many megabytes; a longer message is a mistake."""
+MAX_FROM_NODE = 64 << 20
+"""Maximum bytes of a message from a node on another machine. The longest is a turn or a call with all of a request's
+body, which has 32 MiB, or an artifact, which has as many."""
+MAX_HELLO = 64 << 10
+"""Maximum bytes of a hello."""
+
+# The bounds of what a node says. Decoding refuses what is beyond them; docs/nodes.md lists them.
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""Of an engine, a model or a session."""
+ModelName = Name | None
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
@@ -66,7 +80,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     `capacity` is what that machine has for all its nodes; `version` is that of Outrider; `received` counts the pieces
     that came over earlier connections."""
 
-    version: str
+    version: Annotated[str, msgspec.Meta(max_length=64)]
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     machine: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     host: Annotated[str, msgspec.Meta(max_length=256)]
@@ -148,7 +162,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """The node runs what it is given from now on; or it cannot, because of an error. `outlived` is as in `Node`."""
 
     error: ErrorRecord | None = None
-    outlived: dict[str, int] = {}
+    outlived: Annotated[dict[Name, Number], msgspec.Meta(max_length=4096)] = {}
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
@@ -156,40 +170,42 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     has, if it is on another machine."""
 
     stats: NodeStats
-    uses: tuple[ModelUses, ...]
-    images: frozenset[str] | None = None
+    uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
+    images: (
+        Annotated[frozenset[Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=10_000)] | None
+    ) = None
 
 
 class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None
-    engines: dict[str, EngineUse]
+    model: ModelName
+    engines: Annotated[dict[Name, EngineUse], msgspec.Meta(max_length=4096)]
 
 
 class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
     """How the gate of a model's pool stands at the node."""
 
-    model: str | None
+    model: ModelName
     report: GateReport
 
 
 class Doubt(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
     """An engine failed at the node."""
 
-    model: str | None
-    engine: str
+    model: ModelName
+    engine: Name
 
 
 class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
     """The attempt has ended, and all that it had was given back. `result` is None if it was cancelled, or is lost."""
 
-    attempt: int
+    attempt: Number
     result: SessionResult | None
 
 
 class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
     """The image is there, or why it is not."""
 
-    pull: int
+    pull: Number
     image: Image | None = None
     error: ErrorRecord | None = None
 
@@ -197,28 +213,28 @@ class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
 class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
     """Of the calls: `Store.set_state`."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
     state: SessionState
 
 
 class AddTurn(msgspec.Struct, tag="add_turn", frozen=True, kw_only=True):
     """`Store.add_turn`."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
     turn: Turn
-    model: str | None
+    model: ModelName
 
 
 class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
     """`Store.turns`, or `Store.frozen_turns`."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
     images: bool = False
     frozen: bool = False
 
@@ -226,41 +242,41 @@ class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
 class KeepArtifact(msgspec.Struct, tag="keep_artifact", frozen=True, kw_only=True):
     """`ArtifactStore.put`, of a node on another machine."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
     data: bytes
 
 
 class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
     """`ArtifactStore.index`."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
     listed: ArtifactList
 
 
 class ReadCarried(msgspec.Struct, tag="read_carried", frozen=True, kw_only=True):
     """`ArtifactStore.carried`, of a run that is graded again on this node."""
 
-    call: int
-    session_id: str
-    attempt: int
+    call: Number
+    session_id: Name
+    attempt: Number
 
 
 class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
     """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
 
-    call: int
+    call: Number
     amount: ResourceAmount
-    priority: int
+    priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]
 
 
 class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
     """What a `Take` of that number was given, or waits for."""
 
-    call: int
+    call: Number
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):
@@ -271,11 +287,11 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     """Generate on an engine that only the service has; `input_ids` are int32. One of `sampling`, with ids, and `chat`
     is there."""
 
-    generation: int
-    model: str | None
-    engine: str
-    request_id: str = ""
-    session_key: str = ""
+    generation: Number
+    model: ModelName
+    engine: Name
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    session_key: Annotated[str, msgspec.Meta(max_length=256)] = ""
     input_ids: bytes = b""
     sampling: SamplingParams | None = None
     chat: ChatRequest | None = None
@@ -284,18 +300,21 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
 class Abort(msgspec.Struct, tag="abort", frozen=True):
     """The node wants no more of a generation."""
 
-    generation: int
+    generation: Number
 
 
-def framed(message: msgspec.Struct) -> bytes:
-    """The message as it is sent. Raises ServiceError for one that cannot be: with values that MessagePack does not
-    have, or too long."""
+def framed(message: msgspec.Struct, *, elsewhere: bool = False) -> bytes:
+    """The message as it is sent; `elsewhere`: by a node to a service on another machine. Raises ServiceError for one
+    that cannot be: with values that MessagePack does not have, too long, or with more values than the service takes."""
+    kind = type(message).__name__
     try:
         frame = encode(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ServiceError(f"a {type(message).__name__} message cannot be sent: {error}") from error
-    if len(frame) > MAX_MESSAGE:
-        raise ServiceError(f"a {type(message).__name__} message of {len(frame)} bytes is too long to be sent")
+        if elsewhere and len(frame) > SMALL:
+            check_cost(frame)
+    except (TypeError, ValueError, OverflowError, Nonsense) as error:
+        raise ServiceError(f"a {kind} message cannot be sent: {error}") from error
+    if len(frame) > (MAX_FROM_NODE if elsewhere else MAX_MESSAGE):
+        raise ServiceError(f"a {kind} message of {len(frame)} bytes is too long to be sent")
     return frame
 
 

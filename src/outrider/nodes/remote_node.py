@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -25,10 +24,30 @@ from outrider.concurrency.chores import Failures
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.engines.pool.sharing import PoolState
 from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import Beat, Close
-from outrider.errors import Conflict, ErrorRecord, OutriderError, ServiceError, error_from, record_of
+from outrider.engines.relay.messages import Beat, Close, Nonsense
+from outrider.errors import (
+    Conflict,
+    EngineUnavailable,
+    ErrorRecord,
+    OutriderError,
+    ServiceError,
+    bounded,
+    error_from,
+    record_of,
+)
+from outrider.nodes.claims import (
+    INDEX_RULES,
+    MAX_KEPT_BYTES,
+    RESULT_RULES,
+    TURN_RULES,
+    Given,
+    check,
+    checked_stats,
+    shortened,
+)
 from outrider.nodes.messages import (
     TO_SERVICE,
     Abort,
@@ -80,7 +99,12 @@ SILENCE_SECONDS = 20.0
 START_SECONDS = 120.0
 """The same, for a node that starts: it is busy, and says nothing."""
 
-SHA256 = re.compile("[0-9a-f]{64}")
+MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
+"""While so many calls of a node are unanswered, or have so many bytes, nothing more is read from it."""
+MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
+"""What a node may have forwarded at once; the next one is refused."""
+SPARE_TAKES = 16
+"""How often a node may ask for resources at once, besides twice for each attempt that it has."""
 
 Pools = Mapping[str | None, EnginePool]
 """The engine pools of a service by model; that of the policy is None's."""
@@ -99,12 +123,16 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 class RemoteNode:
     """`sessions.attempt.Node`, over one connection after another. It has no room for sessions before it has said how
-    much. `elsewhere`: it is on another machine, and cannot reach engines that are on this one."""
+    much. `elsewhere`: it is on another machine, and cannot reach engines that are on this one. `dialled`: it came by
+    itself, with a token that allows no more than to be a node."""
 
-    def __init__(self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False) -> None:
+    def __init__(
+        self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
+    ) -> None:
         self.name = name
         self.machine = machine
         self._elsewhere = elsewhere
+        self._dialled = dialled
         self._parts = parts
         self._connection: Connection | None = None
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
@@ -123,12 +151,22 @@ class RemoteNode:
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
         heard: Callable[[], float] = lambda: 0.0,
+        taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Have the node at the other end work until the connection ends; how it ended. `ready` is called when the node
         has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
-        nothing any more: only then is given back what was set aside for it. `heard`: see `Link`."""
+        nothing any more: only then is given back what was set aside for it. `heard`, `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
-            self._connection = connection = Connection(self.name, socket, self._parts, tasks, heard)
+            link = Link(
+                socket,
+                TO_SERVICE,
+                heartbeat=HEARTBEAT_SECONDS,
+                silence=START_SECONDS,
+                heard=heard,
+                taken=taken,
+                stranger=self._dialled,
+            )
+            self._connection = connection = Connection(self.name, link, self._parts, tasks)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
                 self.tell(model, pool.state())
@@ -184,8 +222,9 @@ class RemoteNode:
             self._connection.end_outlived(session_id)
 
     def _note_report(self, report: Report) -> None:
-        more = report.stats.capacity > self._stats.capacity
-        self._stats, self._images = report.stats, report.images
+        stats = checked_stats(self.name, report)
+        more = stats.capacity > self._stats.capacity
+        self._stats, self._images = stats, report.images
         if more:
             self.on_room()
 
@@ -202,35 +241,45 @@ def _without_local(state: PoolState) -> PoolState:
 class Connection:
     """What goes on over one connection to a node. `tasks` runs what the node asks for."""
 
-    def __init__(
-        self, name: str, socket: Socket, parts: ServiceParts, tasks: asyncio.TaskGroup, heard: Callable[[], float]
-    ) -> None:
+    def __init__(self, name: str, link: Link[ToService], parts: ServiceParts, tasks: asyncio.TaskGroup) -> None:
         self._name = name
         self._parts = parts
         self._tasks = tasks
-        self.link: Link[ToService] = Link(
-            socket, TO_SERVICE, heartbeat=HEARTBEAT_SECONDS, silence=START_SECONDS, heard=heard
-        )
+        self.link = link
         self._numbers = itertools.count()
         self.leaving = False
         """Whether the node takes no new attempts, and is to be let go when it has none."""
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
-        self._running: dict[tuple[str, int], Attempt] = {}
+        self._running: dict[tuple[str, int], Given] = {}
         """These by their session's id and their number in it."""
+        self._by_number: dict[int, Given] = {}
+        """These by the number of their `Run`."""
         self.outlived: dict[str, int] = {}
         """As in `Node`."""
         self._pulls: dict[int, asyncio.Future[Image]] = {}
+        self._asked = -1
+        """The number of the last call or generation: the next one's is higher."""
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._call_bytes = 0
+        self._takes: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
         """What is set aside for the node, by the number of its `Take`."""
         self._generations: dict[int, asyncio.Task[None]] = {}
+        self._generation_bytes = 0
+        self._answered = asyncio.Event()
         self._ended = False
 
     async def run(
         self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[Report], None]
     ) -> Disconnected:
         self._note_ready, self._note_report = ready, note_report
-        return await self.link.run(self._handle)
+        return await self.link.run(self._handle, ready=self._ready_for_more)
+
+    async def _ready_for_more(self) -> None:
+        """Return when few calls of the node are unanswered."""
+        while len(self._calls) >= MAX_CALLS or self._call_bytes > MAX_CALL_BYTES:
+            self._answered.clear()
+            await self._answered.wait()
 
     def lose_attempts(self) -> None:
         """The node is gone, and its attempts with it. Nothing is done for it any more."""
@@ -241,7 +290,7 @@ class Connection:
         for pulled in self._pulls.values():
             if not pulled.done():
                 pulled.set_exception(ServiceError(f"node {self._name} is gone"))
-        for task in (*self._calls.values(), *self._generations.values()):
+        for task in (*self._calls.values(), *self._takes.values(), *self._generations.values()):
             task.cancel()
 
     def give_back(self) -> None:
@@ -261,8 +310,9 @@ class Connection:
         number = next(self._numbers)
         done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
         self._attempts[number] = done
-        session = attempt.session
-        self._running[session.id, session.attempt] = attempt
+        session, given = attempt.session, Given(attempt)
+        given.models = frozenset(self._parts.pools)
+        self._running[session.id, session.attempt] = self._by_number[number] = given
         if attempt.goes_on:
             self.outlived.pop(session.id, None)
         self.link.send(
@@ -284,7 +334,7 @@ class Connection:
                 done.exception()  # asyncio logs an error that nobody has asked for
             raise
         finally:
-            del self._attempts[number]
+            del self._attempts[number], self._by_number[number]
             del self._running[session.id, session.attempt]
             self._let_go()
         if result is None:  # it was not told to: it is about to end, or cannot go on where its last process had been
@@ -313,23 +363,34 @@ class Connection:
         return NodeLost(f"node {self._name} is gone")
 
     def _handle(self, message: ToService) -> None:
+        """Raises Nonsense for what a node cannot say."""
         pools = self._parts.pools
         match message:
-            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | ReadCarried() | Take():
-                self._start(self._calls, message.call, self._answer(message))
+            case Take():
+                if len(self._takes) + len(self._slots) >= 2 * len(self._running) + SPARE_TAKES:
+                    raise Nonsense(f"it asks for resources more often than for {len(self._running)} attempts")
+                self._start(self._takes, message.call, self._answer(message))
+            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | ReadCarried():
+                self._check_call(message)
+                self._start(self._calls, message.call, self._answer(message, size=self.link.size))
             case GiveBack():
                 if (slot := self._slots.pop(message.call, None)) is not None:
                     slot.release()
-                elif (call := self._calls.get(message.call)) is not None:
-                    call.cancel()  # it still waits
+                elif (take := self._takes.get(message.call)) is not None:
+                    take.cancel()  # it still waits
             case Generate():
-                self._start(self._generations, message.generation, self._generate(message))
+                self._check_generation(message)
+                self._start(self._generations, message.generation, self._generate(message, size=self.link.size))
             case Abort():
                 if (generation := self._generations.get(message.generation)) is not None:
                     generation.cancel()
             case Ran():
-                if not (attempt := self._attempts[message.attempt]).done():
-                    attempt.set_result(message.result)
+                if (attempt := self._attempts.get(message.attempt)) is None:
+                    raise Nonsense("the end of an attempt that it does not have")
+                if message.result is not None:
+                    check(message.result, RESULT_RULES, self._by_number[message.attempt])
+                if not attempt.done():
+                    attempt.set_result(message.result and shortened(message.result))
             case Pulled():
                 if (pulled := self._pulls.get(message.pull)) is None or pulled.done():
                     pass
@@ -340,11 +401,17 @@ class Connection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    pools[used.model].note_uses(self._name, used.engines)
+                    self._pool(used.model).note_uses(self._name, used.engines)
             case Gate():
-                pools[message.model].policy.gate.report(self._name, message.report)
+                gate = self._pool(message.model).policy.gate
+                if not gate.expects(self._name):  # it has only begun to follow
+                    gate.expect(self._name, self._lose)
+                try:
+                    gate.report(self._name, message.report)
+                except ValueError as error:
+                    raise Nonsense(f"it reports {error}") from error
             case Doubt():
-                pools[message.model].doubt(message.engine)
+                self._pool(message.model).doubt(message.engine)
             case Leaving():
                 self.leaving = True
                 self._let_go()
@@ -352,27 +419,91 @@ class Connection:
                 self.outlived = message.outlived
                 self.link.silence = SILENCE_SECONDS
                 for pool in pools.values():
-                    pool.policy.gate.expect(self._name)
+                    if not pool.policy.gate.expects(self._name):
+                        pool.policy.gate.expect(self._name, self._lose)
                 self._note_ready(None)
             case Ready():
-                self._note_ready(message.error)
+                self._note_ready(message.error and bounded(message.error))
                 self.link.close(Close.LEFT, "it cannot start")
             case Beat():
                 pass
 
+    def _pool(self, model: str | None) -> EnginePool:
+        if (pool := self._parts.pools.get(model)) is None:
+            raise Nonsense("a model that the service does not have")
+        return pool
+
+    def _lose(self, why: str) -> None:
+        """Give the node up."""
+        log.warning("node %s is given up: %s", self._name, why)
+        self.link.close(Close.SILENT, why)
+
     def _start(self, among: dict[int, asyncio.Task[None]], number: int, work: Coroutine[Any, Any, None]) -> None:
+        if number <= self._asked:
+            work.close()
+            raise Nonsense(f"call {number} came after {self._asked}")
+        self._asked = number
         among[number] = task = self._tasks.create_task(work)
         task.add_done_callback(lambda _: among.pop(number, None))
 
-    async def _answer(self, call: Call) -> None:
+    def _check_call(self, call: OfAttempt | ReadCarried) -> None:
+        """Check what is to be stored, for an attempt that the node has; it is told in `_answer` of any other. Raises
+        Nonsense."""
+        if (given := self._running.get((call.session_id, call.attempt))) is None:
+            return
+        match call:
+            case AddTurn():
+                check(call, TURN_RULES, given)
+            case KeepArtifact():
+                given.kept_bytes += len(call.data)
+                if given.kept_bytes > MAX_KEPT_BYTES:
+                    raise Nonsense(f"more than {MAX_KEPT_BYTES} bytes of artifacts of attempt {given.attempt.name}")
+            case _:
+                pass
+
+    def _check_generation(self, asked: Generate) -> None:
+        """Raises Nonsense for a request that no engine may be given."""
+        self._pool(asked.model)
+        if (asked.chat is None) == (asked.sampling is None) or len(asked.input_ids) % 4:
+            raise Nonsense("a generation that is neither of ids nor of messages")
+        if asked.sampling is not None:
+            ids = np.frombuffer(asked.input_ids, dtype=np.int32)
+            if not len(ids) or ids.min() < 0:  # a negative id ends an SGLang server
+                raise Nonsense("a prompt with ids that cannot be")
+        sampling = asked.sampling if asked.chat is None else asked.chat.sampling
+        assert sampling is not None
+        if not 0 < sampling.max_tokens <= MAX_COUNT:
+            raise Nonsense(f"a generation of {sampling.max_tokens} tokens")
+
+    async def _answer(self, call: Call, *, size: int = 0) -> None:
+        self._call_bytes += size
+        try:
+            await self._do(call)
+        except Nonsense as error:
+            self.link.close(Close.NONSENSE, str(error))
+        finally:
+            self._call_bytes -= size
+            self._answered.set()
+
+    async def _do(self, call: Call) -> None:
+        """Do what the node asks for, and answer. Raises Nonsense."""
         store, artifacts = self._parts.store, self._parts.artifacts
         answer = Answer(call=call.call)
         try:
-            if isinstance(call, OfAttempt) and (call.session_id, call.attempt) not in self._running:
+            given = None
+            if isinstance(call, OfAttempt) and (given := self._running.get((call.session_id, call.attempt))) is None:
                 raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
             match call:
                 case AddTurn():
-                    await store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
+                    assert given is not None
+                    try:
+                        await store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
+                    except Conflict:
+                        raise
+                    except BaseException:
+                        given.certain = False  # it may be stored
+                        raise
+                    given.note_turn(call)
                 case SetState():
                     await store.set_state(call.session_id, call.attempt, call.state)
                 case ReadTurns(frozen=True):
@@ -382,16 +513,18 @@ class Connection:
                     turns = await store.turns(call.session_id, call.attempt, images=call.images)
                     answer = Answer(call=call.call, turns=tuple(turns))
                 case KeepArtifact():
+                    assert given is not None
                     digest = await artifacts.keep(call.session_id, call.attempt, call.data)
+                    given.kept[digest] = len(call.data)
                     answer = Answer(call=call.call, digest=digest)
                 case KeepIndex():
+                    assert given is not None
                     # Not what the list says of itself, nor any digest: they become paths.
-                    if not all(SHA256.fullmatch(artifact.sha256) for artifact in call.listed.artifacts):
-                        raise ServiceError("an artifact is listed without its SHA-256")
+                    check(call, INDEX_RULES, given)
                     listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
                     await artifacts.keep_index(listed)
                 case ReadCarried():
-                    graded = (attempt.stored for attempt in self._running.values())
+                    graded = (other.attempt.stored for other in self._running.values())
                     if not any(
                         run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded
                     ):
@@ -401,6 +534,8 @@ class Connection:
                     share = await self._parts.resources.take(call.amount, call.priority)
                     self._slots[call.call] = share
                     answer = Answer(call=call.call, gpus=share.gpus)
+        except Nonsense:
+            raise
         except Exception as error:
             if not isinstance(error, OutriderError):
                 log.exception("what node %s asked for failed", self._name)
@@ -409,12 +544,16 @@ class Connection:
             frame = framed(answer)
         except ServiceError as error:
             frame = framed(Answer(call=call.call, error=error.record()))
+        await self.link.room()
         self.link.send_encoded(frame)
 
-    async def _generate(self, asked: Generate) -> None:
+    async def _generate(self, asked: Generate, *, size: int) -> None:
         """Pass on a generation of an engine that only this process has."""
         number = asked.generation
+        self._generation_bytes += size
         try:
+            if len(self._generations) > MAX_GENERATIONS or self._generation_bytes > MAX_GENERATION_BYTES:
+                raise EngineUnavailable(f"node {self._name} has too many generations forwarded at once")
             request: GenerateRequest | ChatRequest
             if asked.chat is not None:
                 request = asked.chat
@@ -428,6 +567,7 @@ class Connection:
                 )
             async with aclosing(self._parts.pools[asked.model].forward(asked.engine, request)) as chunks:
                 async for chunk in chunks:
+                    await self.link.room()
                     if isinstance(chunk, Chunk):
                         self.link.send(Generated(generation=number, chunk=chunk))
                     else:
@@ -437,3 +577,5 @@ class Connection:
             if not isinstance(error, OutriderError):
                 log.exception("a generation for node %s failed", self._name)
             self.link.send(Generated(generation=number, error=record_of(error)))
+        finally:
+            self._generation_bytes -= size

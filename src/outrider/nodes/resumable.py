@@ -1,7 +1,8 @@
 """A socket that outlives its connections: what was sent and has not arrived is sent again over the next one.
 
-It knows no message and dials nowhere: whoever has a connection lends it to `carry`. Invariant: every frame arrives
-whole, once and in order, however often the connection breaks in between.
+It knows no message and dials nowhere: whoever has a connection lends it to `carry`. Invariants: every frame arrives
+whole, once and in order, however often the connection breaks in between; a peer that acknowledges nothing, or sends
+without end, is kept in bounded memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from collections import deque
 
 from outrider.engines.relay.link import Disconnected, Socket
+from outrider.engines.relay.messages import Close
 
 PIECE = 256 << 10
 """Bytes. A frame is sent in pieces: it may be longer than a message of the connection, and a slow connection is heard
@@ -18,40 +20,67 @@ HEADER = 9
 """Each piece begins with a byte, 1 where more of the frame follows, and the number of pieces received (uint64, little-
 endian). All frames together acknowledge each other: both ends must send something now and then."""
 
+MAX_UNACKNOWLEDGED = 64 << 20
+"""Bytes. While the peer has not acknowledged more, `send` waits."""
+MAX_UNREAD = 64 << 20
+"""Bytes of whole frames that nobody has received yet. While there are more, nothing is read from the connection."""
+FRAME_COST = 256
+"""Bytes that an unread frame counts for besides its own."""
+
 REPLACED = Disconnected(1006, "another connection has taken its place")
+NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
+NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket:
     """`engines.relay.link.Socket`. `received` is the number of pieces that have come over all connections: the peer
-    must be told it when the next one begins."""
+    must be told it when the next one begins. A frame from the peer has `most` bytes at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self.received = 0
         self.heard = 0.0
         """When a piece came last, by the event loop's clock."""
+        self.taken = 0.0
+        """When the peer last acknowledged something."""
+        self._most = most
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
         """Pieces that the peer may not have, from that after `_acknowledged` on: whether more of the frame follows, and
         its bytes."""
+        self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
         """Pieces that were written to the present connection, or arrived over an earlier one."""
+        self._ever_written = 0
+        """Pieces that were written to any connection: the peer cannot have more."""
         self._parts: list[bytes] = []
+        self._parts_bytes = 0
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
+        self._unread_bytes = 0
+        self._changed = asyncio.Event()
+        """Set when something was acknowledged or received, and at the end."""
+        self._ended = False
         self._to_write = asyncio.Event()
         self._replaced = asyncio.Event()
         """Of the present connection: set when another one takes its place."""
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Returns at once: what waits for a connection is bounded by what the sender has to say."""
+        """Returns when the frame is among those that are sent again until they are acknowledged. Waits for that while
+        there are many."""
+        while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
         for start in range(0, len(frame), PIECE):
             self._unacknowledged.append((start + PIECE < len(frame), frame[start : start + PIECE]))
+        self._unacknowledged_bytes += len(frame)
         self._to_write.set()
 
     async def receive(self) -> bytes:
         frame = await self._frames.get()
         if isinstance(frame, Disconnected):
             raise frame
+        self._unread_bytes -= len(frame) + FRAME_COST
+        self._changed.set()
         return frame
 
     async def close(self, code: int, reason: str) -> None:
@@ -61,6 +90,8 @@ class ResumableSocket:
 
     def end(self, how: Disconnected) -> None:
         """There will be no other connection: `receive` raises that."""
+        self._ended = True
+        self._changed.set()
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
@@ -75,7 +106,8 @@ class ResumableSocket:
         has received."""
         if replaced.is_set():
             return REPLACED
-        self._acknowledge(arrived)
+        if not self._acknowledge(arrived):
+            return NOT_SENT
         self._written = self._acknowledged
         self._to_write.set()
         async with asyncio.TaskGroup() as tasks:
@@ -99,6 +131,7 @@ class ResumableSocket:
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
                     more, piece = self._unacknowledged[self._written - self._acknowledged]
                     self._written += 1
+                    self._ever_written = max(self._ever_written, self._written)
                     await socket.send(bytes([more]) + self.received.to_bytes(8, "little") + piece)
                     if replaced.is_set():
                         return REPLACED
@@ -116,19 +149,38 @@ class ResumableSocket:
                 return end
             if replaced.is_set():
                 return REPLACED
-            if len(piece) < HEADER:
-                return Disconnected(1007, "no piece of this protocol")
+            # Only the last piece of a frame is shorter or longer: many tiny ones would take far more memory than bytes.
+            more = len(piece) >= HEADER and piece[0] != 0
+            if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
+                return NO_PIECE
+            if self._parts_bytes + len(piece) - HEADER > self._most:
+                return Disconnected(Close.NONSENSE, f"a message of more than {self._most} bytes")
             self.heard = asyncio.get_running_loop().time()
             self.received += 1
-            self._acknowledge(int.from_bytes(piece[1:HEADER], "little"))
+            if not self._acknowledge(int.from_bytes(piece[1:HEADER], "little")):
+                return NOT_SENT
             self._parts.append(piece[HEADER:])
-            if piece[0] == 0:
+            self._parts_bytes += len(piece) - HEADER
+            if not more:
                 frame = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-                self._parts = []
+                self._parts, self._parts_bytes = [], 0
+                self._unread_bytes += len(frame) + FRAME_COST
                 self._frames.put_nowait(frame)
+            while self._unread_bytes > MAX_UNREAD and not self._ended:
+                self._changed.clear()
+                await self._changed.wait()
+                self.heard = asyncio.get_running_loop().time()
 
-    def _acknowledge(self, arrived: int) -> None:
-        """The peer has so many pieces, of those that were written."""
+    def _acknowledge(self, arrived: int) -> bool:
+        """The peer has so many pieces. False if so many were never written."""
+        if arrived > self._ever_written:
+            return False
+        before = self._acknowledged
         while self._acknowledged < min(arrived, self._written):
-            self._unacknowledged.popleft()
+            _, piece = self._unacknowledged.popleft()
+            self._unacknowledged_bytes -= len(piece)
             self._acknowledged += 1
+        if self._acknowledged > before:
+            self.taken = asyncio.get_running_loop().time()
+            self._changed.set()
+        return True

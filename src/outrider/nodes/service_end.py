@@ -109,6 +109,7 @@ class ServiceEnd:
     ) -> None:
         self._link: Link[ToNode] = Link(socket, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
         self._images = images
+        self._elsewhere = images is not None
         self._ending_together = ending
         self.store = RemoteStore(self)
         self.artifacts = RemoteArtifacts(self)
@@ -191,7 +192,7 @@ class ServiceEnd:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        frame = framed(make(number))
+        frame = framed(make(number), elsewhere=self._elsewhere)
         self._calls[number] = answer
         self._link.send_encoded(frame)
         try:
@@ -208,7 +209,7 @@ class ServiceEnd:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
         parts: asyncio.Queue[Generated] = asyncio.Queue()
-        frame = framed(ask(number))
+        frame = framed(ask(number), elsewhere=self._elsewhere)
         self._generations[number] = parts
         self._link.send_encoded(frame)
         finished = False
@@ -311,7 +312,7 @@ class ServiceEnd:
         if self._ending_together is not None and self._ending_together.is_set():
             result = None
         try:
-            frame = framed(Ran(attempt=run.attempt, result=result))
+            frame = framed(Ran(attempt=run.attempt, result=result), elsewhere=self._elsewhere)
         except ServiceError as error:
             log.exception("the result of session %s cannot be sent", run.session.id)
             frame = framed(Ran(attempt=run.attempt, result=_failed(run.session, error)))

@@ -205,6 +205,7 @@ async def open_models(
                 claimed=engine_names,
                 tokenizer=tokenizer.name_or_path,
                 vocabulary=tokenizer.vocabulary,
+                context_tokens=context,
                 text=tokenizer.stream,
                 check=TokenizerCheck(tokenizer, frozen=serves),
                 known=None if serves else known,

@@ -255,7 +255,9 @@ class Scheduler:
                 except NotFound:
                     node.end_outlived(session_id)
                     continue
-                wanted = session.attempt == number and session.ending is None and not self._stopping
+                # Not any session that a node names: only one whose last attempt it had.
+                own = session.node == node.name and session.attempt == number
+                wanted = own and session.ending is None and not self._stopping
                 task = await self._task_of(session) if wanted else None
                 if task is None or session.state is SessionState.DONE:
                     node.end_outlived(session_id)

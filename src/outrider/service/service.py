@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Protocol, TypeVar
@@ -38,6 +38,7 @@ from outrider.schemas import (
     PolicyStatus,
     PulledImage,
     PulledImages,
+    RefusedNode,
     ServiceStatus,
     SessionView,
 )
@@ -76,7 +77,10 @@ class ComingNodes(Protocol):
     removed: Callable[[Node], None]
     on_room: Callable[[], None]
 
-    async def attend(self, name: str, socket: Socket) -> None: ...
+    @property
+    def refused(self) -> Collection[RefusedNode]: ...
+
+    async def attend(self, name: str, socket: Socket, owner: str) -> None: ...
 
 
 class Service:
@@ -422,7 +426,7 @@ class Service:
         )
 
     def nodes(self) -> NodeList:
-        return NodeList(nodes=tuple(self._scheduler.stats()))
+        return NodeList(nodes=tuple(self._scheduler.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
         """Give a node no new sessions, or some again; also after a restart. Raises NotFound."""

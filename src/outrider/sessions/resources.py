@@ -25,16 +25,20 @@ from outrider.spec import MEBIBYTE, Resources, TaskSpec
 CORES_EACH = 4
 """A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
 MILLI = 1000
+MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
+"""More than any machine has: amounts come from nodes on other machines, too."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+
+GpuName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GPU_NAME)]
 
 
 class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
     """Processors' worth of time, MiB of memory, and GPUs."""
 
-    cpus: float = 0.0
-    memory_mb: int = 0
-    gpus: int = 0
+    cpus: Annotated[float, msgspec.Meta(ge=0, le=MAX_CPUS)] = 0.0
+    memory_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMORY_MB)] = 0
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=MAX_GPUS)] = 0
 
     @property
     def quantities(self) -> Quantities:
@@ -51,9 +55,9 @@ class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine has for its sandboxes. `gpus` are the names of its GPUs, by which a runtime finds them."""
 
-    cpus: Annotated[float, msgspec.Meta(gt=0)]
-    memory_mb: Annotated[int, msgspec.Meta(gt=0)]
-    gpus: tuple[str, ...] = ()
+    cpus: Annotated[float, msgspec.Meta(gt=0, le=MAX_CPUS)]
+    memory_mb: Annotated[int, msgspec.Meta(gt=0, le=MAX_MEMORY_MB)]
+    gpus: Annotated[tuple[GpuName, ...], msgspec.Meta(max_length=MAX_GPUS)] = ()
 
     @property
     def amount(self) -> ResourceAmount:

@@ -11,11 +11,13 @@ import asyncio
 import heapq
 import itertools
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
+from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
@@ -46,17 +48,20 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     constraints: frozenset[ConstraintKind] = frozenset()
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     """What one follower has on an engine, and what it has seen of it; the fields are those of `EngineStatus`."""
 
-    in_flight: int = 0
-    sessions: int = 0
-    assigned_tokens: int = 0
-    generated_tokens: int = 0
-    failures: int = 0
-    misbehaved: int = 0
+    in_flight: Count = 0
+    sessions: Count = 0
+    assigned_tokens: Count = 0
+    generated_tokens: Count = 0
+    failures: Count = 0
+    misbehaved: Count = 0
     suspect: str | None = None
-    version: int = 0
+    version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
 
     @property
     def load(self) -> float:
@@ -108,6 +113,8 @@ class Member:
         self.misbehaved = 0
         self.failed_probes = 0
         self.version = health.version
+        self.looked_for = 0
+        """The highest version that a follower has seen there, and that the engine was asked for."""
         self.paused = False
         self.behind = False
         self.probe: asyncio.Task[None] | None = None
@@ -159,7 +166,6 @@ class Member:
         before = self.uses.pop(follower, None)
         if use is not None:
             self.uses[follower] = use
-            self.version = max(self.version, use.version)
         elif before is not None:
             self.generated_tokens += before.generated_tokens
             self.failures += before.failures

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.events import wait_for_event
 from outrider.engines.base import (
     Capability,
     ChatEngine,
@@ -45,6 +46,23 @@ log = logging.getLogger("outrider.engine")
 
 FAREWELL_SECONDS = 5.0
 """How long a pool that closes while paused, or gives up an engine, tries to have its engines go on."""
+ANSWER_SECONDS = 30.0
+"""How long a process that follows may take to say that it begins no generation any more."""
+SETTLE_SECONDS = 1800.0
+"""How long its generations may take to end that a pause does not cut off: as long as an agent has by default."""
+
+
+class _Follower:
+    """`since`: when it was told last to close, or came. `report` is its last one."""
+
+    def __init__(self, since: float, lost: Callable[[str], None]) -> None:
+        self.since = since
+        self.lost = lost
+        self.report: GateReport | None = None
+
+    def unsettled(self, closings: int, which: Literal["in_flight", "whole"]) -> bool:
+        report = self.report
+        return report is None or report.closings != closings or bool(getattr(report, which))
 
 
 class PolicyGate:
@@ -55,8 +73,12 @@ class PolicyGate:
     `mode` has changed. `changed` is called with each change, and whenever a generation ends while the gate is closed.
 
     Other processes may have gates that follow this one. It has settled when theirs have, too: `report` tells how each
-    stands, and `forget` that it is gone.
+    stands, and `forget` that it is gone. A follower that takes too long is forgotten, and whoever expects it is told
+    (`expect`): `answer_seconds` to report that it has closed, `settle_seconds` for its generations to end.
     """
+
+    answer_seconds = ANSWER_SECONDS
+    settle_seconds = SETTLE_SECONDS
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self.mode: PolicyPause | None = None
@@ -65,7 +87,7 @@ class PolicyGate:
         self.whole = 0
         self.closings = 0
         self._tell = changed
-        self._followers: dict[str, GateReport | None] = {}
+        self._followers: dict[str, _Follower] = {}
         self._changed = asyncio.Event()
         self._closed_at = 0.0
         self._closed_for = 0.0
@@ -93,6 +115,8 @@ class PolicyGate:
         if self.mode not in (mode, "abort"):
             self.mode = mode
             self.closings += 1
+            for follower in self._followers.values():
+                follower.since = asyncio.get_running_loop().time()
         self._notify()
 
     def open(self) -> None:
@@ -105,14 +129,28 @@ class PolicyGate:
     async def settled(self) -> None:
         """Returns once nothing is in flight that the mode leaves to end by itself, or the gate was opened."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
-            await self._changed.wait()
+            await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
-    def expect(self, follower: str) -> None:
-        """A follower is there. Until it reports, it may have anything in flight."""
-        self._followers.setdefault(follower, None)
+    def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
+        """A follower is there. Until it reports, it may have anything in flight. `lost` is called with the reason if it
+        takes too long: nothing that it does counts any more."""
+        self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
+
+    def expects(self, follower: str) -> bool:
+        return follower in self._followers
 
     def report(self, follower: str, report: GateReport) -> None:
-        self._followers[follower] = report
+        """How the gate of a follower stands, if it is expected. Raises ValueError for what cannot be: a closing that
+        has not been, or generations that begin behind a closed gate."""
+        if (known := self._followers.get(follower)) is None:
+            return
+        before = known.report
+        if report.closings > self.closings or report.whole > report.in_flight:
+            raise ValueError(f"a gate that was closed {report.closings} times, with {report.in_flight} in flight")
+        settling = self.mode is not None and before is not None and before.closings == report.closings == self.closings
+        if settling and before and (report.in_flight > before.in_flight or report.whole > before.whole):
+            raise ValueError("generations that begin behind a closed gate")
+        known.report = report
         self._wake()
 
     def forget(self, follower: str) -> None:
@@ -123,9 +161,24 @@ class PolicyGate:
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
         """Whether generations of a kind are in flight anywhere, or a follower has not heard of this closing yet."""
         return bool(getattr(self, which)) or any(
-            report is None or report.closings != self.closings or getattr(report, which)
-            for report in self._followers.values()
+            follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
+
+    def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
+        """Forget the followers that take too long. Returns the seconds until the next one may."""
+        now, waits = asyncio.get_running_loop().time(), []
+        for name, follower in list(self._followers.items()):
+            if not follower.unsettled(self.closings, which):
+                continue
+            answered = follower.report is not None and follower.report.closings == self.closings
+            seconds = self.settle_seconds if answered else self.answer_seconds
+            if (left := follower.since + seconds - now) > 0:
+                waits.append(left)
+                continue
+            what = "had its generations end" if answered else "answered"
+            self.forget(name)
+            follower.lost(f"it has not {what} within {seconds:g} s of a pause of the policy")
+        return min(waits, default=None)
 
     def paused_seconds(self) -> float:
         """Seconds of the event loop's clock in all in which it was closed, until now."""

@@ -40,10 +40,18 @@ from outrider.engines.pool.affinity import Affinity, EngineUse, Member, ServingE
 from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.policy import KnownPolicy, Policy
-from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
+from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health, overflow_fault
 from outrider.engines.pool.request_checks import check_ids
 from outrider.engines.pool.sharing import EngineState, PoolState, state_of
-from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
+from outrider.errors import (
+    Conflict,
+    ContextOverflow,
+    EngineError,
+    EngineMisbehaved,
+    EngineUnavailable,
+    NotFound,
+    OutriderError,
+)
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
@@ -70,6 +78,9 @@ GOOD_REPLIES = 3
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum tokens of a trial's reply."""
+
+MAX_QUOTED = 1000
+"""Characters of an engine's own words that an error repeats."""
 
 CHARACTERS_PER_TOKEN = 4
 """A rough measure of a chat request's size, used to balance load only."""
@@ -139,6 +150,7 @@ class EnginePool:
 
     `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` have no two engines
     of one name. `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none;
+    `context_tokens` is the model's context, if the settings give it;
     `text` makes a decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may refuse
     an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
     seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
@@ -156,6 +168,7 @@ class EnginePool:
         claimed: set[str] | None = None,
         tokenizer: str | None = None,
         vocabulary: Vocabulary = ANY_IDS,
+        context_tokens: int | None = None,
         text: Callable[[], TextStream] | None = None,
         check: EngineCheck | None = None,
         patience: float = 60.0,
@@ -169,6 +182,7 @@ class EnginePool:
         self._serves = serves
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._context = context_tokens
         self._text = text
         self._check = check
         self._patience = patience
@@ -297,12 +311,15 @@ class EnginePool:
         )
 
     def note_uses(self, follower: str, uses: Mapping[str, EngineUse]) -> None:
-        """What a follower has on the engines now. Without any it is gone."""
+        """What a follower has on the engines now. Without any it is gone.
+
+        A version that it has seen is only a reason to look: versions do not go back, so a false one would stay."""
         for name, member in self._members.items():
-            before = member.version
-            member.note_use(follower, uses.get(name))
-            if member.version != before:
-                self.state_changed()
+            use = uses.get(name)
+            member.note_use(follower, use)
+            if use is not None and use.version > max(member.version, member.looked_for):
+                member.looked_for = use.version
+                self.doubt(name)
 
     def loads(self, followers: Sequence[str]) -> list[dict[str, float]]:
         """For each of these followers, how much load each engine has from the others."""
@@ -325,6 +342,9 @@ class EnginePool:
                 health = await self._vet(member.engine)
                 if (outdated := self.policy.outdated(member.engine, health)) is not None:
                     raise outdated
+                if (version := self.policy.version_of(member.engine, health)) > member.version:
+                    member.version = version
+                    self.state_changed()
             except EngineError as error:
                 self._mark_failed(member, error)
             finally:
@@ -505,11 +525,17 @@ class EnginePool:
                     earlier.cut(cast(TokenCheck, check).ids, None, version)
                 elif begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
-            except EngineMisbehaved as error:
-                self._mark_suspect(member, error, request)
+            except (EngineMisbehaved, ContextOverflow) as error:
+                known = self._context or member.health.context_tokens
+                fault = (
+                    overflow_fault(member.name, asked, known, error) if isinstance(error, ContextOverflow) else error
+                )
+                if fault is None:
+                    raise
+                self._mark_suspect(member, fault, request)
                 failed += 1
                 if begun or failed > FAILOVERS or not self._affinity.trusts(takes_tokens):
-                    raise
+                    raise fault from (None if fault is error else error)
             except OutriderError:
                 raise
             except Exception as error:  # an engine may be anybody's code
@@ -768,7 +794,7 @@ def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
 
 
 def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
-    return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
+    return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {str(error)[:MAX_QUOTED]}")
 
 
 def _stop_tasks(*tasks: asyncio.Task[None] | None) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engines.base import ChatChunk, Chunk, EngineHealth, SamplingParams
-from outrider.errors import EngineMisbehaved
+from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, SamplingParams
+from outrider.errors import ContextOverflow, EngineMisbehaved
+from outrider.messages import Message, images_in
 from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import VersionSpan
 
@@ -34,6 +35,44 @@ FREE_CHARACTERS = 64 << 10
 def max_characters(sampling: SamplingParams) -> int:
     """Maximum characters of a reply's text."""
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
+
+
+OVERFLOW_SLACK = 64
+"""Tokens below a model's context from which on an engine may refuse a prompt: servers keep a few for themselves."""
+LEAST_CONTEXT = 2048
+"""Tokens that a model's context is taken to have where nobody has told: no model that agents use has fewer."""
+MESSAGE_TOKENS = 64
+"""More than a chat template adds to a message, or to a tool."""
+
+
+def overflow_fault(
+    engine: str, request: GenerateRequest | ChatRequest, context: int | None, error: ContextOverflow
+) -> EngineMisbehaved | None:
+    """The error of an engine that says of a prompt that fits its model's context that it does not; None if it may be
+    true. A prompt that is too long is the agent's doing, and is graded: so it is not the engine's word that counts.
+
+    `context` is the model's context as the settings give it, else as the engine reports it. Of messages the tokens are
+    not known: they are not more than the bytes, and those of an image can be any number."""
+    if isinstance(request, GenerateRequest):
+        most = len(request.input_ids)
+    elif any(images_in(message) for message in request.messages):
+        return None
+    else:
+        most = sum(map(_bytes_of, request.messages)) + MESSAGE_TOKENS * len(request.messages)
+        most += sum(len(str(tool).encode("utf-8", "replace")) + MESSAGE_TOKENS for tool in request.tools)
+    known = LEAST_CONTEXT if context is None else context
+    if most + OVERFLOW_SLACK >= known:
+        return None
+    words = "does not fit the model" if context is None else f"does not fit a context of {context}"
+    return EngineMisbehaved(
+        f"engine {engine!r} says that a prompt of {most} tokens {words}: {error.message}",
+        hint="if it serves the model with less context than the model has, say so: model.context_tokens",
+    )
+
+
+def _bytes_of(message: Message) -> int:
+    texts = (message.content, message.reasoning or "", *(f"{call.name}{call.arguments}" for call in message.tool_calls))
+    return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
 class TokenCheck:

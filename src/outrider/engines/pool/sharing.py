@@ -6,7 +6,7 @@ It knows nothing of how the processes are connected.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -54,9 +54,9 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a follower's gate stands: the `closings` that it has seen, and its generations in flight, of which `whole`
     ones end by themselves."""
 
-    closings: int
-    in_flight: int
-    whole: int
+    closings: Annotated[int, msgspec.Meta(ge=0)]
+    in_flight: Annotated[int, msgspec.Meta(ge=0)]
+    whole: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def state_of(member: Member) -> EngineState:

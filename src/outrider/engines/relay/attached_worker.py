@@ -16,6 +16,7 @@ from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMod
 from outrider.engines.pool.reply_checks import TokenCheck, check_health
 from outrider.engines.relay.link import Link
 from outrider.engines.relay.messages import (
+    MAX_DETAIL,
     PROTOCOL,
     Abort,
     Acknowledge,
@@ -40,6 +41,8 @@ from outrider.trajectory import LogprobKind, TokenMode
 
 CALL_SECONDS = 15.0
 """How long a worker may take to say how it is, or to tokenise a probe."""
+MAX_PROBE_IDS = 1 << 16
+"""More ids than a text has by which a tokenizer is checked."""
 WEIGHTS_SECONDS = 600.0
 """How long a worker may take to load weights."""
 
@@ -270,7 +273,7 @@ class AttachedWorker:
         if health.ok:
             self.failing = False
             self.model, self.context_tokens, self.version = health.model, health.context_tokens, health.version
-        return health
+        return msgspec.structs.replace(health, detail=health.detail[:MAX_DETAIL])
 
     def handle(self, message: ToService) -> None:
         """Take one message. Raises Nonsense."""
@@ -281,6 +284,8 @@ class AttachedWorker:
         elif isinstance(message, Answer):
             known = self._calls.get(message.call)
             if known is not None and not known[1].done():
+                if message.ids is not None and len(message.ids) > 4 * MAX_PROBE_IDS:
+                    raise Nonsense(f"{len(message.ids)} bytes of ids for the text of a probe")
                 if message.ids is not None:
                     unpack_ids(message.ids)
                 known[1].set_result(message)

@@ -22,7 +22,16 @@ from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
 from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, Version, close_reason
+from outrider.engines.relay.messages import (
+    MAX_HELLO,
+    PROTOCOL,
+    TO_SERVICE,
+    Close,
+    Hello,
+    ToService,
+    Version,
+    close_reason,
+)
 from outrider.errors import EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -72,6 +81,10 @@ class RelayEngine:
         # Numbers from an earlier service, which a worker may still hold, are not used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
+        self._context: int | None = None
+        """The context that the first worker has reported of those that are attached."""
+        self._refused = ""
+        """Why the last worker was cut off, if it was for what it said."""
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
@@ -118,23 +131,34 @@ class RelayEngine:
         """Well if any worker is."""
         workers = list(self._workers.values())
         if not workers:
-            return EngineHealth(ok=False, detail=self._nobody().message)
+            return self._unhealthy()
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(worker.health()) for worker in workers]
         answers = [task.result() for task in asked]
-        good = [answer for answer in answers if answer.ok]
+        good = []
+        for worker, answer in zip(workers, answers, strict=True):
+            if not answer.ok:
+                continue
+            if (conflict := self._too_short(answer.context_tokens)) is not None:
+                worker.cut_off(Close.CONFLICT, conflict)
+                self._drop(worker, conflict)
+                continue
+            self._context = self._context or answer.context_tokens
+            good.append(answer)
         if not good:
-            return answers[0]
+            return next((answer for answer in answers if not answer.ok), self._unhealthy())
         # One that is behind gets no work, so its version is not the engine's.
         fresh = [answer for answer in good if answer.version >= self._version] or good
-        contexts = [answer.context_tokens for answer in good if answer.context_tokens is not None]
         return EngineHealth(
             ok=True,
             detail=f"{len(good)} of {len(workers)} workers",
             model=next((answer.model for answer in good if answer.model is not None), None),
-            context_tokens=min(contexts, default=None),
+            context_tokens=self._context,
             version=min(answer.version for answer in fresh),
         )
+
+    def _unhealthy(self) -> EngineHealth:
+        return EngineHealth(ok=False, detail=self._nobody().message)
 
     async def pause(self, mode: PauseMode) -> None:
         """Workers that attach later are paused before they get work. Raises what a worker answers."""
@@ -196,6 +220,7 @@ class RelayEngine:
             TO_SERVICE,
             heartbeat=self._options.heartbeat_seconds,
             silence=self._options.silence_seconds,
+            stranger=True,
         )
         worker = self._workers.get(hello.instance)
         if worker is not None:
@@ -266,6 +291,8 @@ class RelayEngine:
             return
         self.logprob_kind = worker.logprob_kind
         self._workers[worker.hello.instance] = worker
+        self._refused = ""
+        self._context = self._context or worker.hello.context_tokens
         log.info("relay %s: worker %s attached", self.name, worker.name)
         attached()
 
@@ -286,6 +313,9 @@ class RelayEngine:
         """Wait for a worker whose connection broke; drop one that has left or was cut off."""
         if worker.gone is not None:
             return
+        if end is not None and end.code == Close.NONSENSE:
+            log.warning("relay %s: worker %s is cut off: %s", self.name, worker.name, end.reason)
+            self._refused = f"; worker {worker.name!r} was cut off: {end.reason}"
         # `end` is None when this service itself is being closed.
         if end is not None and end.code not in FINAL:
             log.info("relay %s: worker %s lost its connection: %s", self.name, worker.name, end)
@@ -301,6 +331,8 @@ class RelayEngine:
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
         if self._workers.get(worker.hello.instance) is worker:  # a newer one may have its place
             del self._workers[worker.hello.instance]
+            if not self._workers:
+                self._context = None
         log.info("relay %s: worker %s is gone: %s", self.name, worker.name, reason)
         worker.give_up(reason)
 
@@ -313,7 +345,14 @@ class RelayEngine:
                 return f"log-probabilities are {other.logprob_kind} here, not {hello.logprob_kind}"
             if other.model is not None and hello.model is not None and other.model != hello.model:
                 return f"the model here is {other.model}, not {hello.model}"
-        return None
+        return self._too_short(hello.context_tokens)
+
+    def _too_short(self, context: int | None) -> str | None:
+        """Why a worker whose model has this context cannot serve here. A prompt that does not fit the context ends a
+        session: what one worker says must not shorten it for the others."""
+        if context is None or self._context is None or context >= self._context:
+            return None
+        return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """The least loaded worker: with a connection rather than without, and rather not one that has just failed. A
@@ -351,7 +390,7 @@ class RelayEngine:
     def _nobody(self) -> EngineUnavailable:
         if self._workers:
             return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
-        return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}", hint=HINT.format(self.name))
+        return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}{self._refused}", hint=HINT.format(self.name))
 
 
 def _raise_first(failures: Mapping[AttachedWorker, EngineError]) -> None:
@@ -372,6 +411,8 @@ async def _hello(socket: Socket) -> Hello:
             frame = await socket.receive()
     except TimeoutError:
         raise _Refused(Close.SILENT, f"no hello came within {HELLO_SECONDS:g} s") from None
+    if len(frame) > MAX_HELLO:
+        raise _Refused(Close.NONSENSE, f"the first message has {len(frame)} bytes: it is no hello")
     try:
         # Read alone first: the rest of another version's hello may not be readable.
         protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol

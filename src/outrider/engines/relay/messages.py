@@ -21,8 +21,15 @@ PROTOCOL = 1
 """Raised when either side would misread the other: also when `SamplingParams` gets a field, which an older worker would
 ignore silently."""
 
-MAX_TO_SERVICE = 16 << 20
-"""Maximum bytes of a message from a worker: a chunk of 16 MiB has more than a million tokens."""
+MAX_TO_SERVICE = 8 << 20
+"""Maximum bytes of a message from a worker: a chunk of 8 MiB has more than half a million tokens. A WebSocket's frame
+is unmasked in one call, which takes the event loop 20 ms for as many bytes."""
+MAX_HELLO = 256 << 10
+"""Maximum bytes of a worker's first message."""
+MAX_HOLDS = 16_384
+"""Maximum number of generations that a worker may say that it has."""
+MAX_DETAIL = 1000
+"""Characters of what a worker says of its health that are kept."""
 MAX_TO_WORKER = 64 << 20
 """Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
 MAX_VERSION = (1 << 31) - 1
@@ -56,14 +63,14 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
     name: Annotated[str, msgspec.Meta(max_length=100)]
     model: Annotated[str, msgspec.Meta(max_length=1000)] | None
-    context_tokens: Annotated[int, msgspec.Meta(gt=0)] | None
+    context_tokens: Annotated[int, msgspec.Meta(gt=0, le=MAX_VERSION)] | None
     logprob_kind: LogprobKind
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
-    constraints: tuple[ConstraintKind, ...] = ()
+    constraints: Annotated[tuple[ConstraintKind, ...], msgspec.Meta(max_length=16)] = ()
     tokenizes: bool = False
     loads: bool = False
     paused: bool = False
-    holds: tuple[int, ...] = ()
+    holds: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_HOLDS)] = ()
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
@@ -120,7 +127,7 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defau
     logprobs: bytes = b""
     finish: FinishReason | None = None
     stop_match: int | str | None = None
-    versions: tuple[VersionSpan, ...] = ()
+    versions: Annotated[tuple[VersionSpan, ...], msgspec.Meta(max_length=4096)] = ()
     cached_tokens: int | None = None
     prompt_ids: bytes | None = None
     prompt_tokens: int | None = None

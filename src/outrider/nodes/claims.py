@@ -1,0 +1,357 @@
+"""What a node says of its sessions, checked against what the service knows.
+
+A node is a program on another machine: its token lets it run sessions, and write for these alone. Each rule is a line
+of a table that docs/nodes.md prints; a node that breaks one is cut off, and its sessions run elsewhere. It knows no
+connection and no store. Invariant: what passes can be stored, added up, made into samples and shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from outrider.engines.pool.reply_checks import MAX_COUNT
+from outrider.engines.relay.messages import Nonsense
+from outrider.errors import bounded
+from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
+from outrider.lifecycle import StopReason
+from outrider.nodes.messages import AddTurn, KeepIndex, Report
+from outrider.schemas import NodeStats
+from outrider.sessions.artifacts import ArtifactLimits
+from outrider.sessions.attempt import Attempt
+from outrider.spec import TaskSpec, steps_of
+from outrider.store.artifacts import KEPT
+from outrider.tokens.samples import policy_of
+from outrider.trajectory import BranchPolicy, SessionResult, TokenMode, Turn
+
+MAX_NUMBER = 1 << 53
+"""Counts and seconds are below it, and so exact as floating-point numbers."""
+MAX_TURNS = 1 << 20
+"""An attempt's turns of one model: ten times what a task may ask for."""
+MAX_SESSIONS = 100_000
+"""The most sessions that a node may say that it has room for."""
+MAX_LANES = 16
+MAX_NAME = 256
+MAX_PATH = 4096
+MAX_ANSWER = 1 << 20
+MAX_METRICS = 10_000
+MAX_LINES = 256
+"""Entries of a table of a result, such as forks by cause."""
+LIMITS = ArtifactLimits()
+MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes
+
+GRADED = frozenset(
+    {
+        StopReason.COMPLETED,
+        StopReason.MAX_TURNS,
+        StopReason.MAX_TOKENS,
+        StopReason.CONTEXT_OVERFLOW,
+        StopReason.AGENT_TIMEOUT,
+        StopReason.NONZERO_EXIT,
+        StopReason.AGENT_EXCESS,
+    }
+)
+"""How an agent's run ends that is graded."""
+ENDS = GRADED | {StopReason.SESSION_TIMEOUT, StopReason.ERROR}
+"""What a node may say. The other reasons are the service's own."""
+
+T = TypeVar("T")
+
+
+class Rule(NamedTuple, Generic[T]):
+    """What is bounded, how, and whether a thing keeps to it, given what the service knows."""
+
+    what: str
+    bound: str
+    holds: Callable[[T, Given], bool]
+
+
+class Given:
+    """What the service knows of an attempt that a node has: what it was given, and what it has stored since."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.models: frozenset[str | None] = frozenset()
+        """Those that the service has."""
+        self.began_here = not attempt.goes_on and attempt.stored is None
+        """Whether all its turns are stored over this connection."""
+        self.certain = True
+        """Whether each turn is known to be stored, or not."""
+        self.indexes: dict[str | None, set[int]] = {}
+        self.tokens: dict[str | None, int] = {}
+        self.kept: dict[str, int] = {}
+        """The sizes of its artifacts by SHA-256."""
+        self.kept_bytes = 0
+
+    @property
+    def task(self) -> TaskSpec:
+        return self.attempt.task
+
+    def note_turn(self, call: AddTurn) -> None:
+        """It is stored."""
+        self.indexes.setdefault(call.model, set()).add(call.turn.index)
+        self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
+
+    def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
+        """Whether so many turns by model are those that are stored. The result of an attempt that failed may be made
+        without its turns."""
+        if not self.certain or not self.began_here:
+            return True
+        for model in {*counted, *self.indexes}:
+            stored, number = self.indexes.get(model, set()), counted.get(model, 0)
+            if number > len(stored) or (verdict and (number < len(stored) or stored != set(range(len(stored))))):
+                return False
+        return True
+
+    def has_tokens(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
+        """The same for sampled tokens."""
+        if not self.certain or not self.began_here:
+            return True
+        return all(
+            number == self.tokens.get(model, 0) if verdict else number <= self.tokens.get(model, 0)
+            for model, number in counted.items()
+        )
+
+
+def _is_same(result: SessionResult, given: Given) -> bool:
+    session, stored = given.attempt.session, given.attempt.stored
+    said = (result.session_id, result.group_id, result.sample_index, result.attempt, result.labels, result.regrades)
+    regrades = None if stored is None else stored.session_id
+    none_read = result.stop_reason is StopReason.ERROR and not result.labels and result.regrades is None
+    known = (session.id, session.group_id, session.sample_index, session.attempt, given.task.labels, regrades)
+    return said == known or (none_read and said[:4] == known[:4])
+
+
+def _rewards_turns(result: SessionResult, given: Given) -> bool:
+    verdict = result.verdict
+    if verdict is None:
+        return True
+    numbers = (verdict.reward, *verdict.turns.values(), *verdict.rows.values())
+    return (
+        all(abs(number) <= MAX_REWARD for number in numbers)  # a NaN is no less than anything
+        and all(0 <= index < result.turns for index in verdict.turns)
+        and all(0 <= row < result.samples for row in verdict.rows)
+    )
+
+
+def _metrics_fit(result: SessionResult, given: Given) -> bool:
+    metrics = {} if result.verdict is None else result.verdict.metrics
+    return len(metrics) <= MAX_METRICS and all(
+        len(name) <= MAX_PATH and math.isfinite(number) for name, number in metrics.items()
+    )
+
+
+def _counts_turns(result: SessionResult, given: Given) -> bool:
+    counted = {None: result.turns} | {model: use.turns for model, use in result.frozen.items()}
+    return given.has_turns(counted, verdict=result.verdict is not None)
+
+
+def _counts_tokens(result: SessionResult, given: Given) -> bool:
+    tokens = result.tokens
+    counted = {None: tokens.sampled} | {model: use.tokens for model, use in result.frozen.items()}
+    return tokens.sampled == tokens.trained + tokens.masked + tokens.dropped and given.has_tokens(
+        counted, verdict=result.verdict is not None
+    )
+
+
+def _uses_no_more(result: SessionResult, given: Given) -> bool:
+    order, chosen = list(BranchPolicy), policy_of(given.task.branches)
+    return all(order.index(policy) >= order.index(chosen[kind]) for kind, policy in result.policy.items())
+
+
+def _is_short(result: SessionResult, given: Given) -> bool:
+    reason = result.verdict.reason if result.verdict is not None else None
+    tables: tuple[Mapping[Any, Any], ...] = (result.forks, result.ignored, result.frozen)
+    return (
+        len(reason or "") <= MAX_REASON
+        and len(result.answer or "") <= MAX_ANSWER
+        and all(len(table) <= MAX_LINES for table in tables)
+    )
+
+
+RESULT_RULES: tuple[Rule[SessionResult], ...] = (
+    Rule(
+        "session, group, sample, attempt, labels, `regrades`", "those of the attempt that the node was given", _is_same
+    ),
+    Rule(
+        "`stop_reason`",
+        "an end of an agent's run, `session_timeout` or `error`; an `error` record exactly with `error`",
+        lambda result, given: (
+            result.stop_reason in ENDS and (result.error is None) == (result.stop_reason is not StopReason.ERROR)
+        ),
+    ),
+    Rule(
+        "verdict",
+        "only with an end that is graded",
+        lambda result, given: result.verdict is None or result.stop_reason in GRADED,
+    ),
+    Rule(
+        "rewards",
+        f"finite, between -{MAX_REWARD:g} and {MAX_REWARD:g}; of turns and rows that the session has",
+        _rewards_turns,
+    ),
+    Rule("metrics", f"finite; {MAX_METRICS:,} at most", _metrics_fit),
+    Rule("`turns`, `frozen`", "with a verdict, exactly the turns that are stored; without one, no more", _counts_turns),
+    Rule(
+        "`tokens`",
+        "sampled = trained + masked + dropped; with a verdict, exactly the tokens of the stored turns",
+        _counts_tokens,
+    ),
+    Rule(
+        "all other numbers",
+        "finite, 0 or more, below 2^53; no more rows than turns",
+        lambda result, given: (
+            _all_counts(msgspec.structs.replace(result, verdict=None, harness_exit=None))
+            and result.samples <= result.turns
+        ),
+    ),
+    Rule("`policy`", "uses no more of a kind of branch than the task does", _uses_no_more),
+    Rule(
+        "`artifact_bytes`",
+        "no more than was kept for the attempt",
+        lambda result, given: result.artifact_bytes <= given.kept_bytes,
+    ),
+    Rule(
+        "texts and tables",
+        f"a verdict's reason {MAX_REASON:,} characters, an answer {MAX_ANSWER:,}, a table {MAX_LINES} lines;"
+        " errors and logs are cut",
+        _is_short,
+    ),
+)
+"""Of the result of an attempt."""
+
+
+def _links_back(call: AddTurn, given: Given) -> bool:
+    turn = call.turn
+    return 0 <= turn.index < MAX_TURNS and all(
+        before is None or 0 <= before < turn.index for before in (turn.parent, turn.forked_from)
+    )
+
+
+def _fits_together(call: AddTurn, given: Given) -> bool:
+    turn = call.turn
+    delta, output, logprobs = len(turn.prompt_delta), len(turn.output_ids), len(turn.logprobs)
+    return (
+        delta % 4 == output % 4 == 0
+        and logprobs in (0, 2 * output)
+        and delta // 4 <= turn.prompt_length <= MAX_COUNT
+        and _tiles(turn, output // 4)
+    )
+
+
+def _tiles(turn: Turn, tokens: int) -> bool:
+    edge = 0
+    for span in turn.versions:
+        if span.start != edge or span.end < edge or not 0 <= span.version <= MAX_COUNT:
+            return False
+        edge = span.end
+    return not turn.versions or edge == tokens
+
+
+def _within_limits(call: AddTurn, given: Given) -> bool:
+    sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
+    # An engine that takes messages says how many it has sampled when it has: calls side by side may pass the limit.
+    counted = call.model is None and call.turn.mode is TokenMode.TOKENS
+    return not counted or sampled <= given.task.limits.response_tokens
+
+
+TURN_RULES: tuple[Rule[AddTurn], ...] = (
+    Rule("model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.models),
+    Rule("`index`, `parent`, `forked_from`", f"0 to {MAX_TURNS:,}; a parent comes before its child", _links_back),
+    Rule("ids, log-probabilities, versions", "of matching lengths; versions cover the output", _fits_together),
+    Rule(
+        "`step`",
+        "one of the task's",
+        lambda call, given: 0 <= call.turn.step < len(steps_of(given.task)),
+    ),
+    Rule("tokens of all turns", "the task's `response_tokens` at most", _within_limits),
+    Rule(
+        "all other numbers",
+        "finite, 0 or more, below 2^53",
+        lambda call, given: _all_counts(
+            (
+                call.turn.conversation,
+                call.turn.cached_tokens,
+                call.turn.drift_tokens,
+                call.turn.malformed_calls,
+                call.turn.timings,
+            )
+        ),
+    ),
+    Rule(
+        "names",
+        f"{MAX_NAME} characters",
+        lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
+    ),
+)
+"""Of a turn."""
+
+
+def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
+    return all(given.kept.get(each.sha256) == each.size for each in call.listed.artifacts)
+
+
+def _lists_few(call: KeepIndex, given: Given) -> bool:
+    most = (len(given.task.artifacts) + 1) * (LIMITS.matches + len(KEPT))
+    paths = [*(each.path for each in call.listed.artifacts), *(each.path for each in call.listed.left_out)]
+    reasons = (each.reason for each in call.listed.left_out)
+    return (
+        len(paths) <= 2 * most
+        and all(len(path) <= MAX_PATH for path in paths)
+        and all(len(reason) <= MAX_PATH for reason in reasons)
+    )
+
+
+INDEX_RULES: tuple[Rule[KeepIndex], ...] = (
+    Rule("files", "kept for this attempt, of these sizes", _lists_what_is_kept),
+    Rule("lines", f"{LIMITS.matches:,} for each pattern of the task; paths of {MAX_PATH:,} characters", _lists_few),
+)
+"""Of the list of an attempt's artifacts."""
+
+
+def check(thing: T, rules: tuple[Rule[T], ...], given: Given) -> None:
+    """Raises Nonsense that names the rule which does not hold."""
+    for rule in rules:
+        if not rule.holds(thing, given):
+            name = given.attempt.name
+            raise Nonsense(f"attempt {name}: {rule.what} must be {rule.bound}")
+
+
+def shortened(result: SessionResult) -> SessionResult:
+    """The result with its error and its log cut to what a record keeps."""
+    ended = result.harness_exit
+    if ended is not None:
+        ended = msgspec.structs.replace(ended, log_tail=ended.log_tail[-MAX_REASON:])
+    error = None if result.error is None else bounded(result.error)
+    return msgspec.structs.replace(result, error=error, harness_exit=ended)
+
+
+def checked_stats(name: str, report: Report) -> NodeStats:
+    """A node's report of itself, under the name by which the service knows it. Raises Nonsense."""
+    stats = report.stats
+    names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
+    if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
+        raise Nonsense("a report with numbers that cannot be")
+    return msgspec.structs.replace(stats, name=name, drained=False)
+
+
+def _all_counts(thing: object) -> bool:
+    """Whether all numbers in a struct are finite, not negative, and below MAX_NUMBER."""
+    return all(0 <= number < MAX_NUMBER for number in _numbers(thing))
+
+
+def _numbers(thing: object) -> Iterator[float]:
+    if isinstance(thing, int | float):
+        yield thing
+    elif isinstance(thing, msgspec.Struct):
+        for field in thing.__struct_fields__:
+            yield from _numbers(getattr(thing, field))
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from _numbers(value)
+    elif isinstance(thing, tuple | list):
+        for value in thing:
+            yield from _numbers(value)

@@ -1,0 +1,551 @@
+"""Nodes that say what cannot be: each is cut off with a reason, and its sessions run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, SamplingParams
+from outrider.engines.pool.affinity import EngineUse
+from outrider.engines.pool.sharing import GateReport
+from outrider.engines.relay import decoding
+from outrider.engines.relay.messages import Close, Nonsense, encode
+from outrider.errors import Boundary, ErrorRecord
+from outrider.lifecycle import SessionState, StopReason
+from outrider.nodes import claims, remote_node
+from outrider.nodes.messages import (
+    MAX_FROM_NODE,
+    MAX_HELLO,
+    AddTurn,
+    Answer,
+    Doubt,
+    Gate,
+    Generate,
+    KeepArtifact,
+    KeepIndex,
+    ModelUses,
+    Ran,
+    Ready,
+    Run,
+    SetState,
+    Take,
+)
+from outrider.nodes.resumable import HEADER, PIECE
+from outrider.schemas import Artifact, ArtifactList, GroupView, NodeStats
+from outrider.sessions.attempt import session_result
+from outrider.sessions.resources import ResourceAmount
+from outrider.spec import TaskSpec, TokenSpec
+from outrider.trajectory import (
+    BranchKind,
+    BranchPolicy,
+    FinishReason,
+    JoinKind,
+    LogprobKind,
+    SessionResult,
+    TokenCounts,
+    TokenMode,
+    Turn,
+    TurnTimings,
+    Verdict,
+    VersionSpan,
+    pack_ids,
+    pack_logprobs,
+)
+from support.hostile_node import HostileNode, hello, report
+
+from .conftest import Running, Starts
+
+CUT_OFF = int(Close.NONSENSE)
+replace = msgspec.structs.replace
+
+
+class Plain:
+    """`ChatEngine` whose version is 0."""
+
+    name = "plain"
+    mode = TokenMode.TEXT
+    logprob_kind = LogprobKind.NONE
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        yield ChatChunk(text="x", finish=FinishReason.STOP)
+
+
+@dataclass(frozen=True)
+class Told:
+    """An attempt that a node was given."""
+
+    run: Run
+    task: TaskSpec
+
+    @classmethod
+    def by(cls, run: Run) -> Told:
+        return cls(run, TaskSpec.model_validate_json(run.task))
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        return {"session_id": self.run.session.id, "attempt": self.run.session.attempt}
+
+    def result(self, turns: tuple[Turn, ...] = (), *, reward: float = 1.0) -> SessionResult:
+        """An honest one."""
+        session, verdict = self.run.session, Verdict(reward=reward)
+        return session_result(session, StopReason.COMPLETED, turns, task=self.task, verdict=verdict)
+
+    def ran(self, **changes: Any) -> Ran:
+        return Ran(attempt=self.run.attempt, result=replace(self.result(), **changes))
+
+    def turn(self, index: int = 0, **changes: Any) -> AddTurn:
+        known: dict[str, Any] = {
+            "index": index,
+            "parent": None,
+            "join": JoinKind.ROOT,
+            "prompt_length": 2,
+            "prompt_delta": pack_ids([1, 2]),
+            "output_ids": pack_ids([3]),
+            "logprobs": pack_logprobs([-1.0]),
+            "logprob_kind": LogprobKind.SAMPLING,
+            "versions": (VersionSpan(0, 0, 1),),
+            "finish": FinishReason.STOP,
+            "dialect": "chat",
+            "engine": "e",
+            "sampling": {},
+            "timings": TurnTimings(received=1.0, first_token=1.0, finished=2.0),
+        }
+        model, call = changes.pop("model", None), changes.pop("call", index)
+        return AddTurn(call=call, turn=Turn(**known | changes), model=model, **self.ids)
+
+
+async def given_one(running: Running, node: HostileNode) -> tuple[GroupView, Told]:
+    """A group of one session, which the node has."""
+    view = await running.submit("ask")
+    return view, Told.by(await node.given())
+
+
+async def check_cut_off(running: Running, view: GroupView, node: HostileNode, reason: str) -> None:
+    """It is cut off with that reason, which the status has; its session waits for another node, with nothing stored."""
+    end = await node.ended()
+    assert end.code == CUT_OFF, end
+    async with asyncio.timeout(30):
+        while running.service.nodes().nodes:  # noqa: ASYNC110  # its end has no event here
+            await asyncio.sleep(0.01)
+        [session] = await running.service.store.sessions(view.id)
+        while session.state is not SessionState.QUEUED:
+            await asyncio.sleep(0.01)
+            [session] = await running.service.store.sessions(view.id)
+    assert (session.result, session.ending) == (None, None)
+    [refused] = running.service.nodes().refused
+    assert (refused.name, refused.token) == ("bad", "local")
+    assert reason in refused.reason
+
+
+FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
+    "another group": (lambda told: [told.ran(group_id="g-other")], "session, group"),
+    "another session": (lambda told: [told.ran(session_id="s-other")], "session, group"),
+    "another attempt": (lambda told: [told.ran(attempt=7)], "session, group"),
+    "another sample": (lambda told: [told.ran(sample_index=7)], "session, group"),
+    "labels": (lambda told: [told.ran(labels={"tenant": "other"})], "session, group"),
+    "a run graded again": (lambda told: [told.ran(regrades="s-other")], "session, group"),
+    "an end of the service's own": (lambda told: [told.ran(stop_reason=StopReason.EARLY_STOP)], "stop_reason"),
+    "an error without one": (lambda told: [told.ran(stop_reason=StopReason.ERROR)], "stop_reason"),
+    "a timeout with a reward": (lambda told: [told.ran(stop_reason=StopReason.SESSION_TIMEOUT)], "verdict"),
+    "a reward without end": (lambda told: [told.ran(verdict=Verdict(reward=1e308))], "rewards"),
+    "a reward that is none": (lambda told: [told.ran(verdict=Verdict(reward=nan))], "rewards"),
+    "a reward of a turn that is not": (lambda told: [told.ran(verdict=Verdict(reward=1, turns={3: 1.0}))], "rewards"),
+    "a reward of a row that is not": (lambda told: [told.ran(verdict=Verdict(reward=1, rows={0: 1.0}))], "rewards"),
+    "a metric that is none": (lambda told: [told.ran(verdict=Verdict(reward=1, metrics={"x": nan}))], "metrics"),
+    "fewer turns than none": (lambda told: [told.ran(turns=-5)], "`turns`"),
+    "turns that are not stored": (lambda told: [told.ran(turns=5)], "`turns`"),
+    "fewer turns than stored": (lambda told: [told.turn(), told.ran()], "`turns`"),
+    "turns with a gap": (
+        lambda told: [
+            told.turn(1),
+            Ran(
+                attempt=told.run.attempt,
+                result=replace(told.result(), turns=1, tokens=TokenCounts(sampled=1, trained=1)),
+            ),
+        ],
+        "`turns`",
+    ),
+    "tokens that are not": (lambda told: [told.ran(tokens=TokenCounts(sampled=9, trained=9))], "`tokens`"),
+    "tokens that do not add up": (lambda told: [told.ran(tokens=TokenCounts(trained=9))], "`tokens`"),
+    "rows that are not": (lambda told: [told.ran(samples=9)], "other numbers"),
+    "negative seconds": (
+        lambda told: [told.ran(seconds=replace(told.result().seconds, run=-1.0))],
+        "other numbers",
+    ),
+    "a policy that trains more": (
+        lambda told: [told.ran(policy=dict.fromkeys(BranchKind, BranchPolicy.TRAIN))],
+        "`policy`",
+    ),
+    "artifacts that are not": (lambda told: [told.ran(artifact_bytes=1 << 40)], "artifact_bytes"),
+    "a long answer": (lambda told: [told.ran(answer="x" * (claims.MAX_ANSWER + 1))], "texts and tables"),
+    "an attempt that it does not have": (lambda told: [Ran(attempt=99, result=None)], "does not have"),
+    "a turn before its parent": (lambda told: [told.turn(parent=0)], "`parent`"),
+    "a turn with its own parent's number": (lambda told: [told.turn(3, parent=3)], "`parent`"),
+    "a turn below none": (lambda told: [told.turn(-1, call=0)], "`index`"),
+    "a turn with half an id": (lambda told: [told.turn(prompt_delta=b"123")], "matching lengths"),
+    "a turn without its log-probabilities": (lambda told: [told.turn(logprobs=b"12345678" * 9)], "matching lengths"),
+    "a turn with a prompt without end": (lambda told: [told.turn(prompt_length=1 << 60)], "matching lengths"),
+    "a turn of other versions": (lambda told: [told.turn(versions=(VersionSpan(0, 0, 9),))], "matching lengths"),
+    "a turn of a version without end": (lambda told: [told.turn(versions=(VersionSpan(1 << 40, 0, 1),))], "matching"),
+    "a turn of another step": (lambda told: [told.turn(step=9)], "`step`"),
+    "a turn of no model": (lambda told: [told.turn(model="other")], "model"),
+    "a turn with a time that is none": (
+        lambda told: [told.turn(timings=TurnTimings(received=nan, first_token=None, finished=nan))],
+        "other numbers",
+    ),
+    "more tokens than the task allows": (
+        lambda told: [
+            told.turn(
+                output_ids=pack_ids([3] * 2000),
+                logprobs=pack_logprobs([-1.0] * 2000),
+                versions=(VersionSpan(0, 0, 2000),),
+            )
+        ],
+        "response_tokens",
+    ),
+    "a file that was not kept": (
+        lambda told: [
+            KeepIndex(
+                call=0,
+                listed=ArtifactList(
+                    session_id="x",
+                    attempt=1,
+                    artifacts=(Artifact(path="/x", size=1, sha256="../../../etc/passwd"),),
+                    left_out=(),
+                ),
+                **told.ids,
+            )
+        ],
+        "kept for this attempt",
+    ),
+    "a negative take": (
+        lambda told: [encode(Take(call=0, amount=ResourceAmount(cpus=-1.0), priority=0))],
+        "no message",
+    ),
+    "a take without end": (lambda told: [Take(call=0, amount=ResourceAmount(cpus=nan), priority=0)], "no message"),
+    "a take before all others": (
+        lambda told: [Take(call=0, amount=ResourceAmount(cpus=1.0), priority=1 << 40)],
+        "no message",
+    ),
+    "a call twice": (
+        lambda told: [SetState(call=0, state=SessionState.READY, **told.ids)] * 2,
+        "call 0 came after 0",
+    ),
+    "a gate of the future": (
+        lambda told: [Gate(model=None, report=GateReport(closings=9, in_flight=0, whole=0))],
+        "a gate that was closed 9 times",
+    ),
+    "a gate of no model": (
+        lambda told: [Gate(model="other", report=GateReport(closings=0, in_flight=0, whole=0))],
+        "a model that the service does not have",
+    ),
+    "a doubt of no model": (lambda told: [Doubt(model="other", engine="e")], "a model that"),
+    "a report that cannot be": (lambda told: [report(-5)], "cannot be"),
+    "a report with room without end": (lambda told: [report(1 << 40)], "cannot be"),
+    "a prompt with a negative id": (
+        lambda told: [
+            Generate(
+                generation=0,
+                model=None,
+                engine="e",
+                input_ids=pack_ids([-1]),
+                sampling=SamplingParams(max_tokens=1),
+            )
+        ],
+        "ids that cannot be",
+    ),
+    "a generation of nothing": (lambda told: [Generate(generation=0, model=None, engine="e")], "neither of ids"),
+    "a name without end": (lambda told: [Doubt(model=None, engine="x" * 1000)], "no message"),
+    "more outlived than any": (
+        lambda told: [Ready(outlived={f"s-{number}": 1 for number in range(5000)})],
+        "no message",
+    ),
+    "no message": (lambda told: [b"\xff\x00what"], "no message"),
+    "many values": (
+        lambda told: [told.turn(sampling={"x": [[]] * decoding.MAX_COST})],
+        "too many values",
+    ),
+    "deep values": (
+        lambda told: [b"\x91" * (decoding.SMALL + 1)],
+        "within each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: str) -> None:
+    make, reason = FORGED[case]
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view = await running.submit("ask", limits={"response_tokens": 1000})
+        *before, last = make(Told.by(await node.given()))
+        for message in before:
+            await node.say(message)
+            while isinstance(message, AddTurn) and not isinstance(await node.hear(), Answer):
+                pass
+        await node.say(last)
+        await check_cut_off(running, view, node, reason)
+
+
+async def test_an_honest_node_is_believed(start: Starts) -> None:
+    """The same words where they are true; so it is not the rules that are never kept."""
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, told = await given_one(running, node)
+        calls = [told.turn(0), told.turn(1, parent=0, prompt_length=4, prompt_delta=pack_ids([4]))]
+        for state in (SessionState.READY, SessionState.RUNNING, SessionState.EVALUATING):
+            calls.append(SetState(call=len(calls), state=state, **told.ids))  # type: ignore[arg-type]
+        for call in calls:
+            await node.say(call)
+            while not isinstance(answer := await node.hear(), Answer):
+                pass
+            assert (answer.call, answer.error) == (call.call, None)
+        result = told.result((calls[0].turn, calls[1].turn), reward=0.5)
+        await node.say(Ran(attempt=told.run.attempt, result=result))
+        view = await running.done(view)
+        assert (view.sessions[0].result, view.sessions[0].node) == (result, "bad")
+        assert running.service.nodes().refused == ()
+
+
+async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
+    """Of a session that another node has: nothing is stored, and nothing is read."""
+    async with (
+        start(processes=0) as running,
+        HostileNode.joined(running.url, "good", capacity=1) as good,
+        HostileNode.joined(running.url, "bad", capacity=0) as bad,
+    ):
+        view, told = await given_one(running, good)
+        await bad.say(
+            told.turn(0), KeepArtifact(call=1, data=b"x", **told.ids), Ready(outlived={view.sessions[0].id: 1})
+        )
+        errors: list[str] = []
+        while len(errors) < 2:
+            if isinstance(message := await bad.hear(), Answer):
+                assert message.error is not None
+                errors.append(message.error.code)
+        assert errors == ["conflict"] * 2
+        assert await running.service.store.turns(view.sessions[0].id) == []
+        await bad.say(Ran(attempt=told.run.attempt, result=told.result()))
+        assert (await bad.ended()).code == CUT_OFF
+        await good.say(Ran(attempt=told.run.attempt, result=told.result()))
+        view = await running.done(view)
+        assert (view.sessions[0].node, view.sessions[0].attempt) == ("good", 1), "the other's end is nothing to it"
+
+
+async def test_a_node_that_takes_and_takes_is_cut_off_before_it_costs_anything(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        takes = [Take(call=number, amount=ResourceAmount(cpus=4.0), priority=0) for number in range(200)]
+        for take in takes:
+            await node.say(take)
+        assert (await node.ended()).code == CUT_OFF
+        async with asyncio.timeout(30):
+            while not running.service.nodes().refused:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert "asks for resources" in running.service.nodes().refused[0].reason
+        assert running.service.nodes().refused[0].name == "bad"
+
+
+async def test_a_long_error_is_cut(start: Starts) -> None:
+    """5 MB, which would be searched for secrets, stored and shown."""
+    text = "Bearer " * 700_000
+    error = ErrorRecord(boundary=Boundary.HARNESS, code="harness_error", message=text, log_tail=text)
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, told = await given_one(running, node)
+        await node.say(told.ran(stop_reason=StopReason.ERROR, verdict=None, error=error))
+        view = await running.done(view)
+        result = view.sessions[0].result
+        assert result is not None
+        assert result.error is not None
+        assert len(result.error.message) <= 8192
+        assert len(result.error.log_tail or "") <= 65_536
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (encode(hello(version="x" * MAX_HELLO)), Close.NONSENSE),
+        (b"?" * (7 << 20), Close.NONSENSE),
+        (encode(hello(version="x" * 100)), Close.NONSENSE),
+        (encode(hello(host="x" * 1000)), Close.NONSENSE),
+        (b"?", Close.NONSENSE),
+        (encode(hello(version="0.0.0")), Close.PROTOCOL),
+        (encode(hello(received=5)), Close.REMOVED),
+    ],
+    ids=["long", "7 MiB", "version", "host", "none", "another version", "given up"],
+)
+async def test_a_hello_that_cannot_be_is_refused(start: Starts, first: bytes, code: int) -> None:
+    async with start(processes=0) as running, HostileNode.dialled(running.url) as node:
+        await node.send_bytes(first)
+        assert (await node.ended()).code == code
+        assert running.service.nodes().nodes == ()
+
+
+async def test_a_hello_that_is_longer_than_any_message_is_not_even_read(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.dialled(running.url) as node:
+        with suppress(ConnectionError):  # it may be cut off in the middle
+            await node.send_bytes(b"?" * (15 << 20))
+        assert (await node.ended()).code != Close.LEFT
+        assert running.service.nodes().nodes == ()
+
+
+async def test_a_hello_of_thousands_of_gpus_is_refused(start: Starts) -> None:
+    capacity = {"cpus": 1.0, "memory_mb": 1, "gpus": ["x"] * 5000}
+    fields = msgspec.to_builtins(hello()) | {"type": "hello", "capacity": capacity}
+    async with start(processes=0) as running, HostileNode.dialled(running.url) as node:
+        await node.send_bytes(msgspec.msgpack.encode(fields))
+        assert (await node.ended()).code == CUT_OFF
+
+
+PIECES: dict[str, list[bytes]] = {
+    "a frame without end": [bytes([1]) + bytes(HEADER - 1) + bytes(PIECE)] * (MAX_FROM_NODE // PIECE + 1),
+    "tiny pieces": [bytes([1]) + bytes(HEADER - 1) + b"x"] * 3,
+    "an acknowledgement of what was never sent": [bytes([0]) + (1 << 60).to_bytes(8, "little") + encode(report())],
+    "no header": [b"x"],
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+async def test_a_node_that_breaks_the_connections_protocol_is_cut_off(start: Starts, case: str) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, _ = await given_one(running, node)
+        with suppress(ConnectionError):  # it is cut off before its last
+            for each in PIECES[case]:
+                await node.send_bytes(each)
+        await check_cut_off(running, view, node, "")
+
+
+async def test_a_false_gate_does_not_stall_a_pause(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, _ = await given_one(running, node)
+        policy = running.service.pool.policy
+        policy.gate.settle_seconds = 0.1
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(policy.pause("finish"))
+            while policy.gate.mode is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            report = GateReport(closings=policy.gate.closings, in_flight=10**9, whole=0)
+            await node.say(Gate(model=None, report=report))
+            await pausing
+        end = await node.ended()
+        assert end.code == Close.SILENT
+        assert "had its generations end" in end.reason
+        [session] = await running.service.store.sessions(view.id)
+        assert session.result is None
+        await policy.resume()
+
+
+async def test_a_claim_of_a_version_does_not_raise_the_policys(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        await running.service.pool.add_engine(Plain())
+        uses = {"plain": EngineUse(version=(1 << 31) - 1)}
+        await node.say(replace(report(), uses=(ModelUses(model=None, engines=uses),)))
+        member = running.service.pool._members["plain"]
+        async with asyncio.timeout(30):
+            while "bad" not in member.uses:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while member.check is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert running.service.pool.policy.version == 0
+
+
+async def test_a_nodes_name_belongs_to_its_token(start: Starts) -> None:
+    async with start(processes=0, token="root") as running:
+        first, second = [
+            (await running.service.tokens.create(TokenSpec(name=name, role="node"))).text for name in ("one", "two")
+        ]
+
+        def dialled(token: str, name: str = "far") -> AbstractAsyncContextManager[HostileNode]:
+            return HostileNode.dialled(running.url, name, headers={"Authorization": f"Bearer {token}"})
+
+        async with dialled(first) as node, dialled(second) as other, dialled(second, "near") as beside:
+            greeting = hello()
+            await node.send_bytes(encode(greeting))
+            await node.receive_bytes()
+            for thief in (other, beside):  # it knows even the secret names of the process and the machine
+                await thief.send_bytes(encode(greeting))
+                assert (await thief.ended()).code == Close.CONFLICT
+            await node.say(report(), Ready())
+            assert [each.name for each in await _nodes(running)] == ["far"]
+
+
+async def _nodes(running: Running) -> tuple[NodeStats, ...]:
+    async with asyncio.timeout(30):
+        while not (nodes := running.service.nodes().nodes):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return nodes
+
+
+async def test_a_node_that_reports_another_name_keeps_its_own(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url):
+        [node] = await _nodes(running)
+        assert (node.name, node.drained) == ("bad", False)
+
+
+async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: Starts) -> None:
+    """What it asks is answered in order, however much it sends ahead."""
+    number = 3 * remote_node.MAX_CALLS
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        _, told = await given_one(running, node)
+        states = [SetState(call=call, state=SessionState.QUEUED, **told.ids) for call in range(number)]
+        most = 0
+
+        async def look() -> None:
+            nonlocal most
+            while True:
+                [place] = running.service._scheduler._places._places.values()
+                most = max(most, len(place.node._connection._calls))  # type: ignore[attr-defined]
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(look())
+        await node.say(*states)
+        answered = 0
+        while answered < number:
+            answered += isinstance(await node.hear(), Answer)
+        looking.cancel()
+        assert most <= remote_node.MAX_CALLS
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20),
+        max_leaves=50,
+    )
+)
+def test_the_cost_of_any_message_can_be_told(thing: Any) -> None:
+    frame = msgspec.msgpack.encode(thing)
+    decoding.check_cost(frame)
+    if len(frame) > 1:
+        with pytest.raises(Nonsense):
+            decoding.check_cost(b"\x92" + frame)  # a list of two, of which one is there
+
+
+@given(st.binary(max_size=200))
+def test_the_cost_of_any_bytes_can_be_told(data: bytes) -> None:
+    with suppress(Nonsense):
+        decoding.check_cost(data)
+
+
+def test_long_texts_are_cheap_and_many_values_are_not() -> None:
+    decoding.check_cost(msgspec.msgpack.encode({"x": "y" * (8 << 20), "z": b"0" * (8 << 20)}))
+    decoding.check_cost(msgspec.msgpack.encode([0] * (decoding.MAX_COST - decoding.CONTAINER)))
+    with pytest.raises(Nonsense, match="too many values"):
+        decoding.check_cost(msgspec.msgpack.encode([0] * decoding.MAX_COST))
+    with pytest.raises(Nonsense, match="too many values"):
+        decoding.check_cost(msgspec.msgpack.encode([[]] * (decoding.MAX_COST // decoding.CONTAINER)))
