@@ -302,7 +302,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     merged: dict[str, Any] = {}
     sources: list[tuple[str, dict[str, Any]]] = []
     if file is not None:
-        sources.append((str(file), read_toml_file(file, field="config")))
+        sources.append((str(file), read_toml_file(file, field="config", what="config file")))
     from_environment: dict[str, Any] = {}
     for name, text in sorted(variables().items()):  # sorted: OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
         levels = name.removeprefix(PREFIX).lower().split("__")

@@ -23,27 +23,29 @@ LONG_KEY = re.compile(rf"(?<![\w.-]){WORD}(?:[ \t]*\.[ \t]*{WORD}){{{MAX_DEPTH}}
 """A key of so many parts, for which tomllib takes time that is quadratic in their number."""
 
 
-def read_text_file(path: Path, *, field: str, limit: int) -> str:
-    """Raises InvalidField for a file that cannot be read, is no UTF-8 or has more than `limit` bytes."""
+def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
+    """Raises InvalidField, which says `what` the file is, for one that cannot be read, is no UTF-8 or has more than
+    `limit` bytes."""
+    named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise InvalidField(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field=field) from error
+        raise InvalidField(f"cannot read {named}: {getattr(error, 'strerror', None) or error}", field=field) from error
     if len(data) > limit:
-        raise InvalidField(f"{path} has more than {limit >> 10} KiB", field=field, hint="is it the right file?")
+        raise InvalidField(f"{named} has more than {limit >> 10} KiB", field=field, hint="is it the right file?")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidField(f"{path} is not text in UTF-8: {error}", field=field) from error
+        raise InvalidField(f"{named} is not text in UTF-8: {error}", field=field) from error
 
 
-def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML) -> dict[str, Any]:
+def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
     """The table in a file. Raises InvalidField as `read_text_file`, and for what is no TOML that can be used."""
     try:
-        return parse_toml(read_text_file(path, field=field, limit=limit))
+        return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
-        raise InvalidField(f"{path} is not a TOML file: {error}", field=field) from error
+        raise InvalidField(f"{f'{what} {path}'.strip()} is not a TOML file: {error}", field=field) from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:
