@@ -28,6 +28,7 @@ from outrider.engines.relay.messages import (
     Answer,
     Beat,
     Close,
+    Failed,
     Generate,
     Hello,
     Tokens,
@@ -919,11 +920,14 @@ async def test_the_workers_own_code_is_told_why_it_was_cut_off() -> None:
         (hello(instance="short"), Close.NONSENSE, "no hello"),
         (hello(model="other"), Close.CONFLICT, "the model here is one, not other"),
         (hello(logprob_kind=LogprobKind.RAW), Close.CONFLICT, "log-probabilities are sampling here, not raw"),
+        (hello(holds=tuple(range(20_000))), Close.NONSENSE, "no hello"),
+        (hello(context_tokens=10), Close.CONFLICT, "the model's context here is 4096 tokens, not 10"),
+        (msgspec.msgpack.encode({"type": "hello", "protocol": 1, "x": [0] * 500_000}), Close.NONSENSE, "500"),
     ],
 )
 async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, reason: str) -> None:
     engine = relay()
-    async with relay_served(engine) as url, attached(url, FunctionEngine(Counter(), model="one")):
+    async with relay_served(engine) as url, attached(url, FunctionEngine(Counter(), model="one", context_tokens=4096)):
         await until(lambda: bool(engine._workers))
         async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
             raw = RawWorker(websocket)
@@ -931,6 +935,41 @@ async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, re
             given, said = await raw.closed()
         assert given == code
         assert reason in said
+
+
+async def test_a_worker_does_not_shorten_the_context_for_others() -> None:
+    """It did not say before how much it is."""
+    engine = relay()
+    async with (
+        relay_served(engine) as url,
+        attached(url, FunctionEngine(Counter(), context_tokens=4096)),
+        raw_worker(url) as raw,
+        asyncio.TaskGroup() as group,
+    ):
+        await until(lambda: len(engine._workers) == 2)
+        asking = group.create_task(engine.health())
+        asked = await raw.receive()
+        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, context_tokens=10)))
+        assert (await raw.closed())[0] == Close.CONFLICT
+        assert (await asking).context_tokens == 4096
+        await until(lambda: len(engine._workers) == 1)
+
+
+async def test_a_long_error_of_a_worker_is_cut() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+
+        async def read() -> str:
+            with pytest.raises(EngineRejected) as raised:
+                await chunks_of(engine.generate(request()))
+            return raised.value.message
+
+        reading = group.create_task(read())
+        asked = await raw.receive()
+        record = msgspec.structs.replace(EngineRejected("x").record(), message="Bearer " * 700_000)
+        await raw.send(Failed(generation=asked.generation, number=1, error=record))
+        assert len(await reading) == 8192
 
 
 async def test_a_worker_that_lies_about_its_health_is_cut_off() -> None:

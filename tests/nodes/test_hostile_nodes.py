@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from math import nan
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, SamplingParams
@@ -20,18 +22,21 @@ from outrider.engines.pool.sharing import GateReport
 from outrider.engines.relay import decoding
 from outrider.engines.relay.messages import Close, Nonsense, encode
 from outrider.errors import Boundary, ErrorRecord
-from outrider.lifecycle import SessionState, StopReason
+from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.nodes import claims, remote_node
 from outrider.nodes.messages import (
     MAX_FROM_NODE,
     MAX_HELLO,
+    Abort,
     AddTurn,
     Answer,
     Doubt,
     Gate,
     Generate,
+    GiveBack,
     KeepArtifact,
     KeepIndex,
+    Leaving,
     ModelUses,
     Ran,
     Ready,
@@ -519,6 +524,114 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
             answered += isinstance(await node.hear(), Answer)
         looking.cancel()
         assert most <= remote_node.MAX_CALLS
+
+
+ODD: list[Any] = [None, True, -1, 2**63, 1e308, nan, "", "x" * 300, "../../x", b"", b"123", [], {}, [[]] * 50, {"": 1}]
+"""Values that are put in the place of others."""
+
+
+def honest_words(told: Told) -> list[dict[str, Any]]:
+    """What a node may say, as it is sent."""
+    share = ResourceAmount(cpus=1.0)
+    words = [
+        told.turn(),
+        told.ran(),
+        told.ran(
+            stop_reason=StopReason.ERROR, verdict=None, error=ErrorRecord(boundary=Boundary.ENGINE, code="", message="")
+        ),
+        report(),
+        Ready(),
+        Gate(model=None, report=GateReport(closings=0, in_flight=0, whole=0)),
+        Doubt(model=None, engine="e"),
+        SetState(call=0, state=SessionState.READY, **told.ids),
+        KeepArtifact(call=0, data=b"x", **told.ids),
+        KeepIndex(call=0, listed=ArtifactList(session_id="", attempt=1, artifacts=(), left_out=()), **told.ids),
+        Take(call=0, amount=share, priority=0),
+        GiveBack(call=0),
+        Abort(generation=0),
+        Leaving(),
+        Generate(generation=0, model=None, engine="e", input_ids=pack_ids([1]), sampling=SamplingParams(max_tokens=1)),
+    ]
+    return [msgspec.msgpack.decode(encode(word), strict=False) for word in words]
+
+
+def mutated(thing: Any, at: int, odd: Any) -> Any:
+    """The thing with one of its values replaced: the one of that number, counted through all levels."""
+    count = at
+
+    def walk(value: Any) -> Any:
+        nonlocal count
+        if count == 0:
+            count -= 1
+            return odd
+        count -= 1
+        if isinstance(value, dict):
+            return {key: walk(each) if key != "type" else each for key, each in value.items()}
+        if isinstance(value, list):
+            return [walk(each) for each in value]
+        return value
+
+    return walk(thing)
+
+
+WORDS = st.tuples(st.integers(0, 14), st.integers(0, 40), st.integers(0, len(ODD) - 1), st.booleans())
+
+
+@pytest.mark.deep
+@settings(
+    deadline=None,
+    max_examples=12,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(nodes=st.lists(st.lists(WORDS | st.binary(max_size=40), max_size=10), min_size=4, max_size=12))
+def test_whatever_nodes_say_the_service_stays_up_and_stores_nothing_foreign(
+    start: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: list[list[Any]]
+) -> None:
+    """Words that are nearly right, and some that are none. A good node is there all the time, and does its work."""
+    caplog.clear()
+
+    async def run() -> None:
+        async with (
+            start(processes=0, data=tmp_path / uuid4().hex) as running,
+            HostileNode.joined(running.url, "good", capacity=0) as good,
+        ):
+            views = []
+            for number, words in enumerate(nodes):
+                async with HostileNode.joined(running.url, f"bad-{number}", capacity=1) as bad:
+                    views.append(await running.submit("ask"))
+                    told = Told.by(await bad.given())
+                    known = honest_words(told)
+                    with suppress(ConnectionError):
+                        for call, word in enumerate(words):
+                            if isinstance(word, bytes):
+                                await bad.say(word)
+                                continue
+                            which, place, odd, changed = word
+                            said = known[which] | {key: call for key in ("call", "generation") if key in known[which]}
+                            await bad.say(msgspec.msgpack.encode(mutated(said, place, ODD[odd]) if changed else said))
+                        await bad.say(GiveBack(call=1 << 40))
+            ids = {view.sessions[0].id: view.id for view in views}
+            for view in views:
+                [session] = await running.service.store.sessions(view.id)
+                turns = await running.service.store.turns(session.id) if session.attempt else []
+                if (result := session.result) is not None:
+                    assert ids[result.session_id] == result.group_id == view.id
+                    assert result.verdict is None or abs(result.verdict.reward) <= 1e15
+                    assert result.turns == len(turns) or result.verdict is None
+            submitted = await running.submit("ask")
+            await good.say(report(64))
+            async with asyncio.timeout(60):
+                while (
+                    view := await running.service.group(submitted.id, wait=0, samples=False)
+                ).state is not GroupState.DONE:
+                    told = Told.by(await good.given())
+                    await good.say(Ran(attempt=told.run.attempt, result=told.result()))
+                    await running.service.group(told.run.session.group_id, wait=30, samples=False)
+            assert view.sessions[0].node == "good"
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == [], "no bug of ours came to light"
 
 
 @given(
