@@ -13,6 +13,7 @@
     │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
     │   ├── EngineRejected            engine      400   no      the engine refused the request itself
     │   ├── EngineUnavailable         engine      503   yes     no engine, or it went away
+    │   │   └── EngineSilent          engine      503   yes     it gives nothing, far longer than it usually takes
     │   ├── EngineMisbehaved          engine      502   yes     it sent an invalid reply
     │   └── ModelMismatch             engine      409   no      engine and tokenizer are of different families
     ├── RuntimeFailure                runtime     500   yes     the sandbox failed
@@ -180,6 +181,10 @@ class EngineRejected(EngineError):
 class EngineUnavailable(EngineError):
     code = "engine_unavailable"
     http_status = 503
+
+
+class EngineSilent(EngineUnavailable):
+    code = "engine_silent"
 
 
 class EngineMisbehaved(EngineError):

@@ -31,9 +31,9 @@ async def test_agent_timeout_is_graded(world: MakeWorld) -> None:
 async def test_agent_timeout_in_the_middle_of_a_reply(world: MakeWorld) -> None:
     """What was sampled is recorded and dropped: nobody saw it."""
     async with world([{"reply": SAY, "stall": 1}]) as w:
-        view = await w.submit("ask", limits={"agent_seconds": 20})
+        view = await w.submit("ask", limits={"agent_seconds": 2})  # so soon that no token is overdue yet
         await w.engine.stalled.wait()
-        await pass_time(30)
+        await pass_time(3)
         result = result_of((await w.done(view.id)).sessions[0])
         assert result.stop_reason is StopReason.AGENT_TIMEOUT
         assert (result.tokens.sampled, result.tokens.dropped, result.samples) == (1, 1, 0)

@@ -94,6 +94,9 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking: bool | None = None
 
 
+AnyRequest = GenerateRequest | ChatRequest
+
+
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     """New text of a chat generation; the last one has the finish, the whole reply, and in capture mode the ids."""
 

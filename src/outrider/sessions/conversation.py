@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.offload import Steps
+from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.affinity import ServingEngine
@@ -22,6 +24,7 @@ from outrider.errors import (
     ContextOverflow,
     EngineError,
     EngineRejected,
+    EngineSilent,
     OutriderError,
     RequestError,
     ServiceError,
@@ -51,6 +54,14 @@ from outrider.tokens.tree.stored_turns import cannot_go_on
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
+STORE = "the store"
+STORE_SECONDS = 1.0
+"""In which the store is to have a turn. It usually takes milliseconds."""
+
+
+GIVEN_UP_SECONDS = 0.25
+"""A call that was overdue for longer may have been given up for that."""
+
 
 class RunEnded(RequestError):
     """A call after the session's run was over."""
@@ -67,7 +78,8 @@ class Conversation:
     `step` is the step of the task that is under way, and `step_turns` how many turns it has.
 
     `broken` is what broke the record of a turn, after which no call is taken. `hung_up` says whether a client has given
-    up a call. `frozen` is the name of a frozen model, in errors; None for the policy.
+    up a call. `frozen` is the name of a frozen model, in errors; None for the policy. `overdue` gets the seconds that
+    calls wait for an engine or the store beyond what is due.
 
     Requests are read and joined one at a time; long work on one runs in the worker thread (`offload`).
     """
@@ -84,9 +96,11 @@ class Conversation:
         sample_index: int = 0,
         on_limit: Callable[[], None] | None = None,
         frozen: str | None = None,
+        overdue: Overdue | None = None,
     ) -> None:
         self.backend = backend
         self.session_key = session_key
+        self._overdue = overdue or Overdue()
         self.tree = TokenTree(backend.renderer, history)
         self._captured = CapturedTurns()
         self.turns = 0
@@ -205,6 +219,7 @@ class Conversation:
         """
         self._admit()
         number, tools = self._failed.begin(), bool(request.tools)
+        overdue = self._overdue.seconds()
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -238,6 +253,8 @@ class Conversation:
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except asyncio.CancelledError:
             self.hung_up = self.hung_up or self._open
+            if (overdue := self._overdue.seconds() - overdue) > GIVEN_UP_SECONDS:
+                self._overdue.doubts.append(partial(_raise, waited_in_vain(overdue, self._overdue.what)))
             raise
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
@@ -298,7 +315,7 @@ class Conversation:
 
     async def _assigned(self) -> ServingEngine:
         """The session's engine, outside of a call. Raises RunEnded or EngineError."""
-        assigned = await self.backend.pool.select(self.session_key)
+        assigned = await self.backend.pool.select(self.session_key, self._overdue)
         if not self._open:
             self.backend.pool.release(self.session_key)
             raise RunEnded("this session's run is over")
@@ -330,7 +347,7 @@ class Conversation:
                 tell()
 
     async def _begin(self, request: ModelRequest, dialect: str) -> Call:
-        assigned = await self.backend.pool.select(self.session_key)
+        assigned = await self.backend.pool.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_constraint(request, assigned)
@@ -350,6 +367,7 @@ class Conversation:
                 dialect=dialect,
                 session_key=self.session_key,
                 thinking=wanted,
+                overdue=self._overdue,
             )
 
         thinking = self._thinking_in_prompt(request)
@@ -371,6 +389,7 @@ class Conversation:
             dialect=dialect,
             session_key=self.session_key,
             thinking=thinking,
+            overdue=self._overdue,
         )
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
@@ -427,7 +446,8 @@ class Conversation:
             turn = msgspec.structs.replace(turn, step=self.step)
         if (task := asyncio.current_task()) is not None:
             self._without_turn.discard(task)
-        await shielded(lambda: self._recorded(turn))
+        with self._overdue.waiting(STORE, STORE_SECONDS):
+            await shielded(lambda: self._recorded(turn))
 
     async def _recorded(self, turn: Turn) -> None:
         try:
@@ -442,6 +462,20 @@ class Conversation:
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
         return self.broken
+
+
+def waited_in_vain(overdue: float, what: str) -> OutriderError:
+    """The error of a run that ended badly, or of a call that was given up, after a wait that was overdue."""
+    kind = ServiceError if what == STORE else EngineSilent
+    return kind(
+        f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"
+        " or ended badly",
+        hint="see `outrider status` and the service's log for what was slow or silent",
+    )
+
+
+async def _raise(error: OutriderError) -> None:
+    raise error
 
 
 def _parsing(

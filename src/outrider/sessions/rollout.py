@@ -27,6 +27,7 @@ from typing import cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.overdue import Overdue
 from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import (
     ErrorRecord,
@@ -56,7 +57,7 @@ from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_r
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.conversation import Conversation, waited_in_vain
 from outrider.sessions.filters import Run, filtered
 from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes, Place
@@ -75,8 +76,8 @@ AGENT = "agent"
 """The name of an agent's run in a sandbox that may outlive its node."""
 
 HARMFUL_SECONDS = 2.0
-"""Stalls of the service from this length on may have made an agent's client give up. A shorter stall is no longer than
-a slow model call."""
+"""Stalls of the service, and overdue waits for an engine or the store, from this length on may have made an agent's
+client give up. A shorter one is no longer than a slow model call."""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
 """Ends of a step's run after which no other step is begun."""
@@ -146,7 +147,11 @@ class Rollout:
         self._key = key
         self._node = node
         seconds = attempt.task.limits.session_seconds if outlived is None else outlived.run.session_seconds
-        self._budget = Budget(seconds, node.stood_still)
+        self._overdue = Overdue()
+        overdue = self._overdue  # no reference to this rollout: see `on_limit` below
+        self._stood_still: Callable[[], float] = lambda: node.stood_still() + overdue.seconds()
+        """Seconds that are charged to no clock of the session."""
+        self._budget = Budget(seconds, self._stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
         self._artifacts = ArtifactList(
@@ -173,10 +178,11 @@ class Rollout:
             record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
             # No reference to this rollout: in a cycle, a token tree of megabytes would wait for the garbage collector.
             on_limit=self._at_limit.cut,
+            overdue=overdue,
         )
         self.models = SessionModels(
             self.conversation,
-            {model.backend.model: _talk_to(model, attempt, node.store) for model in node.frozen},
+            {model.backend.model: _talk_to(model, attempt, node.store, overdue) for model in node.frozen},
             goes_on=outlived is not None,
         )
 
@@ -425,6 +431,7 @@ class Rollout:
 
         Raises what failed, unless the agent seems to have broken its sandbox: that is an outcome, and is graded.
         """
+        self._overdue.begin_run()
         try:
             async with mark_inside_failures(sandbox.runtime):
                 with self._node.watchdog.witness() as stalls:
@@ -432,14 +439,15 @@ class Rollout:
                         ended = await self._run_agent(sandbox, harness, context)
                     except Exception as error:  # plugins too: whatever it was is raised again
                         await self._collect(sandbox)
-                        self._check_harm(stalls, error)
+                        await self._check_harm(stalls, error)
                         raise
                     await self._collect(sandbox)
                 if self.models.broken is not None:  # perhaps by the last call, which was cut off
                     raise self.models.broken
                 self._check_engines(ended.outcome.log_tail)  # however it ended, and with the calls that were left
                 if self.models.hung_up or ended.reason in ENDED_BADLY:
-                    self._check_harm(stalls)
+                    await self._check_harm(stalls)
+                await self._settle_doubts()
                 return ended
         except OutriderError as error:
             if not (error.inside and self.conversation.replies):
@@ -453,7 +461,7 @@ class Rollout:
         Raises the first true cause of a failed run: a failed model call outranks a limit and the harness's own.
         """
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
-        clock = Budget(seconds, self._node.stood_still)
+        clock = Budget(seconds, self._stood_still)
         try:
             async with (
                 self._outliving(sandbox, harness, clock) as run_name,
@@ -530,11 +538,11 @@ class Rollout:
             raise HarnessError("a step of the session timed out by itself") from None
         return StopReason.SESSION_TIMEOUT
 
-    def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
-        """Raise ServiceError for a run that ended badly after the service itself had stood still, and NodeLost after it
-        had died.
+    async def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
+        """Raise NodeLost for a run that ended badly after its node had died, ServiceError after the service itself had
+        stood still, and EngineSilent or ServiceError after an engine or the store had kept it waiting.
 
-        A client may have given up waiting for the service; what such an agent did says nothing about the policy.
+        A client may have given up meanwhile; what such an agent did says nothing about the policy.
         """
         if self._outlived is not None:
             raise NodeLost("its agent has outlived a node, and then ended badly") from error
@@ -544,6 +552,16 @@ class Rollout:
                 f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
                 hint="see the service's log for what held it, and whether its machine is overloaded",
             ) from error
+        if (overdue := self._overdue.in_run()) >= HARMFUL_SECONDS:
+            raise waited_in_vain(overdue, self._overdue.what) from error
+        await self._settle_doubts()
+
+    async def _settle_doubts(self) -> None:
+        """Raise the error of something that the agent has waited for in vain, if that was at fault. However the run
+        ended: an agent that gave a call up may have ended as if all were well."""
+        for doubt in self._overdue.doubts:
+            await doubt()
+        self._overdue.doubts.clear()
 
     async def _collect(self, sandbox: Sandbox) -> None:
         """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
@@ -661,7 +679,7 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
     )
 
 
-def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore) -> Conversation:
+def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue) -> Conversation:
     """An attempt's conversation with a frozen model. It is sampled as the agent asks: the task's sampling is the
     policy's."""
     session, name = attempt.session, model.backend.model
@@ -674,4 +692,5 @@ def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore) -> Conve
         history=attempt.task.history,
         record=partial(store.add_turn, session.id, session.attempt, model=name),
         frozen=name,
+        overdue=overdue,
     )

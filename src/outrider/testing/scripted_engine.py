@@ -101,7 +101,8 @@ class ScriptedEngine:
 
     For tests: `requests` are the last ones given; `aborted` the ids of generations whose consumer left, after
     which `abort_seen` is set; `stalled` is set when a generation reaches its stall, which `release` ends;
-    `kill` makes it unavailable, also to generations in flight, until `revive`.
+    `kill` makes it unavailable, also to generations in flight, until `revive`; `hang` has it say nothing more to
+    anybody, its health included, until `revive`.
     """
 
     mode = TokenMode.TOKENS
@@ -126,7 +127,7 @@ class ScriptedEngine:
         self._tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else None
         self._script = _Script(own.replies, self._tokenizer)
         self._gate = PauseGate()
-        self._down = self._frozen = self._released = False
+        self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
         self._cut: OrderedDict[tuple[str, bytes], tuple[Reply, list[int]]] = OrderedDict()
         """What was left of replies that were aborted, by session and the ids that go before it."""
@@ -139,6 +140,8 @@ class ScriptedEngine:
         self.kill()
 
     async def health(self) -> EngineHealth:
+        while self._hung:
+            await self._changed.wait()
         return EngineHealth(
             ok=not self._down,
             detail="killed" if self._down else "",
@@ -205,8 +208,16 @@ class ScriptedEngine:
         self._down = True
         self._notify()
 
+    def hang(self) -> None:
+        self._hung = True
+
     def revive(self) -> None:
-        self._down = False
+        self._down = self._hung = False
+        self._notify()
+
+    @property
+    def _still(self) -> bool:
+        return self._frozen or self._hung
 
     def _notify(self) -> None:
         self._changed.set()
@@ -239,7 +250,7 @@ class ScriptedEngine:
         """The next chunk, once it may come: not while frozen or stalled, and not when killed or aborted."""
         if run.position:
             await asyncio.sleep(0)
-        while (stalled := plan.stall == run.position and not self._released) or self._frozen or self._down:
+        while (stalled := plan.stall == run.position and not self._released) or self._still or self._down:
             if self._down:
                 raise EngineUnavailable(f"engine {self.name!r} went down")
             if run.aborts != self._aborts:

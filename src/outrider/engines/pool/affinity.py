@@ -15,8 +15,10 @@ from typing import Annotated
 
 import msgspec
 
+from outrider.concurrency.overdue import loop_time
 from outrider.constraint import ConstraintKind
-from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
+from outrider.engines.base import AnyRequest, ChatEngine, Engine, EngineHealth, TakesConstraints
+from outrider.engines.pool.pace import Pace
 from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
@@ -121,7 +123,12 @@ class Member:
         self.probe_now = asyncio.Event()
         self.trial: asyncio.Task[None] | None = None
         self.check: asyncio.Task[None] | None = None
-        """Whether it still works, because a follower doubts it."""
+        """Whether it still works, because a follower doubts it, or because it is silent."""
+        self.pace = Pace()
+        self.last_sign = loop_time()
+        """When it last gave something to anybody here, by `loop_time`."""
+        self.silent: AnyRequest | None = None
+        """After it has fallen silent, the request for one token that it has to answer before it serves again."""
         self.read_constraints()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -254,9 +261,9 @@ class Affinity:
         self._members: dict[str, Member] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
-    def pick(self, session_key: str, kinds: tuple[bool, ...]) -> Member | None:
-        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect engine
-        is given only where there is no other of its kind.
+    def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> Member | None:
+        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect engine,
+        and the one to `avoid`, is given only where there is no other of its kind.
 
         `kinds` says in order of preference whether the engine takes tokens. None when there is none.
         """
@@ -264,7 +271,7 @@ class Affinity:
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:
             return place.member
         for kind in kinds:
-            if (name := self._heaps[kind].least()) is not None:
+            if (name := self._heaps[kind].least(avoid)) is not None:
                 member = self._members[name]
                 self.release(session_key)
                 self._places[session_key] = _Place(member)
@@ -339,8 +346,11 @@ class LoadHeap:
         """Forget a name, known or not."""
         self._current.pop(name, None)
 
-    def least(self) -> str | None:
-        """The least loaded name, which stays; None when there is none."""
+    def least(self, avoid: str | None = None) -> str | None:
+        """The least loaded name, which stays, and not the one to `avoid` if there is another; None when there is
+        none."""
+        if avoid is not None and len(self._current) > 1:
+            return min((entry, name) for name, entry in self._current.items() if name != avoid)[1]
         while self._heap:
             load, order, name = self._heap[0]
             if self._current.get(name) == (load, order):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, nullcontext, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -24,7 +24,9 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import (
+    AnyRequest,
     AwaitsWorkers,
     ChatChunk,
     ChatEngine,
@@ -39,15 +41,19 @@ from outrider.engines.base import (
 from outrider.engines.pool.affinity import Affinity, EngineUse, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
+from outrider.engines.pool.pace import LIMITS, SilenceLimits
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health, overflow_fault
 from outrider.engines.pool.request_checks import check_ids
 from outrider.engines.pool.sharing import EngineState, PoolState, state_of
+from outrider.engines.pool.silence import SilenceWatch
 from outrider.errors import (
     Conflict,
     ContextOverflow,
     EngineError,
     EngineMisbehaved,
+    EngineRejected,
+    EngineSilent,
     EngineUnavailable,
     NotFound,
     OutriderError,
@@ -58,7 +64,6 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 AnyEngine = Engine | ChatEngine
-AnyRequest = GenerateRequest | ChatRequest
 EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
@@ -173,6 +178,7 @@ class EnginePool:
         check: EngineCheck | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
+        silence: SilenceLimits = LIMITS,
         look_seconds: float = LOOK_SECONDS,
         known: KnownPolicy | None = None,
         keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
@@ -199,9 +205,17 @@ class EnginePool:
         self._tasks = Chores(self.failures)
         make = follows or partial(Policy, known=known, keep=keep, changed=lambda: self.state_changed())
         self.policy = make(self._members, lost=self._mark_failed, found=self._mark_found)
+        self._silence = SilenceWatch(
+            silence,
+            self.policy.gate,
+            check=self._prove,
+            failed=self._mark_failed,
+            start=lambda work, name: self._tasks.create_task(work, name=name),
+        )
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        self._tasks.begin("watch for silence", self._silence.look)
         return self
 
     async def __aexit__(
@@ -431,28 +445,31 @@ class EnginePool:
         listings = [self._listing_status(listing) for listing in self._listings.values()]
         return listings + [member.status() for member in self._members.values()]
 
-    async def select(self, session_key: str) -> ServingEngine:
+    async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
         """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
         and `chat` to call next. Raises EngineUnavailable when none comes up in time."""
-        return (await self._engine_for(session_key, (True, False))).serving()
+        return (await self._engine_for(session_key, (True, False), overdue)).serving()
 
-    def generate(self, request: GenerateRequest) -> PoolReply[Chunk]:
-        """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk.
+    def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
+        """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk, or
+        fall silent at any time. `overdue` gets the seconds that the session waits beyond what is due.
 
         Raises what `Engine.generate` raises, EngineUnavailable when no engine comes up in time, and EngineMisbehaved
         for a reply that cannot be true.
         """
-        return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._chunks(reply, request)))
+        return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._chunks(reply, request, overdue)))
 
-    def chat(self, request: ChatRequest) -> PoolReply[ChatChunk]:
+    def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
         """As `generate`, on an engine that takes messages."""
-        return PoolReply(lambda reply: cast(AsyncGenerator[ChatChunk, None], self._chunks(reply, request)))
+        return PoolReply(lambda reply: cast(AsyncGenerator[ChatChunk, None], self._chunks(reply, request, overdue)))
 
     def release(self, session_key: str) -> None:
         """The session is over: its engine's load no longer counts it. Idempotent."""
         self._affinity.release(session_key)
 
-    async def _chunks(self, reply: PoolReply[Any], request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
+    async def _chunks(
+        self, reply: PoolReply[Any], request: AnyRequest, overdue: Overdue | None
+    ) -> AsyncGenerator[Chunk | ChatChunk, None]:
         clock, gate = asyncio.get_running_loop().time, self.policy.gate
         session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
         if isinstance(request, GenerateRequest):
@@ -465,9 +482,10 @@ class EnginePool:
         asked = request
         earlier: Continuation | None = None
         give_up_at: float | None = None
+        avoid: str | None = None
         failed = dropped = 0
         while True:
-            member = await self._engine_for(session_key, (takes_tokens,))
+            member = await self._engine_for(session_key, (takes_tokens,), overdue, avoid)
             if gate.mode is not None:
                 await gate.opened()
                 give_up_at = None
@@ -482,8 +500,11 @@ class EnginePool:
             self._affinity.set_context(session_key, member, prompt_tokens)
             self._affinity.refresh(member)
             try:
-                async with aclosing(_begun(member.engine, asked)) as chunks:
-                    async for chunk in chunks:
+                async with AsyncExitStack() as flying:
+                    chunks = await flying.enter_async_context(aclosing(_begun(member.engine, asked)))
+                    flight = self._silence.begin(member, asked, prompt_tokens, chunks, overdue)
+                    flying.callback(self._silence.end, flight, overdue)
+                    async for chunk in flight:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
@@ -517,10 +538,16 @@ class EnginePool:
                     return
                 earlier.cut(cast(TokenCheck, check).ids, cut, version)
             except EngineUnavailable as error:
-                self._mark_failed(member, error)
+                silent = isinstance(error, EngineSilent)
+                if silent:  # the watch has marked the engine, or only this call was lost
+                    self._affinity.leave(session_key, member)
+                    avoid = member.name
+                else:
+                    self._mark_failed(member, error)
                 failed += 1
                 give_up_at = give_up_at or clock() + self._patience
-                if (gate.mode is not None or cuts != gate.cuts) and cuttable is not None:
+                ended_it = gate.mode is not None or cuts != gate.cuts
+                if (ended_it or (silent and failed <= FAILOVERS)) and cuttable is not None:
                     earlier = earlier or Continuation(cuttable, self._text)
                     earlier.cut(cast(TokenCheck, check).ids, None, version)
                 elif begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
@@ -559,25 +586,32 @@ class EnginePool:
         kind = TokenCheck if isinstance(request, GenerateRequest) else ChatCheck
         return kind(engine, request.sampling, self._vocabulary)
 
-    async def _engine_for(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
-        member = self._affinity.pick(session_key, kinds)
+    async def _engine_for(
+        self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
+    ) -> Member:
+        member = self._affinity.pick(session_key, kinds, avoid)
         if member is not None:
             return member
         try:
             async with asyncio.timeout(self._patience):
-                while (member := self._affinity.pick(session_key, kinds)) is None:
-                    await self._changed.wait()
-                return member
+                with nullcontext() if overdue is None else overdue.waiting("an engine that serves"):
+                    return await self._next_engine(session_key, kinds)
         except TimeoutError:
             if self.policy.gate.mode is not None:  # an engine may be away for as long as the policy is paused
                 await self.policy.gate.opened()
-                return await self._engine_for(session_key, kinds)
+                return await self._engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
             what = "this request" if self._serves is None else f"a request to the frozen model {self._serves!r}"
             raise EngineUnavailable(
                 f"no engine to serve {what} within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
                 hint="attach an engine, or look at the state of those attached",
             ) from None
+
+    async def _next_engine(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
+        """The session's engine, once there is one."""
+        while (member := self._affinity.pick(session_key, kinds)) is None:
+            await self._changed.wait()
+        return member
 
     async def _begin_listing(self, source: ListsEngines, spec: EngineSpec) -> EngineStatus:
         def leave(name: str) -> None:
@@ -658,6 +692,27 @@ class EnginePool:
         self._notify()
         return member.status()
 
+    async def _prove(self, member: Member, request: AnyRequest, seconds: float) -> EngineHealth:
+        """Have an engine give a token within some seconds. One whose workers connect to the service proves itself by
+        their connection: what they run may take its time. Raises EngineError."""
+        gate = self.policy.gate
+        closings, engine = gate.closings, member.engine
+        try:
+            async with asyncio.timeout(seconds):
+                health = await self._vet(engine)
+                if not isinstance(engine, AwaitsWorkers):
+                    with suppress(EngineRejected, ContextOverflow):  # which are answers
+                        await self._read_small_reply(engine, request)
+                return health
+        except TimeoutError:
+            if gate.mode is not None or gate.closings != closings:
+                return member.health
+            raise EngineUnavailable(f"engine {engine.name!r} did not give one token within {seconds:.0f} s") from None
+        except EngineError:
+            raise
+        except Exception as error:  # an engine may be anybody's code
+            raise _mistake(engine, error) from error
+
     def _mark_failed(self, member: Member, error: EngineError) -> None:
         """Give the engine no more work, and see when it is back."""
         member.failures += 1
@@ -680,7 +735,10 @@ class EnginePool:
             member.probe_now.clear()
             member.failed_probes += 1
             try:
-                member.health = await self._vet(member.engine)
+                if member.silent is None:
+                    member.health = await self._vet(member.engine)
+                else:
+                    member.health = await self._prove(member, member.silent, TRIAL_SECONDS)
             except EngineError as error:
                 member.behind, member.detail = False, error.message
                 continue
@@ -694,7 +752,7 @@ class EnginePool:
 
     def _mark_found(self, member: Member) -> None:
         """The engine serves again."""
-        member.ok, member.behind, member.detail = True, False, ""
+        member.ok, member.behind, member.detail, member.silent = True, False, "", None
         member.read_constraints()
         self._affinity.refresh(member)
         self._notify()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.concurrency.offload import Steps
+from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.pool.pool import PoolReply
@@ -54,6 +55,7 @@ class MessageCall:
         dialect: str,
         session_key: str,
         thinking: bool | None,
+        overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
         # All of it is promised: text is passed on before its tokens are counted, and then it cannot be cut any more.
@@ -67,6 +69,7 @@ class MessageCall:
         self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
+        self._overdue = overdue
         self._received = time.time()
         self._first_token: float | None = None
         self._share: Share
@@ -84,7 +87,8 @@ class MessageCall:
                 tools=self._request.tools,
                 sampling=self._sampling,
                 thinking=self._thinking,
-            )
+            ),
+            self._overdue,
         )
         return self._generation
 

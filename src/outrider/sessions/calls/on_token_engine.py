@@ -12,6 +12,7 @@ import time
 import msgspec
 import numpy as np
 
+from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import PoolReply
@@ -42,6 +43,7 @@ class TokenCall:
         dialect: str,
         session_key: str,
         thinking: bool | None,
+        overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
         self.promised_tokens = min(sampling.max_tokens, PROMISED_TOKENS)
@@ -54,6 +56,7 @@ class TokenCall:
         self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
+        self._overdue = overdue
         self._received = time.time()
         self._first_token: float | None = None
         self._prompt: Ids = joined.prompt.ids()
@@ -85,7 +88,8 @@ class TokenCall:
                 session_key=self._session_key,
                 input_ids=self._prompt,
                 sampling=self._sampling,
-            )
+            ),
+            self._overdue,
         )
         return self._generation
 

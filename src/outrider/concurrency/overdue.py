@@ -1,0 +1,128 @@
+"""How much longer than is due one session has waited for its engine, the store or the service.
+
+Each wait has an allowance: what it would have taken if all were well. Those seconds are charged to the session's clocks
+like its own work; seconds beyond the allowance are overdue and are charged to no clock. The module knows neither
+engines nor stores. Invariant: seconds in which several waits of a session are overdue count once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+
+def loop_time() -> float:
+    """The running event loop's clock, in seconds. All waits are measured by it."""
+    return asyncio.get_running_loop().time()
+
+
+class Wait:
+    """One thing that a session waits for, perhaps in several stretches, such as the chunks of a reply.
+
+    `allowance` is how many seconds all stretches together may take; it may grow while they do. `since` is the time
+    (`loop_time`) at which the stretch under way began; None between two stretches.
+    """
+
+    __slots__ = ("allowance", "overdue", "since", "waited", "what")
+
+    def __init__(self, what: str, allowance: float) -> None:
+        self.what = what
+        self.allowance = allowance
+        self.since: float | None = None
+        self.waited = 0.0
+        """Seconds of the stretches that have ended."""
+        self.overdue = 0.0
+        """Seconds beyond the allowance, of the stretches that have ended."""
+
+    def begin(self, now: float) -> None:
+        self.since = now
+
+    def end(self, now: float) -> float:
+        """End the stretch; returns its seconds."""
+        assert self.since is not None
+        seconds, self.since = now - self.since, None
+        self.overdue += max(0.0, min(seconds, self.waited + seconds - self.allowance))
+        self.waited += seconds
+        return seconds
+
+    def due(self) -> float:
+        """When the stretch under way is overdue; infinity between two stretches."""
+        return float("inf") if self.since is None else self.since + max(0.0, self.allowance - self.waited)
+
+    def overdue_by(self, now: float) -> float:
+        """Seconds beyond the allowance until now."""
+        return self.overdue + max(0.0, now - self.due())
+
+
+class Overdue:
+    """The overdue seconds of one session.
+
+    `doubts` are checks to make before the session's run is judged. Each raises an OutriderError if something that the
+    session has waited for in vain is at fault.
+    """
+
+    def __init__(self, clock: Callable[[], float] = loop_time) -> None:
+        self.doubts: list[Callable[[], Awaitable[None]]] = []
+        self._clock = clock
+        self._open: set[Wait] = set()
+        self._seconds = 0.0
+        self._before_run = 0.0
+        self._longest = 0.0
+        self._what = ""
+        self._counted = clock()
+
+    @property
+    def what(self) -> str:
+        """What the session waited for when it was overdue for longest."""
+        return self._what
+
+    def seconds(self) -> float:
+        """Overdue seconds until now."""
+        self._count(self._clock())
+        return self._seconds
+
+    def begin_run(self) -> None:
+        """Another run of the agent begins, which is judged by itself."""
+        self._before_run = self.seconds()
+        self._longest, self._what = 0.0, ""
+        self.doubts.clear()
+
+    def in_run(self) -> float:
+        """Overdue seconds since the agent's run began."""
+        return self.seconds() - self._before_run
+
+    def add(self, wait: Wait) -> None:
+        """Count this wait from now on."""
+        self._count(self._clock())
+        self._open.add(wait)
+
+    def before_end(self, wait: Wait, now: float) -> None:
+        """Call before a stretch that may be overdue ends."""
+        self._count(now)
+        if (overdue := wait.overdue_by(now)) > self._longest:
+            self._longest, self._what = overdue, wait.what
+
+    def remove(self, wait: Wait) -> None:
+        """The wait is over. Idempotent."""
+        if wait in self._open:
+            self.before_end(wait, self._clock())
+            self._open.discard(wait)
+
+    @contextmanager
+    def waiting(self, what: str, allowance: float = 0.0) -> Iterator[None]:
+        """A wait of one stretch."""
+        wait = Wait(what, allowance)
+        wait.begin(self._clock())
+        self.add(wait)
+        try:
+            yield
+        finally:
+            self.remove(wait)
+
+    def _count(self, now: float) -> None:
+        """Between two calls the same waits are open: what is overdue of them is one stretch up to now."""
+        due = min((wait.due() for wait in self._open), default=float("inf"))
+        if due < now:
+            self._seconds += now - max(due, self._counted)
+        self._counted = now

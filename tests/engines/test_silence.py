@@ -1,0 +1,340 @@
+"""An engine that falls silent is found out, and what waits for it goes on; nobody's clock runs meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.overdue import Overdue, Wait
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.silence import too_long
+from outrider.errors import EngineSilent, EngineUnavailable
+from outrider.testing.scripted_engine import ScriptedEngine
+from support.clock import pass_time
+
+IDS = [1, 2, 3, 4]
+SOON = Backoff(first=0.05, longest=0.1)
+
+
+class Losing(ScriptedEngine):
+    """Loses the first call of the session "lost", as a connection does whose other end is gone; serves all others."""
+
+    lost = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if request.session_key == "lost" and not self.lost:
+            self.lost += 1
+            await asyncio.Event().wait()
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+class Dripping(ScriptedEngine):
+    """Gives a token every `seconds`."""
+
+    seconds = 0.0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                await asyncio.sleep(self.seconds)
+                yield chunk
+
+
+def engine_of(name: str, kind: type[ScriptedEngine] = ScriptedEngine, **reply: Any) -> Any:
+    return kind(EngineOptions(name=name, options={"replies": [{"ids": IDS} | reply]}))
+
+
+def request(session: str) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        session_key=session,
+        input_ids=np.zeros(4, dtype=np.int32),
+        sampling=SamplingParams(max_tokens=9),
+    )
+
+
+class Call:
+    """One generation, what came of it, and how its session's clocks stand."""
+
+    def __init__(self, pool: EnginePool, session: str) -> None:
+        self.overdue = Overdue()
+        self.chunks: list[Chunk] = []
+        self.generation = pool.generate(request(session), self.overdue)
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> list[int]:
+        async with aclosing(self.generation) as chunks:
+            async for chunk in chunks:
+                self.chunks.append(chunk)
+        return [token for chunk in self.chunks for token in chunk.ids]
+
+
+async def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    """Let the loop's time pass until something is true."""
+    while not condition():
+        assert seconds > 0
+        seconds -= 0.5
+        await pass_time(0.5)
+
+
+async def known(pool: EnginePool, sessions: str = "warm") -> None:
+    for number in range(KNOWN_CALLS):
+        await Call(pool, f"{sessions}{number}").task
+        pool.release(f"{sessions}{number}")
+
+
+async def test_before_the_first_token_the_call_goes_elsewhere() -> None:
+    a, b = engine_of("a"), engine_of("b")
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        await pool.add_engine(b)
+        a.hang()
+        call = Call(pool, "s")
+        await until(call.task.done)
+        assert (await call.task, call.generation.served.engine) == (IDS, "b")
+        status = {engine.name: engine for engine in pool.status()}
+        assert (status["a"].ok, status["a"].failures, status["b"].failures) == (False, 1, 0)
+        assert "silent" in status["a"].detail
+        a.revive()
+        await until(lambda: all(engine.ok for engine in pool.status()))
+
+
+async def test_in_the_middle_of_a_reply_it_goes_on_elsewhere_with_the_ids_that_were_given() -> None:
+    a, b = engine_of("a", stall=2), engine_of("b")
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(b)
+        await known(pool)
+        await pool.add_engine(a)
+        pool.drain("b")
+        call = Call(pool, "s")
+        await a.stalled.wait()
+        a.hang()
+        await pool.add_engine(engine_of("c"))
+        pool.drain("a")
+        await until(call.task.done)
+        assert await call.task == IDS[:2] + IDS
+        assert call.generation.served.engine == "c"
+        [last] = [chunk for chunk in call.chunks if chunk.finish is not None]
+        assert [(span.start, span.end) for span in last.versions][-1][1] == 6
+
+
+async def test_the_only_engine_is_waited_for_and_the_wait_is_overdue() -> None:
+    a = engine_of("a")
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        began = asyncio.get_running_loop().time()
+        call = Call(pool, "s")
+        await until(lambda: not pool.status()[0].ok)
+        await pass_time(10)
+        a.revive()
+        await until(call.task.done)
+        assert await call.task == IDS
+        waited = asyncio.get_running_loop().time() - began
+        charged = waited - call.overdue.seconds()
+        assert charged <= LIMITS.least + 1.5, f"{charged} of {waited} s"
+
+
+async def test_a_call_that_fails_for_it_names_its_silence() -> None:
+    a = engine_of("a")
+    async with EnginePool(probing=SOON, patience=5.0) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        call = Call(pool, "s")
+        await until(call.task.done)
+        with pytest.raises(EngineUnavailable, match="silent for"):
+            await call.task
+
+
+async def test_an_engine_that_hangs_from_the_start_is_found_out_later() -> None:
+    a = engine_of("a", stall=0)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        a.hang()
+        call = Call(pool, "s")
+        await pass_time(LIMITS.unknown - 5)
+        assert pool.status()[0].ok
+        await until(lambda: not pool.status()[0].ok)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+
+
+async def test_a_lost_call_is_made_again_and_its_engine_keeps_serving() -> None:
+    a = engine_of("a", Losing)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        call = Call(pool, "lost")
+        while not call.task.done():
+            await pass_time(0.5)
+            assert await Call(pool, "other").task == IDS
+        assert await call.task == IDS
+        assert (a.lost, pool.status()[0].ok, pool.status()[0].failures) == (1, True, 0)
+        assert call.overdue.seconds() > LIMITS.lost - 1
+
+
+async def test_a_reply_that_drips_is_overdue_and_ends_elsewhere() -> None:
+    a = engine_of("a", Dripping)
+    async with EnginePool(probing=SOON, silence=msgspec.structs.replace(LIMITS, slow=20.0)) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.seconds = 10.0
+        call = Call(pool, "s")
+        await pass_time(18)
+        assert 12 < call.overdue.seconds() < 18
+        assert pool.status()[0].ok
+        await pool.add_engine(engine_of("b"))
+        await until(call.task.done)
+        ids = await call.task
+        assert ids[-len(IDS) :] == IDS
+        assert 1 <= len(ids) - len(IDS) < len(IDS)
+        assert call.generation.served.engine == "b"
+
+
+async def test_what_is_slow_as_usual_is_neither_overdue_nor_doubted() -> None:
+    a = engine_of("a", Dripping)
+    a.seconds = 1.0
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for _ in range(2):
+            for number in range(KNOWN_CALLS):
+                call = Call(pool, f"s{number}")
+                await until(call.task.done)
+                assert call.overdue.seconds() == 0
+        asked = len(a.requests)
+        a.seconds = 4.0
+        call = Call(pool, "s")
+        await until(call.task.done)
+        assert (call.overdue.seconds(), len(a.requests) - asked) == (0, 1)
+
+
+async def test_a_pause_and_a_loop_that_stands_still_are_no_silence() -> None:
+    a = engine_of("a", stall=2)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(engine_of("warm"))
+        await known(pool)
+        await pool.add_engine(a)
+        pool.drain("warm")
+        call = Call(pool, "s")
+        await a.stalled.wait()
+        await pass_time(60, step=60)
+        asked = len(a.requests)
+        pausing = asyncio.create_task(pool.policy.pause("finish"))
+        await pass_time(60)
+        assert len(a.requests) == asked
+        assert pool.status()[1].ok
+        a.release()
+        await pausing
+        await pool.policy.resume()
+        await until(call.task.done)
+        assert await call.task == IDS
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hangs: bool) -> None:
+    a = engine_of("a", Dripping)
+    a.seconds = 1.0
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for number in range(KNOWN_CALLS):
+            usual = Call(pool, f"s{number}")
+            await until(usual.task.done)
+        if hangs:
+            a.hang()
+        else:
+            a.seconds = 2.5
+        call = Call(pool, "s")
+        await pass_time(2.0)  # less than eight times what it usually takes
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        [doubt] = call.overdue.doubts
+        settled = asyncio.ensure_future(doubt())
+        await until(settled.done)
+        if hangs:
+            with pytest.raises(EngineUnavailable, match="one token"):
+                await settled
+        else:
+            await settled
+
+
+@pytest.mark.parametrize(
+    ("silent", "usual", "answered", "fault"),
+    [
+        (1.5, 0.05, None, True),  # far longer than usual, whatever others were given
+        (1.5, 0.5, None, False),
+        (6.0, 0.5, 4.0, True),  # nobody was given anything, and the answer came late
+        (3.0, 0.5, 0.4, False),
+        (20.0, None, 0.1, True),  # the engine has just begun, and answers quickly now
+        (20.0, None, 10.0, False),
+        (20.0, None, None, False),
+    ],
+)
+def test_who_is_to_blame_for_a_call_that_was_given_up(
+    silent: float, usual: float | None, answered: float | None, fault: bool
+) -> None:
+    assert too_long(silent, usual, answered) is fault
+
+
+async def test_a_call_given_up_when_it_was_overdue_is_the_engines_fault() -> None:
+    a = engine_of("a", Losing)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        call = Call(pool, "lost")
+        await pass_time(LIMITS.least + 3)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        [doubt] = call.overdue.doubts
+        with pytest.raises(EngineSilent, match="given up"):
+            await doubt()
+
+
+def test_the_pace_of_an_engine_hardly_moves_while_it_misbehaves() -> None:
+    pace = Pace()
+    assert pace.first_due(LIMITS, 0, 10) == LIMITS.unknown
+    for _ in range(200):
+        pace.note(first=0.1, prompt_tokens=100, first_tokens=1, rest=1.0, rest_tokens=100)
+    usual = pace.first_due(LIMITS, 100, 10), pace.token_due()
+    for _ in range(50):
+        pace.note(first=45.0, prompt_tokens=100, first_tokens=1, rest=45.0, rest_tokens=1)
+    assert (pace.first_due(LIMITS, 100, 10), pace.token_due()) == usual
+
+
+def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later() -> None:
+    pace = Pace()
+    for _ in range(20):
+        pace.note(first=8.0, prompt_tokens=100, first_tokens=800, rest=0.0, rest_tokens=0)
+    assert pace.first_due(LIMITS, 100_000, 800) > 50
+    assert pace.first_due(LIMITS, 100, 8000) >= 8 * 80
+
+
+def test_waits_that_are_overdue_at_the_same_time_count_once() -> None:
+    now = 0.0
+    overdue = Overdue(lambda: now)
+    long, short = Wait("a", 1.0), Wait("b", 4.0)
+    for wait in (long, short):
+        wait.begin(0.0)
+        overdue.add(wait)
+    now = 6.0
+    assert overdue.seconds() == 5.0
+    overdue.remove(short)
+    now = 10.0
+    overdue.remove(long)
+    now = 20.0
+    assert (overdue.seconds(), overdue.what) == (9.0, "a")
+    overdue.begin_run()
+    assert (overdue.in_run(), overdue.what) == (0.0, "")

@@ -1,0 +1,199 @@
+"""No silence of the infrastructure becomes a grade: whatever is silent, and whatever the agent makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from outrider.engines.pool.pace import KNOWN_CALLS
+from outrider.errors import EngineError, HarnessError, RequestError, ServiceError
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
+from support.clock import pass_time
+
+from .conftest import MakeWorld
+from .world import SAY, World, result_of
+
+CALLS = 3
+CLIENTS = {
+    "waits": {},
+    "gives up and leaves": {"patience": 4.0, "then": "leave"},
+    "gives up soon and leaves": {"patience": 1.5, "then": "leave"},
+    "gives up and fails": {"patience": 4.0, "then": "fail"},
+    "asks thrice": {"patience": 1.5, "tries": 3, "then": "leave"},
+    "leaves the call behind": {"patience": 4.0, "then": "walk away"},
+}
+QUICK = ("waits", "asks thrice")
+SILENCES = ("engine hangs", "engine hangs in a reply", "engine is away", "store is silent", "store fails")
+
+
+class Honest:
+    """Calls its model CALLS times and then has done its work. `patience`: seconds in which a call must be answered;
+    `tries`: calls for one answer; `then`: what it does without one."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._patience: float | None = options.get("patience")
+        self._tries: int = options.get("tries", 1)
+        self._then: str = options.get("then", "leave")
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        messages = [Message(role=Role.USER, content=context.task.instruction)]
+        for _ in range(CALLS):
+            reply = await self._reply(context, messages)
+            if reply is None:
+                if self._then == "fail":
+                    raise HarnessError("the model did not answer")
+                return HarnessOutcome(log_tail="gave up")
+            messages += [reply, Message(role=Role.USER, content="go on")]
+        return HarnessOutcome(answer="done")
+
+    async def _reply(self, context: HarnessContext, messages: list[Message]) -> Message | None:
+        for _ in range(self._tries):
+            call = asyncio.ensure_future(context.model.chat(messages))
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait([call], timeout=self._patience)
+            if call.done():
+                try:
+                    return call.result()
+                except (EngineError, RequestError, ServiceError):
+                    continue
+            if self._then == "walk away":
+                return None
+            call.cancel()
+            await asyncio.wait([call])
+        return None
+
+
+async def did_it(outcome: Outcome) -> float:
+    """1 for work that was done: an honest agent earns that unless something kept it from its work."""
+    return 1.0 if outcome.harness.answer == "done" else 0.0
+
+
+def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
+    """The task of an honest agent."""
+    return {
+        "harness": {"agent": "service.test_silence:Honest", "options": dict(client)},
+        "evaluator": {"kind": "callable", "path": "service.test_silence:did_it"},
+        "limits": {"agent_seconds": 10.0, "session_seconds": 40.0},
+        "max_attempts": attempts,
+    }
+
+
+async def settled(world: World, group_id: str, seconds: float) -> None:
+    """Let time pass until the group is done."""
+    done = asyncio.ensure_future(world.done(group_id))
+    while not done.done():
+        assert seconds > 0
+        seconds -= 0.5
+        await some_time(0.5)
+    await done
+
+
+async def some_time(seconds: float) -> None:
+    """Time that passes twenty times as fast as it does, so that the store has time for its work."""
+    await pass_time(seconds, step=0.04, real_step=0.002)
+
+
+async def warm(world: World) -> None:
+    """The engine's pace is known."""
+    for _ in range(-(-KNOWN_CALLS // CALLS)):
+        await world.run(**honest({}))
+
+
+class Silence:
+    """Something that is silent, or away, from now until `heal`."""
+
+    def __init__(self, world: World, kind: str) -> None:
+        self._engine = world.engine
+        self._heard = asyncio.Event()
+        store: Any = world.service.store
+        keep = store.add_turn
+        match kind:
+            case "engine hangs" | "engine hangs in a reply":
+                self._engine.hang()
+            case "engine is away":
+                self._engine.kill()
+            case _:
+
+                async def add_turn(*args: Any, **more: Any) -> None:
+                    if not self._heard.is_set():
+                        if kind == "store fails":
+                            raise ServiceError("the store is away")
+                        await self._heard.wait()
+                    await keep(*args, **more)
+
+                store.add_turn = add_turn
+
+    def heal(self) -> None:
+        self._heard.set()
+        self._engine.revive()
+
+
+@pytest.mark.parametrize(
+    ("client", "kind", "seconds"),
+    [
+        pytest.param(client, kind, seconds, marks=[] if seconds == 5 and client in QUICK else [pytest.mark.deep])
+        for seconds in (5, 45)
+        for kind in SILENCES
+        for client in CLIENTS
+    ],
+)
+async def test_an_honest_agent_is_never_graded_for_it(world: MakeWorld, client: str, kind: str, seconds: float) -> None:
+    in_reply = kind == "engine hangs in a reply"
+    async with world([SAY, {"reply": SAY, "when": "stall here", "stall": 1}]) as w:
+        await warm(w)
+        silence = None if in_reply else Silence(w, kind)
+        submitted = await w.submit(n=3, instruction="stall here" if in_reply else "go", **honest(CLIENTS[client], 60))
+        if silence is None:
+            await w.engine.stalled.wait()
+            silence = Silence(w, kind)
+            w.engine.release()
+        await some_time(seconds)
+        silence.heal()
+        await settled(w, submitted.id, 400)
+        for session in (await w.done(submitted.id)).sessions:
+            result = result_of(session)
+            if kind == "store fails" and result.error is not None:  # at once each time: so its attempts were used up
+                assert result.verdict is None
+                continue
+            assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+            assert result.verdict is not None
+            assert result.verdict.reward == 1.0
+        w.assert_quiet()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_what_stays_silent_ends_in_an_error_and_never_in_a_grade(world: MakeWorld, client: str) -> None:
+    async with world([SAY]) as w:
+        await warm(w)
+        w.engine.hang()
+        submitted = await w.submit(n=2, **honest(CLIENTS[client], 2))
+        await settled(w, submitted.id, 900)
+        for session in (await w.done(submitted.id)).sessions:
+            result = result_of(session)
+            assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
+            assert result.error is not None
+            assert result.error.boundary == "engine"
+        w.engine.revive()
+        w.assert_quiet()
+
+
+async def test_an_agent_that_leaves_a_call_which_would_be_answered_is_graded(world: MakeWorld) -> None:
+    """Nobody waits for so short a time: the call was given up for reasons of the agent's own."""
+    async with world([SAY, {"reply": SAY, "when": "stall here", "stall": 1}]) as w:
+        await warm(w)
+        submitted = await w.submit(instruction="stall here", **honest({"patience": 0.9}))
+        await settled(w, submitted.id, 60)
+        [session] = (await w.done(submitted.id)).sessions
+        verdict = result_of(session).verdict
+        assert verdict is not None
+        assert verdict.reward == 0.0
