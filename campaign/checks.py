@@ -8,7 +8,7 @@ the store after the service has ended. Invariant: a run without a finding has lo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from outrider.store.rows import Event, EventKind
 from outrider.store.store import Store
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trajectory import FinishReason, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
+from outrider.trajectory import FinishReason, Ids, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
 
 
 class Harm(StrEnum):
@@ -32,6 +32,7 @@ class Harm(StrEnum):
     DOUBLED = "doubled"
     STALE_WRITE = "stale_writes"
     LEAKED = "leaked"
+    WRONG_ZERO = "wrong_zeros"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -48,6 +49,8 @@ class Told(msgspec.Struct, frozen=True):
     with_callback: frozenset[str]
     pushes: Mapping[str, Sequence[GroupView]]
     taken: frozenset[str]
+    killed: frozenset[str] = frozenset()
+    """Names of sandboxes in which a process was killed; they begin with those of their attempts."""
 
 
 def read_calls(log: Path) -> list[Call]:
@@ -83,6 +86,7 @@ async def judge(told: Told, calls: Sequence[Call], store: Store) -> list[Finding
                     findings += ledger.match(f"{session.id}-{number}", turn, of_attempt)
             if session.result is not None:
                 findings += judge_session(session.result, turns.get(session.result.attempt, []), samples[session.id])
+                findings += judge_reward(session.result, told.killed)
     return findings
 
 
@@ -228,6 +232,17 @@ def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequenc
     return findings
 
 
+def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding]:
+    """Agents are honest: one that was graded has earned 1, unless a process in its sandbox was killed, which nobody can
+    tell from what an agent does to itself."""
+    name = f"{result.session_id}-{result.attempt}"
+    was_killed = any(sandbox == name or sandbox.startswith(f"{name}-") for sandbox in killed)
+    if result.verdict is None or result.verdict.reward == 1 or was_killed:
+        return []
+    what = f"{name} has the reward {result.verdict.reward:g} after {result.stop_reason} ({result.turns} turns)"
+    return [Finding(Harm.WRONG_ZERO, what)]
+
+
 def _set_aside(turn: Turn, turns: Sequence[Turn]) -> bool:
     """The policy drops what was cut off, and what the agent did not use: it asked the same again."""
     again = (other for other in turns if other.index != turn.index and other.parent == turn.parent)
@@ -258,19 +273,33 @@ class Ledger:
         ids = unpack_ids(turn.output_ids).tolist()
         if not ids:
             return []
-        fitting = [call for call in self._calls[attempt, digest_of(prompt)] if call.ids[: len(ids)] == ids]
+        fitting = self._fitting(attempt, prompt, ids, whole=turn.finish is not FinishReason.ABORT)
         if not fitting:
             return [Finding(Harm.LOST, f"{attempt}: turn {turn.index} has tokens that the engine did not sample")]
         findings = []
-        if turn.finish is not FinishReason.ABORT and len(ids) != len(fitting[0].ids):
-            findings.append(Finding(Harm.LOST, f"{attempt}: turn {turn.index} has {len(ids)} tokens of the engine's"))
         expected = [scripted_logprob(len(prompt) + at, token) for at, token in enumerate(ids)]
         if unpack_logprobs(turn.logprobs).tolist() != expected:
             findings.append(Finding(Harm.LOST, f"{attempt}: turn {turn.index} has other numbers than the engine's"))
-        self._turns[key := tuple(fitting[0].ids)] += 1
-        if self._turns[key] > 1:
-            findings.append(Finding(Harm.DOUBLED, f"{attempt}: turn {turn.index} has the tokens of another turn"))
+        for call in fitting:
+            self._turns[key := tuple(call.ids)] += 1
+            if self._turns[key] > 1:
+                findings.append(Finding(Harm.DOUBLED, f"{attempt}: turn {turn.index} has the tokens of another turn"))
         return findings
+
+    def _fitting(self, attempt: str, prompt: Ids, ids: list[int], *, whole: bool) -> list[Call]:
+        """The calls that have given these tokens: one, or several where a reply went on after it was cut off. The last
+        one was given to its end, if the reply is `whole`. Empty if there are none."""
+        for call in self._calls[attempt, digest_of(prompt)]:
+            shared = next((at for at, (a, b) in enumerate(zip(call.ids, ids, strict=False)) if a != b), None)
+            given = min(len(call.ids), len(ids)) if shared is None else shared
+            if given == len(ids) and (not whole or given == len(call.ids)):
+                return [call]
+            for cut in range(given, 0, -1):
+                if cut < len(ids):
+                    longer = np.concatenate((prompt, np.asarray(ids[:cut], dtype=np.int32)))
+                    if rest := self._fitting(attempt, longer, ids[cut:], whole=whole):
+                        return [call, *rest]
+        return []
 
 
 def _prompt(turn: Turn, turns: Sequence[Turn]) -> list[bytes]:

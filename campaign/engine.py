@@ -1,7 +1,7 @@
 """The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it samples.
 
-`main(log, port)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so the log
-knows of every token that anybody can have been given, also after a kill.
+`main(log, port, knobs)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so the
+log has every token that anybody can have been given, also after a kill.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from campaign.seams import Knobs
 from campaign.service import TOKENIZER
 from outrider.cli.event_loop import run_service
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
@@ -52,7 +53,8 @@ class LoggedEngine:
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
 
-    def __init__(self, log: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, log: Path, tokenizer: Tokenizer, knobs: Knobs) -> None:
+        self._knobs = knobs
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._letters = [tokenizer.encode(letter)[0] for letter in LETTERS]
         self._end = tokenizer.encode(END)[0]
@@ -81,7 +83,9 @@ class LoggedEngine:
         call = Call(session=request.session_key, prompt=digest_of(request.input_ids), ids=ids)
         os.write(self._log, msgspec.json.encode(call) + b"\n")
         for start in range(0, REPLY_TOKENS, CHUNK_TOKENS):
-            await asyncio.sleep(CHUNK_SECONDS)
+            await asyncio.sleep(max(CHUNK_SECONDS, self._knobs.chunk_seconds))
+            while self._knobs.engine_silent:  # noqa: ASYNC110  # another process says so
+                await asyncio.sleep(CHUNK_SECONDS)
             some = ids[start : start + CHUNK_TOKENS]
             last = start + len(some) == REPLY_TOKENS
             position = len(request.input_ids) + start
@@ -93,10 +97,10 @@ class LoggedEngine:
             )
 
 
-def main(log: str, port: str) -> None:
+def main(log: str, port: str, knobs: str) -> None:
     logging.basicConfig(level=logging.WARNING)
     tokenizer = Tokenizer.load(TOKENIZER)
-    engine = LoggedEngine(Path(log), tokenizer)
+    engine = LoggedEngine(Path(log), tokenizer, Knobs(Path(knobs)))
     run_service(_serve(engine_app(engine, "vllm", ServeSettings(tokenizer=tokenizer)), int(port)))
 
 

@@ -20,6 +20,15 @@ class FaultKind(StrEnum):
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
+    ENGINE_FROZEN = "engine frozen"  # SIGSTOP for ten to forty-five seconds, then SIGCONT
+    ENGINE_SILENT = "engine silent"  # for as long its model gives nothing, while its server answers
+    ENGINE_DRIPS = "engine drips"  # for as long it gives a chunk every few seconds
+    ENGINE_LOST = "engine lost"  # the connections to it carry nothing more, and nobody is told; new ones work
+    ENGINE_ODD = "engine odd"  # for its `seconds` a proxy answers in its place: 200, with a page of HTML
+    STORE_SILENT = "store silent"  # a commit, or the database server, stands still for five to thirty seconds, or 120
+    STORE_AWAY = (
+        "store away"  # SIGKILL of the database server, which is there again after five to thirty seconds, or 120
+    )
     NODE_KILLED = "node killed"  # one of the processes that run sessions; only in runs that have several
     MACHINE_KILLED = "machine killed"  # all processes of one that has joined; it is started again
     MACHINE_STOPPED = "machine stopped in order"
@@ -39,7 +48,17 @@ class FaultKind(StrEnum):
 
 
 ON_FILES = frozenset({FaultKind.POWER_LOST, FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
-ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED})
+ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED, FaultKind.STORE_AWAY})
+SILENCES = (
+    FaultKind.ENGINE_FROZEN,
+    FaultKind.ENGINE_SILENT,
+    FaultKind.ENGINE_DRIPS,
+    FaultKind.ENGINE_LOST,
+    FaultKind.ENGINE_ODD,
+    FaultKind.STORE_SILENT,
+    FaultKind.STORE_AWAY,
+)
+"""Those that take long: every run has two of them, and its other faults are not drawn from them."""
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
 ON_MACHINES = (
     FaultKind.MACHINE_KILLED,
@@ -63,18 +82,33 @@ class Fault(msgspec.Struct, frozen=True, order=True):
     seconds: float
     share: float
 
+    @property
+    def long(self) -> float:
+        """Seconds of one that takes long: 9 to 45."""
+        return 30.0 * self.seconds
+
+    @property
+    def outage(self) -> float:
+        """Seconds for which a store is silent or away: 5 to 30, and 120 in one of ten."""
+        return 120.0 if self.share < 0.1 else 5.0 + 25.0 * (self.share - 0.1) / 0.9
+
 
 DRAWN = 6
 """Faults of any kind in a run, beside those that every run has."""
+SILENT = 2
 DRAWN_ON_MACHINES = 3
 """The same, of machines that join, where there are any."""
 
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
-    """Of these kinds, in order. In every run the service is killed while groups are submitted, and once more later, the
-    engine is killed, and leases lapse; and power is lost, or a database server is killed, where there is one, and so
-    are two nodes, and a machine, and a connection is cut."""
-    drawn = rng.choices(kinds, k=DRAWN)
+    """Faults of these kinds, in order.
+
+    In every run the service is killed while groups are submitted, and once more later; the engine is killed; leases
+    lapse; and something is silent for long, twice. Power is lost, or a database server is killed, where there is one.
+    Where there are nodes, two are killed; where there are machines, one is killed, and a connection is cut.
+    """
+    drawn = rng.choices([kind for kind in kinds if kind not in SILENCES], k=DRAWN)
+    drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=SILENT)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
         (FaultKind.SERVICE_KILLED, rng.uniform(0.2, 0.95)),

@@ -19,7 +19,7 @@ from tests.support.disk import a_disk
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
-from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
+from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SQLITE, SILENCES, Fault, FaultKind, draw_faults
 from campaign.fleet import Fleet, Machine, machines_of
 from campaign.processes import Nursery, Program
 from campaign.reader import Reader
@@ -27,7 +27,7 @@ from campaign.receiver import receiving
 from campaign.seams import Knobs
 from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
 from campaign.tasks import draw_groups
-from campaign.way import Direction
+from campaign.way import Direction, Way
 from outrider.client import AsyncClient
 from outrider.errors import NotFound, OutriderError, ServiceError
 from outrider.lifecycle import GroupState, SessionState
@@ -66,6 +66,10 @@ WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """In which directions a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
 """In which all nodes are there, or are again: the service first gives up machines that were killed."""
+DRIP_SECONDS = 4.0
+"""Between two chunks of a reply, of which each reply has four."""
+FIRST_COMMIT_SECONDS = 0.5
+"""In which some commit begins that then takes long, and all others behind it."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
@@ -155,19 +159,25 @@ class Run:
         self._accepted: dict[str, list[str]] = {}
         self._with_callback: set[str] = set()
         self._kills = 0
+        self._killed: set[str] = set()
+        """Names of sandboxes in which a process was killed."""
+        self._breaking = 0
+        """Faults that are under way."""
         self._grown = (0.0, 0)
 
     async def run(self) -> RunReport:
         begun = time.monotonic()
         findings: list[Finding] = []
         with a_disk(self._folder / "data", DISK_MIB) as self._disk:
-            service = free_port()
+            service, engine = free_port(), free_port()
+            self._way = Way(engine)
             async with (
                 receiving(self._rng) as self._receiver,
+                self._way.open(),
                 machines_of(self._fleet, self._nursery, self._folder, service) as self._machines,
                 asyncio.TaskGroup() as tasks,
             ):
-                await self._start(service, tasks)
+                await self._start(service, engine, tasks)
                 async with AsyncClient(self._url) as self._client:
                     await self._until_complete()  # what is broken from the beginning has them to break
                     findings += await self._drive(tasks)
@@ -180,6 +190,7 @@ class Run:
                 with_callback=frozenset(self._with_callback),
                 pushes=self._receiver.pushes,
                 taken=frozenset(self._receiver.taken),
+                killed=frozenset(self._killed),
             )
             calls = read_calls(self._folder / "calls")
             async with self._store.open() as store:
@@ -202,17 +213,16 @@ class Run:
             folder=None,
         )
 
-    async def _start(self, service: int, tasks: asyncio.TaskGroup) -> None:
+    async def _start(self, service: int, engine: int, tasks: asyncio.TaskGroup) -> None:
         if self._cluster is None:
             self._store = SqliteUnderTest(self._folder / "data")
         else:
             self._store = await self._cluster.new_database(f"run_{self._seed}")
-        engine = free_port()
         self._url = f"http://127.0.0.1:{service}"
-        engine_url = f"http://127.0.0.1:{engine}"
-        self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine))
+        knobs = str(self._folder / "knobs")
+        self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine), knobs)
         processes, elsewhere = str(self._fleet.processes), "elsewhere" * self._fleet.elsewhere
-        arguments = (str(self._folder), str(service), engine_url, self._store.url, processes, elsewhere)
+        arguments = (str(self._folder), str(service), self._way.url, self._store.url, processes, elsewhere)
         self._service = self._a_program(self._program, *arguments)
         crashing = self._folder / f"{READERS[1]}.sqlite3"
         self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
@@ -310,6 +320,8 @@ class Run:
             both = delivered[0].keys() & delivered[1].keys() & accepted
             pushed = self._with_callback <= self._receiver.taken
             await self._progress.set(accepted=len(accepted), delivered=len(both))
+            if self._breaking:
+                self._progress.moved = time.monotonic()
             idle = time.monotonic() - self._progress.moved
             if len(both) == self._count and pushed and all(task.done() for task in doing):
                 return []
@@ -337,10 +349,15 @@ class Run:
     async def _break(self, fault: Fault) -> None:
         await self._progress.until(fault.at)
         await asyncio.sleep(fault.seconds / 4)
+        self._breaking += 1
         if fault.kind in ON_MACHINES:
             await self._break_machine(fault)
+        elif fault.kind in SILENCES:
+            await self._until_busy()
+            await self._silence(fault)
         else:
             await self._break_here(fault)
+        self._breaking -= 1
         self._progress.moved = time.monotonic()  # from now on there is nothing to wait for
 
     async def _break_machine(self, fault: Fault) -> None:
@@ -362,6 +379,37 @@ class Run:
                 await machine.way.hold(SLOW * fault.seconds, WAYS[ways])
             case FaultKind.CONNECTION_SILENT:
                 await machine.way.hold(SILENT_SECONDS + SLOW * fault.seconds, WAYS[ways])
+
+    async def _silence(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.ENGINE_FROZEN:
+                self._engine.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.long)
+                self._engine.signal(signal.SIGCONT)
+            case FaultKind.ENGINE_SILENT:
+                self._knobs.engine_silent = True
+                await asyncio.sleep(fault.long)
+                self._knobs.engine_silent = False
+            case FaultKind.ENGINE_DRIPS:
+                self._knobs.chunk_seconds = DRIP_SECONDS
+                await asyncio.sleep(fault.long)
+                self._knobs.chunk_seconds = 0.0
+            case FaultKind.ENGINE_LOST:
+                self._way.lose()
+            case FaultKind.ENGINE_ODD:
+                await self._way.answer(fault.seconds)
+            case FaultKind.STORE_SILENT if self._cluster is None:
+                self._knobs.commit_seconds = fault.outage
+                await asyncio.sleep(FIRST_COMMIT_SECONDS)
+                self._knobs.commit_seconds = 0.0
+                await asyncio.sleep(fault.outage)
+            case FaultKind.STORE_SILENT:
+                assert self._cluster is not None
+                await self._cluster.freeze(fault.outage)
+            case FaultKind.STORE_AWAY:
+                assert self._cluster is not None
+                self._kills += 1
+                await self._cluster.restart(signal.SIGKILL, away=fault.outage)
 
     async def _break_here(self, fault: Fault) -> None:
         match fault.kind:
@@ -413,7 +461,7 @@ class Run:
             case FaultKind.DATABASE_KILLED | FaultKind.DATABASE_STOPPED:
                 assert self._cluster is not None
                 killed = fault.kind is FaultKind.DATABASE_KILLED
-                self._cluster.restart(signal.SIGKILL if killed else signal.SIGINT)
+                await self._cluster.restart(signal.SIGKILL if killed else signal.SIGINT)
                 self._kills += killed
             case FaultKind.LEASES_LAPSED:
                 await self._until_busy()
@@ -450,8 +498,12 @@ class Run:
     def _kill_agents(self, share: float) -> None:
         """Some of the processes in sandboxes, whichever they are: agents, what they started, the sandboxes' own."""
         for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
-            marked = sorted(process_marks.marked(f"{folder.name}/s-"))
-            for pid in self._rng.sample(marked, k=min(len(marked), 1 + int(len(marked) * share / 4))):
+            sandboxes = (each for each in sorted(folder.glob("s-*")) if each.is_dir())
+            marked = [
+                (pid, each.name) for each in sandboxes for pid in process_marks.marked(f"{folder.name}/{each.name}")
+            ]
+            for pid, sandbox in self._rng.sample(marked, k=min(len(marked), 1 + int(len(marked) * share / 4))):
+                self._killed.add(sandbox)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     self._kills += 1

@@ -1,4 +1,4 @@
-"""Faults that need a place inside of the service's process: a clock that jumps, and a disk that is slow.
+"""Faults that need a place inside of a process: a clock that jumps, a disk that is slow, an engine that is.
 
 `install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
 offset, and a COMMIT of SQLite first waits. Both are set from outside, in a file that the processes share; a process
@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-_OFFSET, _DELAY = 0, 8
-_SIZE = 16
+_OFFSET, _DELAY, _SILENT, _CHUNK = 0, 8, 16, 24
+_SIZE = 32
 _NUMBER = struct.Struct("d")
 
 
 class Knobs:
-    """The shared file at `path`: two numbers, both 0 at first."""
+    """The shared file at `path`: numbers, all 0 at first."""
 
     def __init__(self, path: Path) -> None:
         with path.open("a+b") as file:
@@ -45,6 +45,24 @@ class Knobs:
     @commit_seconds.setter
     def commit_seconds(self, seconds: float) -> None:
         _NUMBER.pack_into(self._shared, _DELAY, seconds)
+
+    @property
+    def engine_silent(self) -> bool:
+        """Whether the engine's server answers, and its model gives nothing."""
+        return self._get(_SILENT) != 0
+
+    @engine_silent.setter
+    def engine_silent(self, silent: bool) -> None:
+        _NUMBER.pack_into(self._shared, _SILENT, float(silent))
+
+    @property
+    def chunk_seconds(self) -> float:
+        """The least seconds between two chunks of a reply."""
+        return self._get(_CHUNK)
+
+    @chunk_seconds.setter
+    def chunk_seconds(self, seconds: float) -> None:
+        _NUMBER.pack_into(self._shared, _CHUNK, seconds)
 
     def obey(self) -> None:
         """Let this process follow these numbers from now on."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import sqlite3
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +16,7 @@ import asyncpg
 from tests.support.postgresql import PostgresqlServer, programs
 
 from campaign.checks import Finding, Harm
+from campaign.nursery import descendants
 from outrider.store.postgresql import postgresql_store
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -74,15 +77,30 @@ class Cluster:
 
     def __init__(self, server: PostgresqlServer) -> None:
         self._server = server
+        self._breaking = asyncio.Lock()
+        """One fault at a time: a server that is away cannot be restarted."""
 
     async def new_database(self, name: str) -> PostgresqlUnderTest:
         await self._server.execute(f"CREATE DATABASE {name}")
         return PostgresqlUnderTest(self._server, name)
 
-    def restart(self, number: signal.Signals) -> None:
-        """Blocks the event loop, with the campaign's consumers, until the server is back: it has to be started in the
-        main thread, for it ends with the thread that has started it."""
-        self._server.restart(number)
+    async def restart(self, number: signal.Signals, *, away: float = 0.0) -> None:
+        """End the server and start it again, `away` seconds later. Starting blocks the event loop, with the campaign's
+        consumers: it has to be done in the main thread, for the server ends with the thread that has started it."""
+        async with self._breaking:
+            self._server.kill(number)
+            await asyncio.sleep(away)
+            self._server.start()
+
+    async def freeze(self, seconds: float) -> None:
+        """Have all processes of the server stand still for so long."""
+        async with self._breaking:
+            pids = {self._server.pid, *descendants(self._server.pid)}
+            _signal_all(pids, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                _signal_all(pids, signal.SIGCONT)
 
 
 class PostgresqlUnderTest:
@@ -107,6 +125,12 @@ class PostgresqlUnderTest:
             findings.append(Finding(Harm.LEAKED, f"left behind: {len(connected)} connections to the database"))
         await self._server.execute(f"DROP DATABASE {self._name} WITH (FORCE)")
         return findings
+
+
+def _signal_all(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _stale(session: str, attempt: int, newest: int, state: str) -> Finding:

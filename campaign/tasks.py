@@ -1,5 +1,8 @@
 """The tasks of a run, drawn from its seed: agents that talk to their model for a few turns and try again when it fails.
 
+All of them are honest: only what is broken keeps one from a reward of 1. Some give a call up after some seconds, and
+leave when three in a row were in vain, as if all were well or with an error.
+
 An agent writes down each reply that it has read to its end. Its verdict gives them back (`told`), so that the campaign
 can ask for a stored turn for each of them.
 """
@@ -23,6 +26,10 @@ MAX_ATTEMPTS = 8
 NOTES = "notes.json"
 PATIENCE = 60
 """How often an agent asks again, 0.2 seconds apart."""
+IMPATIENCE = 3
+"""The same, for an agent that gives a call up after some seconds."""
+GIVES_UP = (0.0, 0.0, 2.0, 5.0, 12.0)
+"""Seconds in which a call must be answered; 0 waits for ever."""
 
 PROGRAM = """
 address=${OPENAI_BASE_URL#http://}; path=/${address#*/}; address=${address%%/*}
@@ -34,7 +41,7 @@ ask() {
     printf '%s\\r\\n' "POST $path/chat/completions HTTP/1.1" "Host: x" "Connection: close" \\
         "Content-Type: application/json" "Content-Length: ${#body}" "" >&3
     printf %s "$body" >&3
-    answer=$(cat <&3); exec 3>&-
+    answer=$(timeout $4 cat <&3); exec 3>&-
     [[ $answer == "HTTP/1.1 200"* && $answer == *'"finish_reason":"stop"'* ]] || return 1
     [[ $2 == false || $answer == *"[DONE]"* ]] || return 1
     content=
@@ -44,7 +51,7 @@ ask() {
 }
 for ((turn = 1; turn <= $1; turn++)); do
     tries=0
-    until ask "$@"; do ((++tries < $3)) || exit 7; read -rt 0.2 -u 9; done
+    until ask "$@"; do ((++tries < $3)) || exit $5; read -rt 0.2 -u 9; done
     history+=', {"role": "assistant", "content": "'$content'"}, {"role": "user", "content": "go on"}'
     told+="$content "
     printf '{"told": "%s"}' "$told" > notes.json
@@ -57,6 +64,9 @@ class Talker:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._turns: int = options["turns"]
+        self._gives_up: float | None = options["gives_up"] or None
+        self._tries: int = options["tries"]
+        self._code: int = options["code"]
 
     async def init(self, context: HarnessContext) -> None:
         pass
@@ -65,14 +75,17 @@ class Talker:
         messages = [Message(role=Role.USER, content=context.task.instruction)]
         told = []
         for _ in range(self._turns):
-            for _ in range(PATIENCE):
+            for _ in range(self._tries):
                 try:
-                    reply = await context.model.chat(messages)
+                    async with asyncio.timeout(self._gives_up):
+                        reply = await context.model.chat(messages)
                     break
-                except EngineError:
+                except (EngineError, TimeoutError):
                     await asyncio.sleep(0.2)
             else:
-                raise TimeoutError("the model did not answer")
+                if self._code:
+                    raise TimeoutError("the model did not answer")
+                return HarnessOutcome()
             messages += [reply, Message(role=Role.USER, content="go on")]
             told.append(reply.content)
             await context.runtime.write(NOTES, json.dumps({"told": " ".join(told)}).encode())
@@ -80,9 +93,11 @@ class Talker:
 
 
 async def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward is the number of replies that the agent has noted; the verdict's reason names them."""
+    """The reward is 1 if the agent has noted a reply for each of its turns: it does, unless something keeps it from its
+    work. The verdict's reason names the replies."""
     told = json.loads(await outcome.runtime.read(NOTES))["told"]
-    return {"reward": float(len(told.split())), "reason": told}
+    done = len(told.split()) == outcome.task.evaluator.options["turns"]
+    return {"reward": float(done), "reason": told}
 
 
 def draw_groups(rng: random.Random, count: int, *, runtime: str, callback: str) -> list[dict[str, Any]]:
@@ -93,13 +108,16 @@ def draw_groups(rng: random.Random, count: int, *, runtime: str, callback: str) 
 def _group(rng: random.Random, number: int, runtime: str, callback: str) -> dict[str, Any]:
     turns = rng.randint(1, 4)
     stream = rng.choice(("true", "false"))
+    gives_up, code = rng.choice(GIVES_UP), rng.choice((0, 7))
+    tries = IMPATIENCE if gives_up else PATIENCE
     harness: dict[str, Any] = {
-        "command": ["bash", "-c", PROGRAM, "agent", str(turns), stream, str(PATIENCE)],
+        "command": ["bash", "-c", PROGRAM, "agent", str(turns), stream, str(tries), str(gives_up), str(code)],
         "nonzero_exit": rng.choice(("error", "grade")),
     }
     kind = runtime
     if runtime == "memory" or rng.random() < 0.25:
-        harness, kind = {"agent": "campaign.tasks:Talker", "options": {"turns": turns}}, "memory"
+        options = {"turns": turns, "gives_up": gives_up, "tries": tries, "code": code}
+        harness, kind = {"agent": "campaign.tasks:Talker", "options": options}, "memory"
     group = {
         "idempotency_key": f"campaign-{number}",
         "n": SESSIONS,
@@ -108,8 +126,13 @@ def _group(rng: random.Random, number: int, runtime: str, callback: str) -> dict
             "instruction": f"Say something, number {number}.",
             "harness": harness,
             "runtime": {"kind": kind, "prepare": [{"write": '{"told": ""}', "to": NOTES}]},
-            "evaluator": {"kind": "callable", "path": "campaign.tasks:grade", "seconds": 30.0},
-            "limits": {"agent_seconds": 60.0, "session_seconds": 120.0},
+            "evaluator": {
+                "kind": "callable",
+                "path": "campaign.tasks:grade",
+                "options": {"turns": turns},
+                "seconds": 30.0,
+            },
+            "limits": {"agent_seconds": 30.0, "session_seconds": 120.0},
             "max_attempts": MAX_ATTEMPTS,
         },
     }

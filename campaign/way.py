@@ -1,7 +1,7 @@
-"""The way from a machine that joins to the service: a proxy for TCP that cuts connections, and holds back their bytes.
+"""The way from a machine that joins to the service, or from the service to its engine: a proxy for TCP that breaks.
 
-It knows no protocol. Invariant: bytes that it has taken arrive whole and in order, however late, unless their
-connection was cut.
+It cuts connections, holds their bytes back, loses them, or answers itself. Invariant: bytes that it has taken arrive
+whole and in order, however late, unless their connection was cut or lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 
 PIECE = 64 << 10
+PAGE_SECONDS = 0.1
+PAGE = b"<html><body><h1>Welcome to nginx!</h1></body></html>"
+HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (
+    len(PAGE),
+    PAGE,
+)
 
 
 class Direction(StrEnum):
@@ -20,13 +26,15 @@ class Direction(StrEnum):
 
 
 class Way:
-    """To the service at that port of this machine; `url` is the other end while the block of `open` runs."""
+    """To the server at that port of this machine; `url` is the other end while the block of `open` runs."""
 
     def __init__(self, port: int) -> None:
         self.url = ""
         self._port = port
         self._connections: set[asyncio.Task[None]] = set()
         self._held_until = dict.fromkeys(Direction, 0.0)
+        self._answers_itself = False
+        self._lost: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -53,6 +61,20 @@ class Way:
             connection.cancel()
         return len(self._connections)
 
+    def lose(self) -> int:
+        """Carry nothing more on the connections that there are, and tell neither end; how many there are."""
+        self._lost |= self._connections
+        return len(self._connections)
+
+    async def answer(self, seconds: float) -> None:
+        """Cut all connections, and answer new ones with a page of HTML for so long."""
+        self.cut()
+        self._answers_itself = True
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._answers_itself = False
+
     async def hold(self, seconds: float, directions: Collection[Direction]) -> None:
         """Let nothing through for so long, and then all of it: bytes, new connections, and ends of connections."""
         end = asyncio.get_running_loop().time() + seconds
@@ -68,27 +90,49 @@ class Way:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._let_through(Direction.TO_SERVICE)
+        if self._answers_itself:
+            with suppress(OSError):
+                await reader.read(PIECE)
+                writer.write(HTML)
+                await writer.drain()
+                await asyncio.sleep(PAGE_SECONDS)  # a connection that is aborted at once may lose what was sent
+            return
+        carrying = asyncio.current_task()
+        assert carrying is not None
         try:
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
             return
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._copy(reader, there_writer, Direction.TO_SERVICE))
-                both.create_task(self._copy(there_reader, writer, Direction.FROM_SERVICE))
+                both.create_task(self._copy(carrying, reader, there_writer, Direction.TO_SERVICE))
+                both.create_task(self._copy(carrying, there_reader, writer, Direction.FROM_SERVICE))
         finally:
+            self._lost.discard(carrying)
             there_writer.transport.abort()
 
-    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: Direction) -> None:
+    async def _copy(
+        self,
+        connection: asyncio.Task[None],
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        direction: Direction,
+    ) -> None:
         """Until one end closes, which the other one is then told; whatever breaks a connection ends it in both ways."""
         try:
             while data := await source.read(PIECE):
                 await self._let_through(direction)
+                if connection in self._lost:
+                    continue
                 sink.write(data)
                 await sink.drain()
             await self._let_through(direction)
+            if connection in self._lost:
+                return
             with suppress(RuntimeError):  # it was closed meanwhile
                 sink.write_eof()
         except OSError:
             await self._let_through(direction)
+            if connection in self._lost:
+                return
             sink.transport.abort()

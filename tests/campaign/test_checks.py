@@ -15,6 +15,7 @@ from campaign.checks import (
     judge_delivery,
     judge_events,
     judge_pushes,
+    judge_reward,
     judge_session,
 )
 from campaign.engine import LETTERS, Call, digest_of
@@ -212,6 +213,30 @@ def test_each_turn_has_a_call_of_its_own() -> None:
     part = turn(0, output_ids=pack_ids(first[:-1]), logprobs=TURNS[0].logprobs[:-8], finish=FinishReason.ABORT)
     assert Ledger(calls).match("s-1", part, TURNS) == []
     assert harms(Ledger(calls).match("s-1", turn(0, logprobs=pack_logprobs([-1.0] * 3)), TURNS)) == {Harm.LOST}
+
+
+def test_a_reply_that_went_on_after_a_cut_is_made_of_several_calls() -> None:
+    ids = unpack_ids(TURNS[0].output_ids).tolist()
+
+    def call(prompt: list[int], sampled: list[int]) -> Call:
+        return Call(session="s-1", prompt=digest_of(unpack_ids(pack_ids(prompt))), ids=sampled)
+
+    begun, rest = call(PROMPT, [*ids[:1], 9, 9]), call([*PROMPT, *ids[:1]], ids[1:])
+    assert Ledger([begun, rest]).match("s-1", TURNS[0], TURNS) == []
+    assert harms(Ledger([begun]).match("s-1", TURNS[0], TURNS)) == {Harm.LOST}
+    longer = call([*PROMPT, *ids[:1]], [*ids[1:], 9])
+    assert harms(Ledger([begun, longer]).match("s-1", TURNS[0], TURNS)) == {Harm.LOST}
+
+
+def test_an_honest_agent_that_is_graded_has_earned_its_reward() -> None:
+    def rewarded(reward: float | None) -> SessionResult:
+        verdict = None if reward is None else Verdict(reward=reward)
+        return msgspec.structs.replace(result(TURNS), verdict=verdict)
+
+    name = f"{rewarded(0.0).session_id}-{rewarded(0.0).attempt}"
+    assert judge_reward(rewarded(1.0), set()) == judge_reward(rewarded(None), set()) == []
+    assert harms(judge_reward(rewarded(0.0), {f"{name}1", "other"})) == {Harm.WRONG_ZERO}
+    assert judge_reward(rewarded(0.0), {name}) == judge_reward(rewarded(0.0), {f"{name}-graded"}) == []
 
 
 def test_a_letter_is_a_token() -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import random
 
-from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SERVERS, ON_SQLITE, FaultKind, draw_faults
+from campaign.faults import (
+    ON_MACHINES,
+    ON_NODES,
+    ON_POSTGRESQL,
+    ON_SERVERS,
+    ON_SQLITE,
+    SILENCES,
+    FaultKind,
+    draw_faults,
+)
 from campaign.fleet import MACHINES, Fleet, fleet_of
 from campaign.tasks import draw_groups
 
@@ -24,6 +33,17 @@ def test_every_run_kills_the_service_early_and_again() -> None:
         assert len(kills) >= 2
         assert {FaultKind.ENGINE_KILLED, FaultKind.LEASES_LAPSED} <= {fault.kind for fault in faults}
     assert {fault.kind for faults in drawn for fault in faults} == set(ON_SQLITE)
+
+
+def test_in_every_run_two_things_are_silent_for_long() -> None:
+    for kinds in (ON_SQLITE, ON_POSTGRESQL):
+        drawn = [draw_faults(random.Random(seed), kinds) for seed in range(200)]
+        silent = [[fault for fault in faults if fault.kind in SILENCES] for faults in drawn]
+        assert {len({fault.kind for fault in faults}) for faults in silent} == {2}
+        assert all(9 <= fault.long <= 45 for faults in silent for fault in faults)
+        outages = [fault.outage for faults in silent for fault in faults]
+        assert all(5 <= seconds <= 30 or seconds == 120 for seconds in outages)
+        assert 0.05 < sum(seconds == 120 for seconds in outages) / len(outages) < 0.2
 
 
 def test_every_run_on_a_server_kills_it() -> None:

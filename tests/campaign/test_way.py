@@ -106,3 +106,35 @@ async def test_a_connection_to_a_service_that_is_down_is_closed() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(way.url).port)
         assert await rest_of(reader) == b""
         writer.transport.abort()
+
+
+async def test_a_lost_connection_carries_nothing_more_and_new_ones_do() -> None:
+    async with reached() as (echo, way, reader, writer):
+        assert way.lose() == 1
+        writer.write(b"more")
+        await writer.drain()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(HELD_SECONDS):
+                await reader.read(1)
+        assert echo.heard == b"hello"
+        parts = urlsplit(way.url)
+        other, sink = await asyncio.open_connection(parts.hostname, parts.port)
+        sink.write(b"again")
+        assert await other.readexactly(5) == b"again"
+        sink.close()
+
+
+async def test_it_answers_in_its_servers_place() -> None:
+    async with reached() as (echo, way, reader, _):
+        answering = asyncio.create_task(way.answer(HELD_SECONDS))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1)
+        parts = urlsplit(way.url)
+        other, sink = await asyncio.open_connection(parts.hostname, parts.port)
+        sink.write(b"POST / HTTP/1.1\r\n\r\n")
+        said = await other.read()
+        assert said.startswith(b"HTTP/1.1 200 OK")
+        assert b"<html>" in said
+        sink.close()
+        await answering
+        assert echo.heard == b"hello"

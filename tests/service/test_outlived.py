@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 import msgspec
 import pytest
 from campaign.engine import Call, LoggedEngine
+from campaign.seams import Knobs
 from campaign.service import TOKENIZER
 from campaign.tasks import PROGRAM
 
@@ -56,7 +57,8 @@ def sandbox_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 async def an_engine(log: Path) -> AsyncIterator[str]:
     tokenizer = Tokenizer.load(TOKENIZER)
     settings = ServeSettings(tokenizer=tokenizer)
-    async with serving(engine_app(cast(Any, LoggedEngine(log, tokenizer)), "vllm", settings)) as url:
+    engine = cast(Any, LoggedEngine(log, tokenizer, Knobs(log.with_name("knobs"))))
+    async with serving(engine_app(engine, "vllm", settings)) as url:
         yield url
 
 

@@ -60,6 +60,12 @@ class PostgresqlServer:
             # The processes of a killed server end a moment after it.
             assert "still in use" in "".join(lines), "".join(lines)
 
+    @property
+    def pid(self) -> int:
+        """Of the server's first process."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End it: SIGKILL as a crash does, SIGINT as an operator who waits for no client."""
         assert self._process is not None
