@@ -294,6 +294,17 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
                 kind = turn.logprob_kind
 
 
+async def test_a_process_keeps_its_artifacts_itself(start: Starts, tokenizer: Path) -> None:
+    """So the service has not seen the bytes that the result counts."""
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        view = await running.done(await running.submit("ask", "write kept.txt", artifacts=["kept.txt"]))
+        assert ends(view) == {StopReason.COMPLETED: 1}
+        assert view.sessions[0].attempt == 1
+        assert result_of(view.sessions[0]).artifact_bytes == 6
+        assert running.service.nodes().refused == ()
+
+
 @pytest.mark.deep
 async def test_a_result_that_cannot_be_sent_ends_its_session_alone(start: Starts, tokenizer: Path) -> None:
     async with start() as running:

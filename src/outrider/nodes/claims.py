@@ -76,6 +76,8 @@ class Given:
         self.attempt = attempt
         self.models: frozenset[str | None] = frozenset()
         """Those that the service has."""
+        self.kept_here = False
+        """Whether its artifacts come over the connection: a process of this machine writes them itself."""
         self.began_here = not attempt.goes_on and attempt.stored is None
         """Whether all its turns are stored over this connection."""
         self.certain = True
@@ -212,7 +214,7 @@ RESULT_RULES: tuple[Rule[SessionResult], ...] = (
     Rule(
         "`artifact_bytes`",
         "no more than was kept for the attempt",
-        lambda result, given: result.artifact_bytes <= given.kept_bytes,
+        lambda result, given: not given.kept_here or result.artifact_bytes <= given.kept_bytes,
     ),
     Rule(
         "texts and tables",

@@ -166,7 +166,7 @@ class RemoteNode:
                 taken=taken,
                 stranger=self._dialled,
             )
-            self._connection = connection = Connection(self.name, link, self._parts, tasks)
+            self._connection = connection = Connection(self.name, link, self._parts, tasks, dialled=self._dialled)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
                 self.tell(model, pool.state())
@@ -241,8 +241,11 @@ def _without_local(state: PoolState) -> PoolState:
 class Connection:
     """What goes on over one connection to a node. `tasks` runs what the node asks for."""
 
-    def __init__(self, name: str, link: Link[ToService], parts: ServiceParts, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, name: str, link: Link[ToService], parts: ServiceParts, tasks: asyncio.TaskGroup, *, dialled: bool
+    ) -> None:
         self._name = name
+        self._dialled = dialled
         self._parts = parts
         self._tasks = tasks
         self.link = link
@@ -311,7 +314,7 @@ class Connection:
         done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
         self._attempts[number] = done
         session, given = attempt.session, Given(attempt)
-        given.models = frozenset(self._parts.pools)
+        given.models, given.kept_here = frozenset(self._parts.pools), self._dialled
         self._running[session.id, session.attempt] = self._by_number[number] = given
         if attempt.goes_on:
             self.outlived.pop(session.id, None)
