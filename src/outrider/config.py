@@ -247,6 +247,7 @@ class Config(Section):
     processes: Annotated[int, Field(ge=0, le=256)] = 1
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
+    task_key: Annotated[str | None, Field(repr=False)] = None
     files: Path | None = None
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()

@@ -21,6 +21,7 @@
     ├── HarnessError                  harness     500   yes     the agent program failed
     │   └── HarnessUnavailable        harness     501   no      its program is not installed
     ├── EvaluatorError                evaluator   500   yes
+    ├── UnreadableTask                service     409   no      a stored task cannot be read, or not with this key
     └── ServiceError                  service     500   yes
         └── Busy                      service     429   yes     come back later: the caller has too much under way
             └── QueueFull             service     429   yes     too many sessions wait
@@ -225,6 +226,13 @@ class EvaluatorError(OutriderError):
     boundary = Boundary.EVALUATOR
     code = "evaluator_error"
     retryable = True
+
+
+class UnreadableTask(OutriderError):
+    """No `ServiceError`: to ask the store again is of no use."""
+
+    code = "unreadable_task"
+    http_status = 409
 
 
 class ServiceError(OutriderError):

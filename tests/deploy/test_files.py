@@ -21,9 +21,10 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 OWN = {
     *("host", "port", "tls", "token", "store", "data", "files", "processes", "stop_seconds"),
-    "callbacks.secret",
+    *("callbacks.secret", "task_key"),
 }
-"""Settings that the chart sets itself, from other values."""
+"""Settings that the chart sets itself, from other values; `task_key` stays on the data volume, or is a variable of
+`service.envFromSecret`."""
 OF_NODES = {"lanes", *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "warm", "warm_memory_mb"))}
 
 

@@ -16,7 +16,7 @@ from .stage import ODD_GRADER
 from .test_failures import failed
 from .world import World, put, result_of
 
-RENAME = "UPDATE groups SET spec = CAST(replace(spec, '\"instruction\"', '\"prompt\"') AS BLOB)"
+RENAMED = "UPDATE groups SET spec = ?, sealed = 0"
 
 
 async def assert_alive(w: World) -> None:
@@ -79,7 +79,8 @@ async def test_a_stored_task_that_cannot_be_read(world: MakeWorld, tmp_path: Pat
     (tmp_path / "data").mkdir()
     async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
         await put(store, "old", "s1", "s2")
-        await store._db.write(lambda tx: tx.execute(RENAME))
+        spec = (await store.spec("old")).replace(b'"instruction"', b'"prompt"')
+        await store._db.write(lambda tx: tx.execute(RENAMED, (spec,)))
         if cancelled:
             await store.cancel_group("old")
         await put(store, "new", "s3")

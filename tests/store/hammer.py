@@ -19,6 +19,7 @@ from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
+from outrider.store.task_key import TaskKey
 
 from .world import FAILURE, group_row, result, start, submit, turn
 
@@ -105,7 +106,11 @@ def acknowledge(*words: object) -> None:
 
 async def main() -> None:
     database, seed = sys.argv[1], int(sys.argv[2])
-    async with postgresql_store(database) if "://" in database else sqlite_store(Path(database)) as store:
+    async with (
+        postgresql_store(database, key=TaskKey(bytes(32)))
+        if "://" in database
+        else sqlite_store(Path(database)) as store
+    ):
         await Hammer(store, seed, drain=sys.argv[3:] == ["drain"]).run()
 
 

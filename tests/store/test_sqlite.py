@@ -176,7 +176,7 @@ async def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
         assert await store.turns("g.0") == [turn()]
         await start(store, "g.1")
         assert (await store.events(after=events[-1].cursor, limit=100))[0].cursor > events[-1].cursor
-    assert os.listdir(tmp_path) == ["outrider.db"]
+    assert sorted(os.listdir(tmp_path)) == ["outrider.db", "task.key"]
 
 
 async def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ class PostgresqlServer:
         self.kill(number)
         self.start()
 
+    @property
+    def data(self) -> Path:
+        """The folder of its files."""
+        return self._folder / "data"
+
     def url(self, database: str) -> str:
         return f"postgresql://{USER}@/{database}?host={self._folder}"
 

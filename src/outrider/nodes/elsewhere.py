@@ -39,6 +39,7 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
         "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
         "token": None,
         "store": None,
+        "task_key": None,
         "callbacks": CallbacksConfig(),
         # For machines that share them, and are given none of their own.
         "files": None if config.files is None else config.files.absolute(),

@@ -113,6 +113,7 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setu
         "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
         "token": None,
         "store": None,
+        "task_key": None,
         "callbacks": CallbacksConfig(),
     }
     return Setup(

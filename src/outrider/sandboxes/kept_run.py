@@ -42,7 +42,8 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
-    """`runtime` is the sandbox's spec as JSON, without what prepares it. `handle` is that of `Outlives.may_outlive`.
+    """`runtime` is the sandbox's spec as JSON, without what prepares it and without its environment, which the tool
+    server has and which may hold secrets. `handle` is that of `Outlives.may_outlive`.
     `key` is the credential with which the agent calls its model. `session_seconds` and `agent_seconds` were left to the
     run when it `began`."""
 

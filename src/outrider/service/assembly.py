@@ -44,6 +44,7 @@ from outrider.spec import Limits
 from outrider.store.artifacts import ArtifactStore, KeepsArtifacts
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
+from outrider.store.task_key import KEY_FILE, KeyFile, given_key
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
@@ -262,14 +263,15 @@ def local_node(
 
 
 def _store(config: Config, failures: Failures | None) -> Store:
+    key = KeyFile(config.data / KEY_FILE) if config.task_key is None else given_key(config.task_key)
     if config.store is None:
-        return sqlite_store(config.data / "outrider.sqlite3", failures)
+        return sqlite_store(config.data / "outrider.sqlite3", failures, key=key)
     try:
         from outrider.store.postgresql import postgresql_store
     except ImportError as error:
         hint = "pip install 'outrider[postgresql]'"
         raise InvalidField("a store in PostgreSQL needs asyncpg", field="store", hint=hint) from error
-    return postgresql_store(config.store)
+    return postgresql_store(config.store, key=key)
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:

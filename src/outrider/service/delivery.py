@@ -183,6 +183,8 @@ class Deliverer:
 
     async def _push(self, http: aiohttp.ClientSession, delivery: Delivery, body: bytes) -> Failure | None:
         """None if the receiver answered with a 2xx, else what went wrong. The body of an answer is not read."""
+        if not delivery.url:
+            return Failure("its address was encrypted with a key that the service does not have now", refused=True)
         headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())

@@ -10,7 +10,7 @@ import asyncio
 
 from pydantic import ValidationError
 
-from outrider.errors import Conflict, InvalidField
+from outrider.errors import Conflict, InvalidField, UnreadableTask
 from outrider.evaluators.nested import nested_specs
 from outrider.lifecycle import SessionState
 from outrider.spec import DiffSpec, RegradeSpec, StoredGroupSpec
@@ -26,7 +26,7 @@ async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
     """The group that grades every session of a group again whose run ended by itself. Raises NotFound, also for a group
-    of another tenant; Conflict if there is none; and InvalidField."""
+    of another tenant; Conflict if there is none; UnreadableTask; and InvalidField."""
     spec = await _spec_of(store, (await store.group(group_id, tenant=tenant)).id)
     # Those of a group that has graded others again took over the runs of these: so nothing is kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
@@ -61,7 +61,7 @@ async def _spec_of(store: Store, group_id: str) -> StoredGroupSpec:
         return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
     except ValidationError as error:
         message = f"the task of group {group_id} was stored by another version of Outrider, and cannot be read"
-        raise Conflict(message, hint="submit it again") from error
+        raise UnreadableTask(message, hint="submit it again") from error
 
 
 def _can_be_graded(row: SessionRow) -> bool:

@@ -23,7 +23,17 @@ from pydantic import ValidationError
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
-from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, described, lacks_means, record_of
+from outrider.errors import (
+    Boundary,
+    Conflict,
+    ErrorRecord,
+    NotFound,
+    ServiceError,
+    UnreadableTask,
+    described,
+    lacks_means,
+    record_of,
+)
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
 from outrider.service.placing import Places
@@ -46,13 +56,6 @@ kills its nodes, so there is a limit."""
 
 PAUSES = Backoff(first=1.0, longest=60.0)
 """Waits between a session's failed attempts."""
-
-UNREADABLE = ErrorRecord(
-    boundary=Boundary.SERVICE,
-    code="unreadable_task",
-    message="the stored task cannot be read by this version of Outrider",
-    hint="the service's log says which field; submit the task again",
-)
 
 EXPIRED = ErrorRecord(
     boundary=Boundary.SERVICE,
@@ -266,9 +269,10 @@ class Scheduler:
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
         """False if the session must wait, because no node has room for it."""
-        task = await self._task_of(session)
-        if task is None:
-            await self._end_with_turns(session, StopReason.ERROR, task=None, error=UNREADABLE)
+        try:
+            task = await self._read_task(session)
+        except UnreadableTask as error:
+            await self._end_with_turns(session, StopReason.ERROR, task=None, error=error.record())
             return True
         node = self._places.find(task)
         if node is None:
@@ -311,7 +315,15 @@ class Scheduler:
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
-        """The session's task; None if another version of Outrider stored one that this version cannot read."""
+        """The session's task; None if it cannot be read."""
+        try:
+            return await self._read_task(session)
+        except UnreadableTask:
+            return None
+
+    async def _read_task(self, session: SessionRow) -> TaskSpec:
+        """Raises UnreadableTask if another version of Outrider stored a task that this version cannot read, or with a
+        key that is not here."""
         if session.group_id not in self._specs:
             spec = await self._store.spec(session.group_id)
             try:
@@ -319,7 +331,10 @@ class Scheduler:
                 self._specs[session.group_id] = await asyncio.to_thread(StoredGroupSpec.model_validate_json, spec)
             except ValidationError as error:
                 log.error("the task of group %s cannot be read: %s", session.group_id, error)
-                return None
+                raise UnreadableTask(
+                    "the stored task cannot be read by this version of Outrider",
+                    hint="the service's log says which field; submit the task again",
+                ) from error
         return self._specs[session.group_id].task
 
     async def _run(self, placement: _Placement) -> None:

@@ -414,7 +414,7 @@ class Rollout:
             session_id=self._session.id,
             attempt=self._session.attempt,
             key=self._key,
-            runtime=self._task.runtime.model_dump_json(exclude={"prepare"}),
+            runtime=self._task.runtime.model_dump_json(exclude={"prepare", "env"}),
             handle=dict(await cast(Outlives, sandbox.runtime).may_outlive()),
             began=Pulse.now(self._node.stood_still()),
             session_seconds=self._budget.remaining,

@@ -8,6 +8,7 @@ Invariant: the changes of a transaction are committed as a whole before its call
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -59,6 +60,11 @@ class Database(Protocol):
 
     async def read(self, body: Body[T]) -> T:
         """Run a body that changes nothing on a consistent snapshot that includes every finished write."""
+        ...
+
+    def overwriting(self) -> AbstractAsyncContextManager[None]:
+        """What is overwritten within it shall not be left in the database's files after it. PostgreSQL keeps it there
+        until it has vacuumed, and in its log."""
         ...
 
     async def shrink(self) -> bool:

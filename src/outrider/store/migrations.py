@@ -379,7 +379,14 @@ MIGRATIONS: Migrations = (
             WHERE waiting = 1 AND evaluation = 1""",
         "CREATE INDEX queue_shares_of_tenant ON queue_shares (tenant, served)",
     ),
+    (
+        # 1 where `spec` and `callback_url`, and the URL in the outbox, are encrypted: `Store` encrypts the others.
+        "ALTER TABLE groups ADD COLUMN sealed INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX groups_to_seal ON groups (id) WHERE sealed = 0",
+    ),
 )
+SEALING = 12
+"""The version from which on tasks are encrypted."""
 
 
 async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:

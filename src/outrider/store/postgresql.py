@@ -16,8 +16,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
@@ -28,6 +28,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.store.database import Body, Row
 from outrider.store.store import Store
+from outrider.store.task_key import KeySource
 
 T = TypeVar("T")
 
@@ -91,9 +92,9 @@ HINTS: dict[str, str] = {
 """By the beginning of the SQLSTATE."""
 
 
-def postgresql_store(url: str, *, sole: bool = True) -> Store:
+def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:
     """A store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME)."""
-    return Store(PostgresqlDatabase(url, sole=sole))
+    return Store(PostgresqlDatabase(url, sole=sole), key=key)
 
 
 def without_password(url: str) -> str:
@@ -152,6 +153,10 @@ class PostgresqlDatabase:
     async def read(self, body: Body[T]) -> T:
         async with self._readers:
             return await _patiently(lambda: self._read(body), self._patience)
+
+    @asynccontextmanager
+    async def overwriting(self) -> AsyncIterator[None]:
+        yield
 
     async def shrink(self) -> bool:
         return False  # the server's autovacuum makes room in its files for what is stored next

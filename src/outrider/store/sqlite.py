@@ -13,8 +13,8 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from outrider.concurrency.chores import Failures
 from outrider.errors import ServiceError
 from outrider.store.database import Body, Connection, Row
 from outrider.store.store import Store
+from outrider.store.task_key import KEY_FILE, KeyFile, KeySource
 
 T = TypeVar("T")
 
@@ -60,10 +61,12 @@ HINTS: dict[int, str] = {
 GONE = "put the data folder back where it was, or restart the service: what it goes on storing would be lost"
 
 
-def sqlite_store(path: Path | None, failures: Failures | None = None) -> Store:
+def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
     """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests. What fails
-    beside its transactions is noted in `failures`."""
-    return Store(SqliteDatabase(path, failures))
+    beside its transactions is noted in `failures`. Without a key, the folder has it."""
+    if key is None and path is not None:
+        key = KeyFile(path.with_name(KEY_FILE))
+    return Store(SqliteDatabase(path, failures), key=key)
 
 
 class SqliteDatabase:
@@ -112,6 +115,14 @@ class SqliteDatabase:
 
     async def read(self, body: Body[T]) -> T:
         return await _result(self._reads, body, volatile=True)
+
+    @asynccontextmanager
+    async def overwriting(self) -> AsyncIterator[None]:
+        await self.write(lambda tx: tx.fetch("PRAGMA secure_delete = ON"))
+        yield
+        await self.write(lambda tx: tx.fetch("PRAGMA secure_delete = OFF"))
+        if self._path is not None:
+            await asyncio.to_thread(_truncate_log, self._path)
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
@@ -307,6 +318,18 @@ class _Thread:
 
     def _report(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
         self._loop.call_soon_threadsafe(_deliver, [_Outcome(future, None, error)])
+
+
+def _truncate_log(path: Path) -> None:
+    """Move all that is in the log to the database, and empty the log."""
+    try:
+        raw = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            raw.close()
+    except sqlite3.Error as error:
+        raise _translated(error) from error
 
 
 def _run(body: Body[T], connection: _Connection) -> T:

@@ -9,13 +9,16 @@ refused with Conflict. A session's result, its group's state, cursor, event and 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from math import inf
 from types import TracebackType
 from typing import Any, Self
 
-from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded
+import msgspec
+
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
 from outrider.spec import EVALUATION_LABEL
@@ -23,9 +26,10 @@ from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
-from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.migrations import MIGRATIONS, SEALING, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import (
     newest_cursor,
     newest_event,
@@ -36,6 +40,8 @@ from outrider.store.tenants import (
 )
 from outrider.trajectory import SessionResult, Turn
 
+SEALED_AT_ONCE = 100
+"""Groups whose specs one transaction encrypts, when a database of an older version is opened."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
 
@@ -70,7 +76,7 @@ class MoreTurns(Exception):
 
 
 class Store:
-    """Durable state in a database. `async with` opens and closes it.
+    """Durable state in a database. `async with` opens and closes it. Specs and callback URLs are stored encrypted.
 
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
     session raise Conflict if the session is done or `attempt` is not its newest attempt.
@@ -88,20 +94,27 @@ class Store:
         self,
         database: Database,
         *,
+        key: KeySource | None = None,
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
+        """Tasks are encrypted with `key`. Without one they cannot be read again once this store is closed."""
         self._db = database
+        self._key_source = key or TaskKey.new()
         self._clock = clock
         self._migrations = migrations
         self.consumers = Consumers(database, clock)
         self.removals = Removals(database)
 
     async def __aenter__(self) -> Self:
-        """Open the database and bring its schema up to date. Raises ServiceError."""
+        """Open the database, bring its schema up to date, and encrypt what an older version has stored in clear. Raises
+        ServiceError."""
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
+            if len(self._migrations) >= SEALING:  # tests make older databases
+                self._key = await self._find_key()
+                await self._seal_all()
         except BaseException:  # also when cancelled: the database's threads must not be left running
             await self._db.close()
             raise
@@ -116,6 +129,52 @@ class Store:
         """Store something. Raises ServiceError where that fails; takes as long as the database's patience."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
+
+    async def _find_key(self) -> TaskKey:
+        if (key := await asyncio.to_thread(self._key_source.load)) is not None:
+            return key
+        # A new key must not take the place of one that was forgotten: what is queued could not be run any more.
+        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 1 AND state <> ?", (REMOVED,))):
+            raise self._key_source.missing()
+        return await asyncio.to_thread(self._key_source.make)
+
+    async def _seal_all(self) -> None:
+        """Encrypt the specs and callback URLs of databases of older versions, a few groups at a time."""
+
+        async def body(tx: Connection) -> bool:
+            found = await tx.fetch(f"SELECT id, spec, callback_url FROM groups WHERE sealed = 0 LIMIT {SEALED_AT_ONCE}")
+            for group_id, spec, url in found:
+                sealed = None if url is None else self._sealed_url(url, group_id)
+                for (due,) in await tx.fetch("SELECT url FROM outbox WHERE group_id = ?", (group_id,)):
+                    values = (self._sealed_url(due, group_id), group_id)
+                    await tx.execute("UPDATE outbox SET url = ? WHERE group_id = ?", values)
+                sql = "UPDATE groups SET spec = ?, callback_url = ?, sealed = 1 WHERE id = ?"
+                await tx.execute(sql, (self._key.seal(bytes(spec), _spec_of(group_id)), sealed, group_id))
+            return bool(found)
+
+        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 0 LIMIT 1")):
+            async with self._db.overwriting():
+                while await self._db.write(body):
+                    pass
+
+    def _sealed_url(self, url: str, group_id: str) -> str:
+        return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
+
+    def _group(self, row: Row) -> GroupRow:
+        """From GROUP_COLUMNS. A URL that is sealed with another key is left out."""
+        group = rows.group_from(row)
+        url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
+        return msgspec.structs.replace(group, callback_url=url)
+
+    def _delivery(self, row: Row) -> Delivery:
+        delivery = rows.delivery_from(row)
+        return msgspec.structs.replace(delivery, url=self._opened_url(delivery.url, delivery.group_id) or "")
+
+    def _opened_url(self, sealed: str, group_id: str) -> str | None:
+        try:
+            return self._key.open_url(sealed, _url_of(group_id))
+        except UnreadableTask:
+            return None
 
     async def create_group(
         self,
@@ -137,13 +196,15 @@ class Store:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
 
         key = None if group.idempotency_key is None else rows.stored_key(group.tenant, group.idempotency_key)
+        sealed = self._key.seal(spec, _spec_of(group.id))
+        sealed_url = None if group.callback_url is None else self._sealed_url(group.callback_url, group.id)
 
         async def body(tx: Connection) -> GroupRow:
             if key is not None:
                 sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
                 for row in await tx.fetch(sql, (key,)):
-                    known = rows.group_from(row)
-                    if await _find_spec(tx, known.id) != spec:
+                    known = self._group(row)
+                    if self._key.open(await _find_spec(tx, known.id), _spec_of(known.id)) != spec:
                         raise Conflict(
                             f"idempotency key {group.idempotency_key!r} was used for another request, group {known.id}",
                             hint="use a new key for a new request",
@@ -161,16 +222,16 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes, submitted_by, tenant)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by, tenant, sealed)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
-                    spec,
+                    sealed,
                     rows.pack_data(group.labels),
                     group.n,
                     group.priority,
                     key,
-                    group.callback_url,
+                    sealed_url,
                     GroupState.ACTIVE.value,
                     group.n,
                     group.created,
@@ -195,16 +256,16 @@ class Store:
             await queue.open_share(tx, group.priority, bucket, evaluation=evaluation, since=group.created)
             data = {"n": group.n, "priority": group.priority}
             await self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
-            return await _find_group(tx, group.id)
+            return await self._find_group(tx, group.id)
 
         return await self._db.write(body)
 
     async def group(self, group_id: str, *, tenant: str | None = None) -> GroupRow:
-        return await self._db.read(lambda tx: _find_group(tx, group_id, tenant))
+        return await self._db.read(lambda tx: self._find_group(tx, group_id, tenant))
 
     async def spec(self, group_id: str) -> bytes:
-        """The JSON of the group's GroupSpec."""
-        return await self._db.read(lambda tx: _find_spec(tx, group_id))
+        """The JSON of the group's GroupSpec. Raises UnreadableTask where it was encrypted with another key."""
+        return self._key.open(await self._db.read(lambda tx: _find_spec(tx, group_id)), _spec_of(group_id))
 
     async def groups(
         self, *, state: GroupState | None = None, limit: int = 100, tenant: str | None = None
@@ -214,7 +275,7 @@ class Store:
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where}{own.sql} ORDER BY created DESC, id DESC LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (value, *own.values, limit)))
-        return [rows.group_from(row) for row in found]
+        return [self._group(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
         """The sessions that are to end and are not done yet, of one group or of all, in sample order."""
@@ -546,7 +607,7 @@ class Store:
                 "UPDATE groups SET state = ?, finished = ? WHERE id = ? AND open_sessions = 0",
                 (GroupState.DONE.value, now, session.group_id),
             ):
-                group = await _find_group(tx, session.group_id)
+                group = await self._find_group(tx, session.group_id)
                 enough = group.min_usable is not None and group.rewarded >= group.min_usable
                 if enough and await tx.execute(END_OTHERS, (StopReason.EARLY_STOP.value, group.id)):
                     await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": group.rewarded})
@@ -559,14 +620,15 @@ class Store:
             )
             await tx.execute("UPDATE groups SET cursor = (SELECT cursor FROM totals) WHERE id = ?", (session.group_id,))
             await note_done(tx, session.group_id)
-            group = await _find_group(tx, session.group_id)
+            group = await self._find_group(tx, session.group_id)
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
-            if group.callback_url is not None:
+            ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
+            if url is not None:  # as it is sealed: also one whose key is missing now must not be forgotten
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",
-                    (group.id, group.callback_url, rows.receiver_of(group.callback_url), now, now, group.tenant),
+                    (group.id, url, receiver_of_sealed(url), now, now, group.tenant),
                 )
             return True
 
@@ -576,7 +638,7 @@ class Store:
         """Mark a group cancelled; its sessions that are not done, which the caller must now end."""
 
         async def body(tx: Connection) -> list[SessionRow]:
-            group = await _find_group(tx, group_id, tenant)
+            group = await self._find_group(tx, group_id, tenant)
             if group.state is GroupState.ACTIVE and not group.cancelled:
                 await tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
                 await tx.execute(END_OTHERS, (StopReason.CANCELLED.value, group_id))
@@ -627,7 +689,7 @@ class Store:
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
-        return [rows.group_from(row) for row in found]
+        return [self._group(row) for row in found]
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
         """The newest cursor that was given to a result; 0 before the first."""
@@ -702,7 +764,7 @@ class Store:
             due = await tx.fetch(f"{sql} <= ?{order}", (now, *busy, limit))
             return due + await tx.fetch(f"{sql} > ?{order}", (latest, *busy, limit - len(due)))
 
-        return [rows.delivery_from(row) for row in await self._db.read(body)]
+        return [self._delivery(row) for row in await self._db.read(body)]
 
     async def delivered(self, group_id: str) -> None:
         """Remove a row from the outbox."""
@@ -731,7 +793,7 @@ class Store:
         sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL{own.sql}
             ORDER BY given_up DESC, group_id DESC LIMIT ?"""
         found = await self._db.read(lambda tx: tx.fetch(sql, (*own.values, limit)))
-        return [rows.delivery_from(row) for row in found]
+        return [self._delivery(row) for row in found]
 
     async def redeliver(self, group_id: str) -> None:
         """Make a dead letter due, as if it had never been tried. Raises NotFound if it is not one."""
@@ -747,6 +809,14 @@ class Store:
     async def discard_delivery(self, group_id: str) -> None:
         """Remove a dead letter from the outbox. Raises NotFound if it is not one."""
         await self._change_outbox("DELETE FROM outbox WHERE given_up IS NOT NULL AND group_id = ?", group_id)
+
+    async def _find_group(self, tx: Connection, group_id: str, tenant: str | None = None) -> GroupRow:
+        own = of_tenant(tenant)
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?{own.sql}"
+        found = await tx.fetch(sql, (group_id, REMOVED, *own.values))
+        if not found:
+            raise NotFound(f"no group {group_id!r}")
+        return self._group(found[0])
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
         """Run a change of one outbox row, whose group id is the last value."""
@@ -784,13 +854,13 @@ def _no_delivery(group_id: str) -> NotFound:
     return NotFound(f"there is no such delivery of group {group_id!r}", hint="see outrider callbacks list")
 
 
-async def _find_group(tx: Connection, group_id: str, tenant: str | None = None) -> GroupRow:
-    own = of_tenant(tenant)
-    sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?{own.sql}"
-    found = await tx.fetch(sql, (group_id, REMOVED, *own.values))
-    if not found:
-        raise NotFound(f"no group {group_id!r}")
-    return rows.group_from(found[0])
+def _spec_of(group_id: str) -> str:
+    """The place that a spec is sealed for."""
+    return f"the task of group {group_id}"
+
+
+def _url_of(group_id: str) -> str:
+    return f"the callback of group {group_id}"
 
 
 async def _find_spec(tx: Connection, group_id: str) -> bytes:

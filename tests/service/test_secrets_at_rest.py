@@ -1,0 +1,191 @@
+"""Secrets of a task are in no file of the service's data folder and in no database, but for the key's own file."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sqlite3
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.errors import Conflict, ServiceError, UnreadableTask
+from outrider.lifecycle import SessionState
+from outrider.service.regrading import regraded_session
+from outrider.spec import RegradeSpec
+from outrider.store.sqlite import sqlite_store
+from outrider.store.task_key import KEY_FILE, KeyFile, TaskKey
+from support.postgresql import PostgresqlServer
+from support.service import running_service
+
+from .conftest import MakeWorld
+from .world import put, result_of
+
+MARK = "m4rk3d-s3cr3t"
+KEY = base64.b64encode(bytes(range(32))).decode()
+
+
+def secret_task() -> dict[str, Any]:
+    """A task with a secret in each place that takes one. None has a name that speaks of a secret."""
+    return {
+        "instruction": f"use {MARK}-instruction",
+        "harness": {
+            "command": ["/bin/sh", "-c", f"curl -s -o /dev/null $OPENAI_BASE_URL/models; : {MARK}-command"],
+            "env": {"A": f"{MARK}-harness"},
+            "files": {"/tmp/outrider-test-rc": f"{MARK}-file"},
+        },
+        "runtime": {
+            "kind": "process",
+            "env": {"B": f"{MARK}-runtime"},
+            "prepare": [{"run": f": {MARK}-run", "env": {"C": f"{MARK}-step"}}],
+        },
+        "evaluator": {"kind": "command", "run": f": {MARK}-grader"},
+        "max_attempts": 1,
+    }
+
+
+def holders(folder: Path) -> list[str]:
+    """Files below a folder that hold the mark, in clear or in base64 at any offset."""
+    forms = [MARK.encode(), *(base64.b64encode(b"x" * n + MARK.encode())[4:-4] for n in range(3))]
+    found = []
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != KEY_FILE and any(form in path.read_bytes() for form in forms):
+            found.append(str(path))
+    return found
+
+
+async def run_secret_task(tmp_path: Path, **settings: Any) -> None:
+    async with running_service(tmp_path=tmp_path, **settings) as (service, url), AsyncClient(url) as client:
+        asked = {
+            "task": secret_task(),
+            "idempotency_key": "once",
+            # Nobody listens there, so that the address stays in the outbox.
+            "callback_url": f"http://user:{MARK}-password@127.0.0.1:9/?key={MARK}-query",
+        }
+        submitted = await client.submit(asked)
+        assert holders(tmp_path / "data") == []  # while it runs
+        [done] = await client.wait([submitted.id])
+        assert done.sessions[0].state is SessionState.DONE
+        assert (await client.submit(asked)).id == submitted.id
+        with pytest.raises(Conflict):
+            await client.submit(asked | {"n": 2})
+        assert MARK in (await service.store.spec(submitted.id)).decode()
+        assert holders(tmp_path / "data") == []  # with the log of the database
+    assert holders(tmp_path / "data") == []
+
+
+async def test_sqlite_and_the_data_folder(tmp_path: Path) -> None:
+    await run_secret_task(tmp_path)
+    file = tmp_path / "data" / KEY_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(base64.b64decode(file.read_text())) == 32
+
+
+@pytest.mark.deep
+async def test_postgresql(tmp_path: Path, postgresql: PostgresqlServer) -> None:
+    url = await postgresql.new_database()
+    await run_secret_task(tmp_path, store=url, task_key=KEY)
+    assert not (tmp_path / "data" / KEY_FILE).exists()
+    dump = await asyncio.to_thread(subprocess.check_output, ["pg_dump", "--inserts", url])
+    assert b"groups" in dump
+    for form in (MARK.encode(), MARK.encode().hex().encode()):
+        assert form not in dump
+    await postgresql.execute("CHECKPOINT")
+    assert holders(postgresql.data) == []
+
+
+async def test_a_database_of_an_older_version_is_encrypted_at_start(world: MakeWorld, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    async with sqlite_store(data / "outrider.sqlite3") as store:
+        for number in range(150):
+            await put(store, f"g{number}", f"s{number}", labels={"name": "x"}, callback_url="http://c/")
+        specs = [await store.spec(f"g{number}") for number in range(150)]
+    older = sqlite3.connect(data / "outrider.sqlite3")
+    for number, spec in enumerate(specs):
+        clear = spec.replace(b'"do it"', f'"{MARK}"'.encode())
+        url = f"http://:{MARK}@127.0.0.1:9/"
+        older.execute(
+            "UPDATE groups SET spec = ?, callback_url = ?, sealed = 0 WHERE id = ?", (clear, url, f"g{number}")
+        )
+    older.commit()
+    older.close()
+    assert holders(data) == [str(data / "outrider.sqlite3")]
+    async with world() as w:
+        assert holders(data) == []
+        assert MARK in (await w.service.store.spec("g7")).decode()
+        assert (await w.service.store.group("g7")).callback_url == f"http://:{MARK}@127.0.0.1:9/"
+        assert result_of((await w.done("g149")).sessions[0]).error is None
+
+
+async def test_a_service_without_its_key_does_not_start(world: MakeWorld, tmp_path: Path) -> None:
+    async with world() as w:
+        await w.run("ask")
+    file = tmp_path / "data" / KEY_FILE
+    kept = file.read_text()
+    file.unlink()
+    for _ in range(2):
+        with pytest.raises(ServiceError, match=r"their key is not in .*task\.key") as refused:
+            async with world():
+                pass
+        assert "openssl rand -base64 32 >" in (refused.value.hint or "")
+        assert not file.exists()
+    file.write_text("rubbish")
+    with pytest.raises(ServiceError, match=r"holds no key"):
+        async with world():
+            pass
+    file.write_text(kept)
+    async with world() as w:
+        await w.run("ask")
+
+
+async def test_queued_sessions_of_a_lost_key_end_with_an_error_and_no_reward(world: MakeWorld, tmp_path: Path) -> None:
+    async with world() as w:
+        finished = await w.run("ask")
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        await put(store, "old", "s1", "s2", callback_url="http://127.0.0.1:9/")
+    (tmp_path / "data" / KEY_FILE).write_text(KEY)
+    async with world() as w:
+        for session in (await w.done("old")).sessions:
+            error = result_of(session).error
+            assert error is not None
+            assert (error.code, error.retryable) == ("unreadable_task", False)
+            assert "another key" in error.message
+            assert KEY_FILE in (error.hint or "")
+            assert result_of(session).verdict is None
+        [delivery] = await w.service.store.deliveries(now=1e12, limit=10)
+        assert (delivery.group_id, delivery.url) == ("old", "")
+        with pytest.raises(UnreadableTask):
+            await regraded_session(w.service.store, finished.id, RegradeSpec())
+        assert result_of(await w.run("ask")).error is None
+
+
+async def test_a_key_is_given_in_the_settings(world: MakeWorld, tmp_path: Path) -> None:
+    async with world(task_key=KEY) as w:
+        await w.run("ask")
+    assert not (tmp_path / "data" / KEY_FILE).exists()
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3", key=TaskKey.parse(KEY)) as store:
+        [group] = await store.groups()
+        assert b'"instruction"' in await store.spec(group.id)
+
+
+def test_what_is_sealed_can_be_opened_with_its_key_at_its_place_only(tmp_path: Path) -> None:
+    key = KeyFile(tmp_path / KEY_FILE).make()
+    sealed = key.seal(b"data", "here")
+    again = KeyFile(tmp_path / KEY_FILE).load()
+    assert again is not None
+    assert again.open(sealed, "here") == b"data"
+    assert key.seal(b"data", "here") != sealed
+    for damaged, place, opener in (
+        (sealed, "there", key),
+        (sealed[:-1] + bytes([sealed[-1] ^ 1]), "here", key),
+        (sealed[:20], "here", key),
+        (b"{}", "here", key),
+        (sealed, "here", TaskKey.new()),
+    ):
+        with pytest.raises(UnreadableTask):
+            opener.open(damaged, place)
