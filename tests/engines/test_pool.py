@@ -22,6 +22,7 @@ from outrider.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
+from outrider.engines.pool.affinity import TOKENS_PER_REQUEST
 from outrider.engines.pool.pool import FAILOVERS, EnginePool
 from outrider.engines.pool.reply_checks import overflow_fault
 from outrider.errors import (
@@ -129,6 +130,40 @@ async def test_a_session_keeps_its_engine_until_it_is_released() -> None:
         assert [await turn(pool, "s", prompt_tokens=20_000) for _ in range(5)] == [first] * 5
         pool.release("s")
         assert [(status.sessions, status.assigned_tokens) for status in pool.status()] == [(0, 0), (0, 0)]
+
+
+async def test_a_session_leaves_an_engine_that_is_overloaded_and_does_not_come_back() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a"))
+        sessions = [f"s{number}" for number in range(200)]
+        for session in sessions:
+            await pool.select(session)
+            await turn(pool, session, prompt_tokens=8000)
+        await pool.add_engine(engine_of("b"))
+        where = dict.fromkeys(sessions, "a")
+        moves = 0
+        for _ in range(5):
+            for session in sessions:
+                await pool.select(session)
+                engine = await turn(pool, session, prompt_tokens=8000)
+                moves += engine != where[session]
+                where[session] = engine
+        counts = Counter(where.values())
+        assert moves == counts["b"], "none moved twice"
+        assert 32 <= (counts["a"] - counts["b"]) * 8000 / TOKENS_PER_REQUEST <= 36
+
+
+async def test_a_few_more_requests_in_flight_move_no_session() -> None:
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        busy = engine_of("busy", stall=1)
+        await pool.add_engine(busy)
+        for number in range(20):
+            group.create_task(chunks_of(pool, f"s{number}"))
+        await busy.stalled.wait()
+        await pool.select("s")
+        await pool.add_engine(engine_of("free"))
+        assert (await pool.select("s")).engine == "busy"
+        busy.release()
 
 
 async def test_draining_takes_no_new_session_and_keeps_the_old() -> None:

@@ -34,6 +34,11 @@ Load = tuple[bool, float, int]
 """By what engines are compared: whether it is suspect, so that it comes after all that are not; its load; and the
 number of its sessions, which decides between equal loads."""
 
+OVERLOAD = 32.0
+OVERLOAD_TIMES = 1.5
+"""An engine is overloaded against another one when its load is higher by so much, and so many times as high. With lower
+thresholds (4 and 1.1), NVIDIA's replay of agents over SGLang's router took longer: each move has a prefix read again."""
+
 SLACK = 64
 """Outdated entries that the heap may hold per live one before it is rebuilt."""
 
@@ -279,6 +284,22 @@ class Affinity:
                 self.refresh(member)
                 return member
         return None
+
+    def rebalance(self, session_key: str) -> None:
+        """Take the session from an engine that is overloaded against the least loaded one; `pick` then gives it that.
+
+        The other engine has to read the session's context once more, so the session's own load is added to the
+        threshold. Two engines are within the threshold after a few moves, and then no session moves back.
+        """
+        place = self._places.get(session_key)
+        if place is None or not place.member.serves:
+            return
+        name = self._heaps[place.member.takes_tokens].least()
+        if name is None or (other := self._members[name]) is place.member or other.suspect is not None:
+            return
+        own, least = place.member.load[1], other.load[1]
+        if own - least > OVERLOAD + place.tokens / TOKENS_PER_REQUEST and own > OVERLOAD_TIMES * least:
+            self.release(session_key)
 
     def trusts(self, kind: bool) -> bool:
         """Whether a session that is placed now gets an engine of that kind that is not suspect."""

@@ -447,7 +447,10 @@ class EnginePool:
 
     async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
         """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
-        and `chat` to call next. Raises EngineUnavailable when none comes up in time."""
+        and `chat` to call next. Raises EngineUnavailable when none comes up in time.
+
+        A session whose engine is overloaded against another one gets that one: call it between two generations."""
+        self._affinity.rebalance(session_key)
         return (await self._engine_for(session_key, (True, False), overdue)).serving()
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
