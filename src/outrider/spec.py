@@ -77,11 +77,13 @@ class Sampling(Spec):
 class Limits(Spec):
     """Limits of one session. Time spent waiting for a lane does not count.
 
-    session_seconds: preparing and running. agent_seconds: running alone; when it is over, the outcome is still graded.
+    session_seconds: preparing and running. prepare_seconds: preparing alone, before the agent begins. agent_seconds:
+    running alone; when it is over, the outcome is still graded.
     turns: model calls. response_tokens: sampled tokens over all turns.
     """
 
     session_seconds: Seconds = 3600
+    prepare_seconds: Seconds = 3600
     agent_seconds: Seconds = 1800
     turns: Annotated[int, Field(ge=1, le=100_000)] = 200
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20

@@ -8,20 +8,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.confinement import calculation
-from outrider.evaluators.checks.pool import QUICK_SECONDS, Checked, Checks, Library
+from outrider.evaluators.checks.pool import QUICK_SECONDS, SUBMITTED_AT_ONCE, Checked, Checks, Library
 from outrider.runtimes.guest.isolation import landlock
 from outrider.runtimes.guest.isolation.seccomp import MACHINES
 from outrider.runtimes.kernel.process_marks import marked
 from outrider.runtimes.node_host import Host
+from outrider.service.admission import SubmissionChecks
+from outrider.trajectory import Verdict
 
 HOSTILE = Library(distribution="pytest", packages=("pytest",), install="none", checks="evaluators.hostile_checks")
 PART = partial(Checks, library=HOSTILE)
@@ -107,13 +111,13 @@ async def test_time_in_which_the_machine_does_other_things_is_not_held_against_a
 
 
 async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
-    """However many tasks come, each with a check that hangs, they have one line, which is not that of the answers."""
+    """However many tasks come, each with a check that hangs, they have their own line."""
     checks = await host.part(PART)
     await act(host, "nothing")
     submitted = [asyncio.ensure_future(checks.check_submitted({"act": "spin"}, seconds=60)) for _ in range(32)]
-    await until(host, 2)
+    await until(host, 1 + SUBMITTED_AT_ONCE)
     assert (await act(host, "work", seconds=5)).answer == {"said": "worked"}
-    await until(host, 2)
+    await until(host, 1 + SUBMITTED_AT_ONCE)
     assert (await checks.check_submitted({"act": "nothing"}, seconds=60)).answer == {"said": "nothing"}  # nor others
     assert not any(one.done() for one in submitted)
     for one in submitted:
@@ -122,6 +126,48 @@ async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     await until(host, 1)
     assert (await checks.check_submitted({"act": "nothing"}, seconds=5)).answer == {"said": "nothing"}
     assert (await checks.check_submitted({"act": "spin"}, seconds=0.3)).fault == "too long to check: more than 0.3 s"
+
+
+class Spins:
+    """An evaluator whose spec takes for ever to check."""
+
+    spec: Mapping[str, Any] = MappingProxyType({"act": "spin"})
+
+    async def check_spec(self, host: Host) -> None:
+        await (await host.part(PART)).check_submitted(dict(self.spec), seconds=60)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        raise NotImplementedError
+
+
+class Works(Spins):
+    """One whose spec needs the line of those that take longer."""
+
+    spec = MappingProxyType({"act": "work", "for": QUICK_SECONDS + 0.05})
+
+
+async def test_golds_of_one_tenant_that_hang_keep_no_other_waiting(host: Host) -> None:
+    await act(host, "nothing")
+    checks = SubmissionChecks(host)
+    hanging = [asyncio.ensure_future(checks.check([Spins(), Spins()], "theirs")) for _ in range(8)]
+    await until(host, 2)
+    for _ in range(3):
+        await checks.check([Works()], "mine")
+    assert len(processes(host)) == 2
+    assert not any(one.done() for one in hanging)
+    for one in hanging:
+        one.cancel()
+    await asyncio.wait(hanging)
+
+
+async def test_a_group_has_one_time_for_all_its_checks_and_its_wait(host: Host) -> None:
+    await act(host, "nothing")
+    checks = SubmissionChecks(host, seconds=0.3)
+    hanging = [checks.check([Spins()] * 8, "theirs") for _ in range(3)]
+    for error in await asyncio.gather(*hanging, return_exceptions=True):
+        assert isinstance(error, EvaluatorError)
+        assert error.retryable
+        assert "within 0.3 s" in error.message
 
 
 @pytest.mark.deep

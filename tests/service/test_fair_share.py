@@ -213,6 +213,19 @@ async def test_many_runs_that_find_no_room_do_not_hide_another_tenant() -> None:
         await s.until(lambda: s.node.runs()["b"] == 3)
 
 
+async def test_no_priority_of_one_tenant_goes_before_another_tenant() -> None:
+    """Whose sessions hold all slots, and end one after the other: the first that ends is the other one's turn."""
+    async with scheduled(3) as s:
+        await s.submit("loud", of_run("a", 50, priority=1000), tenant="a")
+        await s.until(lambda: len(s.node.ran) == 3)
+        await s.submit("new", of_run("b", 2, priority=-1000), tenant="b")
+        await s.end("loud-0")
+        await s.until(lambda: s.node.runs() == {"loud": 2, "new": 1})
+        await s.end("loud-1")
+        await s.until(lambda: len(s.node.running) == 3)
+        assert s.node.runs() in ({"loud": 2, "new": 1}, {"loud": 1, "new": 2})
+
+
 async def test_priority_goes_before_fair_share() -> None:
     async with scheduled(2) as s:
         await s.submit("blocker", of_run("x", 2))

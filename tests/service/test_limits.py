@@ -67,6 +67,15 @@ async def test_session_timeout_before_the_run(world: MakeWorld, fields: dict[str
         w.assert_quiet()
 
 
+async def test_preparing_has_a_limit_of_its_own(world: MakeWorld) -> None:
+    async with world() as w:
+        session = await w.run("ask", init=["wait forever"], limits={"prepare_seconds": 0.1, "session_seconds": 3600})
+        result = result_of(session)
+        assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)
+        assert (await w.run("pass 30", "ask", limits={"prepare_seconds": 20})).result is not None
+        w.assert_quiet()
+
+
 async def test_waiting_for_a_lane_is_charged_to_nobody(world: MakeWorld) -> None:
     """The last session's sandbox is ready for longer than the session may last."""
     async with world(lanes=LanesConfig(init=5, run=1, eval=1)) as w:

@@ -6,6 +6,8 @@ import asyncio
 import random
 
 from outrider.sessions.lanes import Lane, Place
+from outrider.sessions.priority_semaphore import URGENT as COMES_FIRST
+from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 
 async def test_a_free_slot_is_taken_at_once_and_given_back() -> None:
@@ -32,6 +34,45 @@ async def test_the_highest_priority_is_served_first_and_equals_in_order() -> Non
         assert lane.stats().waiting == 4
         held.release()
     assert served == ["first high", "second high", "low", "lowest"]
+
+
+async def test_tenants_take_turns_and_the_priority_orders_those_of_one() -> None:
+    lane = Lane("run", 3)
+    held = [await lane.take(0, "loud") for _ in range(3)]
+    served: list[str] = []
+    kept = []
+
+    async def wait(name: str, priority: int, tenant: str) -> None:
+        kept.append(await lane.take(priority, tenant))
+        served.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name, priority in (("loud", 1000), ("loud too", 1000), ("loudest", 1001)):
+            group.create_task(wait(name, priority, "loud"))
+        for name, priority in (("new", -1000), ("newest", 0)):
+            group.create_task(wait(name, priority, "new"))
+        group.create_task(wait("urgent", COMES_FIRST, "loud"))
+        await asyncio.sleep(0)
+        while held or kept:
+            (held or kept).pop(0).release()
+            for _ in range(3):
+                await asyncio.sleep(0)
+    assert served == ["urgent", "newest", "loudest", "new", "loud", "loud too"]
+    assert not lane._slots._owners
+
+
+async def test_no_owner_has_more_than_its_share() -> None:
+    line = PrioritySemaphore(10, share=0.5)
+    first = await line.take((3,), owner="a")
+    waiting = asyncio.ensure_future(line.take((3,), owner="a"))
+    small = asyncio.ensure_future(line.take((1,), owner="a"))
+    other = await asyncio.wait_for(line.take((5,), owner="b"), 1)
+    assert not waiting.done()
+    assert not small.done()
+    first.release()
+    for slot in (other, await waiting, await small):
+        slot.release()
+    assert (line.taken, line._owners) == ((0,), {})
 
 
 async def test_releasing_twice_gives_back_one_slot() -> None:

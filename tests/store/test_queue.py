@@ -1,4 +1,4 @@
-"""The order of the queue: priority, then fair share between buckets, then age; and who leaves it by expiring."""
+"""The order of the queue: tenants, then priority, then buckets, then age; and who leaves it by expiring."""
 
 from __future__ import annotations
 
@@ -104,13 +104,22 @@ async def test_tenants_take_turns_before_their_runs_do(store: Store) -> None:
     for number in range(4):
         await put(store, f"many{number}", 1, created=float(number), labels=run(str(number)), tenant="a")
     await put(store, "one", 4, created=9.0, labels=run("0"), tenant="b")
-    await put(store, "low", 1, created=0.0, tenant="c", priority=-1)
-    in_turn = ["many0.0", "one.0", "many1.0", "one.1", "many2.0", "one.2", "many3.0", "one.3", "low.0"]
+    in_turn = ["many0.0", "one.0", "many1.0", "one.1", "many2.0", "one.2", "many3.0", "one.3"]
     assert await order(store) == in_turn
     assert await order(store, 2, under_way={own_bucket(run("x"), "a"): 2}) == ["one.0", "one.1"]
     await start(store, "many0.0")
     await start(store, "one.0")
     assert await order(store, 3) == ["many1.0", "one.1", "many2.0"]
+
+
+async def test_a_priority_orders_the_groups_of_one_tenant_alone(store: Store) -> None:
+    await put(store, "loud", 3, created=0.0, tenant="a", priority=1000)
+    await put(store, "louder", 3, created=1.0, labels=run("other"), tenant="a", priority=1000)
+    await put(store, "later", 1, created=2.0, tenant="b", priority=-1000)
+    await put(store, "sooner", 2, created=3.0, tenant="b", priority=-999)
+    in_turn = ["loud.0", "sooner.0", "louder.0", "sooner.1", "loud.1", "later.0", "louder.1", "loud.2", "louder.2"]
+    assert await order(store) == in_turn
+    assert await order(store, 3, under_way={own_bucket({}, "a"): 9}) == ["sooner.0", "sooner.1", "later.0"]
 
 
 async def test_a_tenant_with_many_runs_that_find_no_room_is_passed_over_as_a_whole(store: Store) -> None:
@@ -308,7 +317,7 @@ class QueueMachine(RuleBasedStateMachine):
             share, tenant = (row.priority, row.bucket), tenant_of(row.bucket)
             tenants = work[tenant], served.get(tenant, 0), tenant
             turn = under_way[row.bucket], self.served.get(share, 0), self.since[share]
-            return -row.priority, *tenants, *turn, row.created, row.sample_index
+            return *tenants, -row.priority, *turn, row.created, row.sample_index
 
         return min(self.waiting, key=place)
 
@@ -331,12 +340,12 @@ class QueueMachine(RuleBasedStateMachine):
         found = self.call(self.store.queued(limit, under_way=under_way))
         assert len(found) == min(limit, len(left))
         for row in found:
-            rivals = [each for each in left.values() if each.priority == max(each.priority for each in left.values())]
-            assert row.id in {each.id for each in rivals}
             tenant = tenant_of(row.bucket)
-            assert work[tenant] == min(work[tenant_of(each.bucket)] for each in rivals)
-            others = [each for each in rivals if tenant_of(each.bucket) == tenant]
-            assert under_way[row.bucket] == min(under_way[each.bucket] for each in others)
+            assert work[tenant] == min(work[tenant_of(each.bucket)] for each in left.values())
+            others = [each for each in left.values() if tenant_of(each.bucket) == tenant]
+            rivals = [each for each in others if each.priority == max(each.priority for each in others)]
+            assert row.id in {each.id for each in rivals}
+            assert under_way[row.bucket] == min(under_way[each.bucket] for each in rivals)
             own = [each for each in rivals if each.bucket == row.bucket]
             assert row.id == min(own, key=lambda each: (each.created, each.sample_index)).id
             under_way[row.bucket] += 1

@@ -271,6 +271,7 @@ class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
     call: Number
     amount: ResourceAmount
     priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class GiveBack(msgspec.Struct, tag="give_back", frozen=True):

@@ -534,7 +534,7 @@ class Connection:
                         raise Conflict(f"no run of session {call.session_id} is graded again on this node")
                     answer = Answer(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
                 case Take():
-                    share = await self._parts.resources.take(call.amount, call.priority)
+                    share = await self._parts.resources.take(call.amount, call.priority, call.tenant)
                     self._slots[call.call] = share
                     answer = Answer(call=call.call, gpus=share.gpus)
         except Nonsense:

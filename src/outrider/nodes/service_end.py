@@ -394,14 +394,14 @@ class SharedResources(NodeResources):
         super().__init__(capacity)
         self._service = service
 
-    async def take(self, amount: ResourceAmount, priority: int = 0) -> Share:
+    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> Share:
         if not any(amount.quantities):
-            return await super().take(amount, priority)
+            return await super().take(amount, priority, tenant)
         asked: list[int] = []
 
         def ask(number: int) -> Take:
             asked.append(number)
-            return Take(call=number, amount=amount, priority=priority)
+            return Take(call=number, amount=amount, priority=priority, tenant=tenant)
 
         def give_back() -> None:
             self._service.send(GiveBack(asked[0]))
@@ -413,9 +413,9 @@ class SharedResources(NodeResources):
             raise
         return Share(give_back, answer.gpus)
 
-    def try_take(self, amount: ResourceAmount) -> Share | None:
+    def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
         """None for any amount: what can be done without does not wait for the service."""
-        return None if any(amount.quantities) else super().try_take(amount)
+        return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 
 class ModelLeader:

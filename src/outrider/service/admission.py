@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -74,7 +74,7 @@ LIST_OF = "list["
 RESOURCES = ("cpus", "memory_mb", "gpus")
 """What is set aside of a node."""
 CHECK_SECONDS = 120.0
-"""How long a submission may wait for its evaluator to be checked."""
+"""How long a submission may wait for its evaluators to be checked."""
 
 
 def parse_group(body: bytes) -> GroupSpec:
@@ -163,6 +163,34 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
     )
 
 
+class Bound(NamedTuple):
+    """The most of something that a task may ask for."""
+
+    field: str
+    most: float
+    asked: Callable[[TaskSpec], float]
+
+
+BOUNDS = (
+    Bound("task.limits.prepare_seconds", 3600, lambda task: task.limits.prepare_seconds),
+    Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
+    Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
+)
+"""How long a session may hold a slot of a lane: of `init`, of `run` and of `eval`, in seconds. None is interrupted for
+the session of another tenant, so no tenant waits longer for its first turn."""
+
+
+def check_bounds(task: TaskSpec) -> None:
+    """Raises InvalidField for what only an admin's task may ask for."""
+    for bound in BOUNDS:
+        if (asked := bound.asked(task)) > bound.most:
+            raise InvalidField(
+                f"{asked:g} seconds are more than {bound.most:g}, for which a session may hold what others wait for",
+                field=bound.field,
+                hint="ask for less, or have an admin submit the group",
+            )
+
+
 def check_group(
     spec: GroupSpec,
     *,
@@ -171,7 +199,7 @@ def check_group(
     here: bool = True,
 ) -> list[Evaluator]:
     """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators of
-    the task's steps, which `check_evaluators` is for.
+    the task's steps, which `SubmissionChecks` is for.
 
     `paths` is what a task may name of the host's files, and `endpoints` are the graders outside. `here`: this machine
     runs sessions itself. What others can do, they say when a session starts there.
@@ -240,26 +268,43 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
     return kind
 
 
-async def check_evaluators(evaluators: Sequence[Evaluator], host: Host) -> None:
-    """What of the specs of a task's evaluators takes longer to check, such as whether a gold answer can be read. Raises
-    InvalidField, and EvaluatorError where that cannot be found out."""
-    for number, evaluator in enumerate(evaluators):
-        with naming_step(number):
-            await _check_evaluator(evaluator, host)
+class SubmissionChecks:
+    """Checks what of the specs of tasks' evaluators takes longer to check, such as whether a gold answer can be read.
+
+    It checks one group of a tenant at a time, so that no tenant's golds occupy what all tenants share; and a group has
+    `seconds` for that in all, with its wait for those before it.
+    """
+
+    def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:
+        self._host = host
+        self._seconds = seconds
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
+        """Raises InvalidField, and EvaluatorError where it cannot be found out."""
+        if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
+            return
+        try:
+            async with asyncio.timeout(self._seconds) as clock, self._turns[tenant]:
+                for number, evaluator in enumerate(evaluators):
+                    with naming_step(number):
+                        await _check_evaluator(evaluator, self._host)
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            message = f"the evaluators could not be checked within {self._seconds:g} s"
+            hint = "submit the group again, later; groups of one tenant are checked one after another"
+            raise EvaluatorError(message, field="task.evaluator", hint=hint) from error
 
 
 async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
     if not isinstance(evaluator, ChecksSpec):
         return
     try:
-        async with asyncio.timeout(CHECK_SECONDS):
-            with plugin_code():
-                await evaluator.check_spec(host)
+        with plugin_code():
+            await evaluator.check_spec(host)
     except OutriderError:
         raise
-    except TimeoutError as error:
-        message = f"the evaluator could not be checked within {CHECK_SECONDS:g} s"
-        raise EvaluatorError(message, field="task.evaluator", hint="submit the group again, later") from error
     except Exception as error:  # a plugin may raise anything
         message = f"the evaluator refuses its spec: {type(error).__name__}: {error}"
         raise InvalidField(message, field="task.evaluator") from error

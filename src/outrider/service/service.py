@@ -42,7 +42,7 @@ from outrider.schemas import (
     ServiceStatus,
     SessionView,
 )
-from outrider.service.admission import check_evaluators, check_group, check_resources, parse_group
+from outrider.service.admission import SubmissionChecks, check_bounds, check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -113,7 +113,7 @@ class Service:
         self._paths = paths
         self._version = version("outrider")  # now, because it is read from a file, for which there may be no descriptor
         self.failures = failures = failures or Failures()
-        self._host = host
+        self._checks = SubmissionChecks(host)
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -234,6 +234,8 @@ class Service:
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
         self._allow_lists.check(spec, caller)
+        if not caller.may("admin"):
+            check_bounds(spec.task)
         # A service without sessions of its own is used once its nodes have come: until then nobody knows them all.
         if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self._scheduler.stats())
@@ -264,7 +266,7 @@ class Service:
         )
         await self._back_pressure.check(row)
         # Only then, because it takes the machine's time.
-        await check_evaluators(evaluators, self._host)
+        await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())

@@ -15,7 +15,8 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
 from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats
-from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of
+from outrider.sessions.priority_semaphore import URGENT
+from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import (
@@ -29,7 +30,7 @@ from outrider.trajectory import (
     Verdict,
 )
 
-RESERVED_PRIORITY = 1 << 20
+RESERVED_PRIORITY = URGENT
 """Above every priority that a group can have."""
 
 
@@ -53,6 +54,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def priority(self) -> int:
         """Its place in the lines of the node. What has a share of its own waits behind nobody else."""
         return RESERVED_PRIORITY if self.reserved else self.session.priority
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is: in the lines of the node, tenants take turns."""
+        return tenant_of(self.session.bucket)
 
 
 class AttemptStore(Protocol):

@@ -143,7 +143,7 @@ class Grading:
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
             return
         if not self._goes_on:
-            self._second_share = self._resources.try_take(needs)
+            self._second_share = self._resources.try_take(needs, self._attempt.tenant)
             if self._second_share is None:
                 return
             self._undo.callback(self._second_share.release)
@@ -366,7 +366,7 @@ class Grading:
             make,
             owner=self._sandboxes.background,
             starts=self._lanes.grading,
-            priority=self._attempt.priority,
+            line=(self._attempt.priority, self._attempt.tenant),
             seconds=self._task.limits.session_seconds,
         )
         self._undo.push_async_callback(sandbox.close)
@@ -445,13 +445,13 @@ class GraderSandbox:
         *,
         owner: Chores,
         starts: Lane,
-        priority: int,
+        line: tuple[int, str],
         seconds: float,
     ) -> None:
         self._sandbox: Sandbox | None = None
         self._failure: Exception | None = None
         self._task = owner.create_task(
-            self._start(make, starts, priority, seconds), name="start a sandbox for an evaluation"
+            self._start(make, starts, line, seconds), name="start a sandbox for an evaluation"
         )
 
     async def ready(self) -> Runtime:
@@ -470,10 +470,12 @@ class GraderSandbox:
         if self._sandbox is not None:
             await self._sandbox.stop()
 
-    async def _start(self, make: Callable[[], Awaitable[Sandbox]], starts: Lane, priority: int, seconds: float) -> None:
+    async def _start(
+        self, make: Callable[[], Awaitable[Sandbox]], starts: Lane, line: tuple[int, str], seconds: float
+    ) -> None:
         limit = asyncio.timeout(seconds)
         try:
-            async with await starts.take(priority), limit:
+            async with await starts.take(*line), limit:
                 sandbox = await make()
                 await sandbox.ready()
                 self._sandbox = sandbox

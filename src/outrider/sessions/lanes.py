@@ -8,10 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from outrider.schemas import LaneStats
-from outrider.sessions.priority_semaphore import PrioritySemaphore, Slot
-
-COMES_BACK = 1 << 20
-"""Above every priority."""
+from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
 
 class Lane:
@@ -22,9 +19,9 @@ class Lane:
         self.size = size
         self._slots = PrioritySemaphore(size)
 
-    async def take(self, priority: int = 0) -> Slot:
-        """Wait for a slot. A cancelled wait takes none."""
-        return await self._slots.take((1,), priority)
+    async def take(self, priority: int = 0, tenant: str = "") -> Slot:
+        """Wait for a slot, in the order of `PrioritySemaphore`. A cancelled wait takes none."""
+        return await self._slots.take((1,), priority, tenant)
 
     def stats(self) -> LaneStats:
         (in_use,) = self._slots.taken
@@ -41,14 +38,15 @@ class Lane:
 class Place:
     """A slot of a lane that a session has for as long as an `async with` block runs, but may leave for a while."""
 
-    def __init__(self, lane: Lane, priority: int) -> None:
+    def __init__(self, lane: Lane, priority: int, tenant: str = "") -> None:
         self._lane = lane
         self._priority = priority
+        self._tenant = tenant
         self._slot: Slot | None = None
         self._over = False
 
     async def __aenter__(self) -> Self:
-        self._slot = await self._lane.take(self._priority)
+        self._slot = await self._lane.take(self._priority, self._tenant)
         return self
 
     async def __aexit__(
@@ -63,7 +61,7 @@ class Place:
         block raises ends the session's need for the slot."""
         self._release()
         yield
-        slot = await self._lane.take(COMES_BACK)
+        slot = await self._lane.take(URGENT, self._tenant)
         if self._over or self._slot is not None:  # an evaluator may wait for several things at once
             slot.release()
         else:

@@ -97,7 +97,7 @@ def session_needs(task: TaskSpec) -> ResourceAmount:
 
 
 class NodeResources:
-    """`await resources.take(amount, priority)` waits for its turn, in the order of `PrioritySemaphore`."""
+    """`await resources.take(amount, priority, tenant)` waits for its turn, in the order of `PrioritySemaphore`."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -105,7 +105,7 @@ class NodeResources:
         self._taken = PrioritySemaphore(*self.total.quantities)
         self._free_gpus = set(capacity.gpus)
 
-    async def take(self, amount: ResourceAmount, priority: int = 0) -> Share:
+    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> Share:
         """Set an amount aside; an empty one never waits. Raises RuntimeUnavailable for more than the total."""
         quantities = amount.quantities
         if not any(quantities):
@@ -116,13 +116,13 @@ class NodeResources:
                 hint="submit the task again with less, or serve it with more: see the settings sandboxes.cpus, "
                 "sandboxes.memory_mb and sandboxes.gpus",
             )
-        return self._share(await self._taken.take(quantities, priority), amount.gpus)
+        return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
-    def try_take(self, amount: ResourceAmount) -> Share | None:
+    def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
         """None if not enough is free, or if others wait for it: for a use that can be done without."""
         if not any(quantities := amount.quantities):
             return Share()
-        slot = self._taken.try_take(quantities)
+        slot = self._taken.try_take(quantities, tenant)
         return None if slot is None else self._share(slot, amount.gpus)
 
     def _share(self, slot: Slot, number: int) -> Share:

@@ -229,7 +229,7 @@ class Rollout:
 
     async def _stages(self) -> Ending:
         """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
-        lanes, priority = self._node.lanes, self._attempt.priority
+        lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
         harness = make_harness(self._task.harness)
         # In a thread: some harnesses build the folder that they mount first.
         mounts = await asyncio.to_thread(self._mounts, harness)
@@ -237,27 +237,28 @@ class Rollout:
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
-            share = await self._node.resources.take(session_needs(self._task), priority)
+            share = await self._node.resources.take(session_needs(self._task), *line)
             await held.enter_async_context(share)
             self._gpus = share.gpus
-            ready = await held.enter_async_context(await lanes.ready.take(priority))
-            init = await held.enter_async_context(await lanes.init.take(priority))
+            ready = await held.enter_async_context(await lanes.ready.take(*line))
+            init = await held.enter_async_context(await lanes.init.take(*line))
             self._stopwatch.lap("queued")
+            preparing = Budget(self._task.limits.prepare_seconds, self._node.stood_still)
             try:
-                async with self._budget.spend():
+                async with self._budget.spend(), preparing.spend():
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
-                return Ending(reason=self._out_of_time())
+                return Ending(reason=self._out_of_time(preparing))
             init.release()
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
             # From here each slot is taken before the one before it is released: so the slots bound how many sandboxes
             # are alive.
-            run = await held.enter_async_context(await lanes.run.take(priority))
+            run = await held.enter_async_context(await lanes.run.take(*line))
             ready.release()
             self._stopwatch.lap("ready")
 
@@ -273,7 +274,7 @@ class Rollout:
             if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
                 return Ending(reason=ended.reason)
 
-            place = await held.enter_async_context(Place(lanes.eval, priority))
+            place = await held.enter_async_context(Place(lanes.eval, *line))
             run.release()
             self._stopwatch.lap("eval_wait")
 
@@ -532,9 +533,9 @@ class Rollout:
             hint="see whether an engine was there to answer, and whether the harness asked",
         )
 
-    def _out_of_time(self) -> StopReason:
-        """A TimeoutError left a step: the session's own, or one that a plugin let out. Raises HarnessError for that."""
-        if not self._budget.exhausted:
+    def _out_of_time(self, *others: Budget) -> StopReason:
+        """A TimeoutError left a step: that of a budget, or one that a plugin let out. Raises HarnessError for that."""
+        if not any(budget.exhausted for budget in (self._budget, *others)):
             raise HarnessError("a step of the session timed out by itself") from None
         return StopReason.SESSION_TIMEOUT
 
@@ -603,11 +604,11 @@ class Rollout:
         if stored.excess is not None:
             return _graded(ended, Grade(verdict=stored.excess, excess=True))
         fetch = partial(self._node.artifacts.fetch_carried, stored.session_id, stored.attempt)
-        priority = self._attempt.priority
+        line = self._attempt.priority, self._attempt.tenant
         async with AsyncExitStack() as held:
-            share = await self._node.resources.take(session_needs(self._task), priority)
+            share = await self._node.resources.take(session_needs(self._task), *line)
             await held.enter_async_context(share)
-            place = await held.enter_async_context(Place(self._node.lanes.eval, priority))
+            place = await held.enter_async_context(Place(self._node.lanes.eval, *line))
             self._stopwatch.lap("queued")
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)

@@ -384,6 +384,15 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN sealed INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX groups_to_seal ON groups (id) WHERE sealed = 0",
     ),
+    (
+        # A tenant's priority orders its own groups only.
+        "DROP INDEX queue_shares_order",
+        "DROP INDEX queue_shares_evaluations",
+        """CREATE INDEX queue_shares_order ON queue_shares (tenant, priority, served, since, bucket)
+            WHERE waiting = 1""",
+        """CREATE INDEX queue_shares_evaluations ON queue_shares (tenant, priority, served, since, bucket)
+            WHERE waiting = 1 AND evaluation = 1""",
+    ),
 )
 SEALING = 12
 """The version from which on tasks are encrypted."""

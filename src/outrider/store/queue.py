@@ -1,8 +1,10 @@
-"""The order of the queue: priority, then fair share between tenants, then between the buckets of each, then age.
+"""The order of the queue: fair share between tenants, then a tenant's priorities, then fair share between its buckets,
+then age.
 
 A bucket is the sessions of one run of a tenant, or of one user where no run is named; all others of the tenant share
-the bucket without a name. Of the tenants that wait at the highest priority, the one with the least work under way goes
-first, then the one that was served the longest time ago; and of its buckets, likewise. So a client that invents a run
+the bucket without a name. Of the tenants that wait, the one with the least work under way goes first, then the one that
+was served the longest time ago; and of its buckets at its highest priority, likewise. A priority is the client's word:
+it orders the groups of one tenant, and no tenant's before another's. So a client that invents a run
 for each group takes from its own tenant only. Within a bucket the oldest session goes first. It opens no transaction.
 Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` = 1. The reverse does not hold:
 who finds nothing in a bucket tells `close_shares`.
@@ -33,10 +35,10 @@ COUNT_WAITING = """SELECT COUNT(*) FROM (
 
 # Goes from tenant to tenant in the index: a plain DISTINCT would read the row of every bucket.
 TENANTS = """WITH RECURSIVE found (tenant) AS (
-        SELECT MIN(tenant) FROM queue_shares WHERE {which} AND priority = ?
+        SELECT MIN(tenant) FROM queue_shares WHERE {which}
         UNION ALL
         SELECT (SELECT MIN(queue_shares.tenant) FROM queue_shares
-                WHERE {which} AND priority = ? AND queue_shares.tenant > found.tenant)
+                WHERE {which} AND queue_shares.tenant > found.tenant)
         FROM found WHERE found.tenant IS NOT NULL
     )
     SELECT found.tenant, (SELECT MAX(served) FROM queue_shares WHERE queue_shares.tenant = found.tenant) AS last
@@ -122,32 +124,17 @@ async def pick(
     picked = Picked([], [])
     which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
     look = _Look(tx, which, now=now, latest=latest, under_way=under_way, skip=skip)
-    priority = ABOVE_ALL
-    while len(picked.sessions) < limit:
-        found = await tx.fetch(
-            f"SELECT MAX(priority) FROM queue_shares WHERE {which} AND priority < ?",
-            (priority,),
-        )
-        if found[0][0] is None:
-            break
-        priority = found[0][0]
-        await _pick_at(look, priority, limit, picked)
-    return picked
-
-
-async def _pick_at(look: _Look, priority: int, limit: int, picked: Picked) -> None:
-    """Add sessions of one priority to `picked` until it has as many as `limit`, or none is left."""
     order = count()
-    lines = [(look.work[tenant], next(order), _Line(look, priority, tenant)) for tenant in await look.tenants(priority)]
-    heapify(lines)
-    while lines and len(picked.sessions) < limit:
-        work, _, line = heappop(lines)
-        wanted = (limit - len(picked.sessions)) // (len(lines) + 1) + 1
-        session = await line.next(wanted, picked.empty)
+    waiting = [(look.work[tenant], next(order), _Tenant(look, tenant)) for tenant in await look.tenants()]
+    heapify(waiting)
+    while waiting and len(picked.sessions) < limit:
+        work, _, tenant = heappop(waiting)
+        wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
+        session = await tenant.next(wanted, picked.empty)
         if session is not None:
             picked.sessions.append(rows.session_from(session))
-            look.work[line.tenant] += 1
-            heappush(lines, (work + 1, next(order), line))
+            heappush(waiting, (work + 1, next(order), tenant))
+    return picked
 
 
 class _Look:
@@ -176,10 +163,32 @@ class _Look:
             self.work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
-    async def tenants(self, priority: int) -> list[str]:
+    async def tenants(self) -> list[str]:
         """The tenants that wait, first the one that was served the longest time ago."""
-        found = await self.tx.fetch(TENANTS.format(which=self.which), (priority, priority))
+        found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
+
+
+class _Tenant:
+    """What one tenant has waiting, the highest priority first."""
+
+    def __init__(self, look: _Look, name: str) -> None:
+        self._look = look
+        self._name = name
+        self._priority = ABOVE_ALL
+        self._line: _Line | None = None
+
+    async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
+        """See `_Line.next`."""
+        while True:
+            if self._line is not None and (session := await self._line.next(wanted, empty)) is not None:
+                return session
+            sql = f"SELECT MAX(priority) FROM queue_shares WHERE {self._look.which} AND tenant = ? AND priority < ?"
+            ((found,),) = await self._look.tx.fetch(sql, (self._name, self._priority))
+            if found is None:
+                return None
+            self._priority = found
+            self._line = _Line(self._look, found, self._name)
 
 
 class _Line:

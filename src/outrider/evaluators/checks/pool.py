@@ -37,6 +37,8 @@ QUICK_SECONDS = 0.2
 """Processor time after which a check goes to the line of the slow ones. Most checks take a tenth of it."""
 SLOW_NICER = 5
 """By how much slow checks give way to the others, and to the service."""
+SUBMITTED_AT_ONCE = 2
+"""Checks of submitted tasks in each line, so that one that takes its full time is not in the way of all others."""
 MAX_MEMORY = 512 << 20
 """Bytes that a check may use beside what its library takes."""
 MAX_ANSWER = 1 << 20
@@ -128,7 +130,7 @@ class Checks:
         self._zygote: tuple[Child, socket.socket] | None = None
         self._given_up: list[Child] = []
         self._answers = Lines(len(os.sched_getaffinity(0)), nicer=0)
-        self._submitted = Lines(1, nicer=SLOW_NICER)
+        self._submitted = Lines(SUBMITTED_AT_ONCE, nicer=SLOW_NICER)
 
     async def __aenter__(self) -> Self:
         return self
@@ -152,8 +154,9 @@ class Checks:
         return await self._check(request, seconds, self._answers, bucket, aside)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
-        """As `check`, for what comes with a task: one at a time and at a low priority, whoever submits how much. The
-        answers of sessions do not wait for it."""
+        """As `check`, for what comes with a task: few at a time and at a low priority, whoever submits how much. The
+        answers of sessions do not wait for it. The service asks for one tenant once at a time (`SubmissionChecks`), so
+        that no tenant has all of the line."""
         return await self._check(request, seconds, self._submitted, "", nullcontext)
 
     async def _check(
