@@ -4,7 +4,7 @@
     python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
     python -m bench.processes proxy    UPSTREAM_URL
     python -m bench.processes relay    UPSTREAM_URL
-    python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL
+    python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL PAUSES
     python -m bench.processes echo
 
 Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
 from outrider.api import server
-from outrider.cli.event_loop import shorten_pauses
+from outrider.cli.event_loop import short_pauses
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.service.assembly import open_service
@@ -102,9 +102,12 @@ async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Proces
 
 
 @asynccontextmanager
-async def service_process(tokenizer: Path, data: Path, run_lane: int, store_url: str) -> AsyncIterator[Process]:
-    """A service on a scripted engine, with its store in the folder `data` where the URL is empty. It may be killed."""
-    async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url) as process:
+async def service_process(
+    tokenizer: Path, data: Path, run_lane: int, store_url: str, *, pauses: str = ""
+) -> AsyncIterator[Process]:
+    """A service on a scripted engine, with its store in the folder `data` where the URL is empty. It may be killed.
+    With `pauses` "python" its garbage is collected as Python does it."""
+    async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url, pauses) as process:
         yield process
 
 
@@ -156,12 +159,14 @@ async def _serve_upstream(folder: str, reply_tokens: str) -> None:
 
 
 async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
-    async with parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking:
-        shorten_pauses()
+    async with (
+        parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking,
+        short_pauses(lambda: False, parking.service.failures),
+    ):
         await _until_told(parking.base_urls)
 
 
-async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: str) -> None:
+async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: str, pauses: str = "") -> None:
     config = Config(
         port=0,
         data=Path(data),
@@ -177,8 +182,14 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: st
             ),
         ),
     )
-    async with open_service(config) as opened, server.serving(*opened) as url:
-        shorten_pauses()
+    async with (
+        open_service(config) as opened,
+        server.serving(*opened) as url,
+        # The pauses are measured against those of Python's own collector.
+        nullcontext()
+        if pauses == "python"
+        else short_pauses(lambda: not opened.service.under_way, opened.service.failures),
+    ):
         await _until_told([url])
 
 

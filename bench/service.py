@@ -53,6 +53,10 @@ FULL = Plan(finished=100_000, live=10_000, submitted=2_000, pages=20)
 QUICK = Plan(finished=2_000, live=200, submitted=200, pages=2)
 
 
+STALL_PLANS = {False: (5_000, 2_000), True: (200, 200)}
+"""Live sessions, and sessions that run and end beside them, for the longest stall of the event loop."""
+
+
 class OneCall:
     """Calls its model once. With the option `wait` it then waits to be ended."""
 
@@ -70,7 +74,35 @@ class OneCall:
 
 
 async def run(quick: bool) -> dict[str, Any]:
-    return await measure(QUICK if quick else FULL)
+    return await measure(QUICK if quick else FULL) | {"stalls": await stalls(*STALL_PLANS[quick])}
+
+
+async def stalls(live: int, beside: int) -> dict[str, Any]:
+    """The longest stall of the event loop of one process in which so many sessions live, while others run and end: with
+    Python's own collector of garbage, and with ours (`concurrency/garbage.py`)."""
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
+        corpus = await asyncio.to_thread(Corpus.make, Path(name))
+        found = {which: await _stalls(corpus, Path(name, which), which, live, beside) for which in ("python", "ours")}
+    return {"live": live, "beside": beside, **found}
+
+
+async def _stalls(corpus: Corpus, data: Path, pauses: str, live: int, beside: int) -> dict[str, float]:
+    async with (
+        service_process(corpus.folder, data, live + GROUP_SIZE, "", pauses=pauses) as process,
+        AsyncClient(process.urls[0]) as client,
+    ):
+        await _start_live(client, live)
+        before = process.memory_mib()
+        for _ in range(beside // GROUP_SIZE):
+            group = await client.submit(_group(GROUP_SIZE, wait=False))
+            await client.wait([group.id])
+        stalls = (await client.status()).nodes[0].stalls
+        return {
+            "longest_ms": 1e3 * stalls.longest,
+            "longest_processor_ms": 1e3 * stalls.held,
+            "count": stalls.count,
+            "grown_kib_per_session": 1024 * (process.memory_mib() - before) / beside,
+        }
 
 
 async def measure(plan: Plan) -> dict[str, Any]:

@@ -307,9 +307,27 @@ def _service(found: Any) -> list[Sheet]:
         for what, part, name in measures
     ]
     note = "Groups of 8 sessions with one model call each, over HTTP; the service is a process of its own."
-    return [
+    sheets = [
         Sheet(title="Service: groups in, results out, and kill -9", columns=("what", *stores), rows=rows, note=note)
     ]
+    if (stalls := found.get("stalls")) is not None:
+        measured = {
+            "longest stall, ms": "longest_ms",
+            "of it on the processor, ms": "longest_processor_ms",
+            "stalls over 50 ms": "count",
+            "KiB that each ended session has left": "grown_kib_per_session",
+        }
+        sheets.append(
+            Sheet(
+                title=f"Service: its event loop with {stalls['live']:,} live sessions in one process",
+                columns=("what", "Python's collector of garbage", "ours"),
+                rows=[
+                    (what, *(number(stalls[of][name]) for of in ("python", "ours"))) for what, name in measured.items()
+                ],
+                note=f"As its own watchdog saw it, while {stalls['beside']:,} more sessions ran and ended.",
+            )
+        )
+    return sheets
 
 
 def _history(found: Any) -> list[Sheet]:

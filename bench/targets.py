@@ -129,6 +129,13 @@ TARGETS = (
     Target(
         name="floods: longest stall", bench="floods", most=50, unit="ms", of=lambda found: found["longest_stall_ms"]
     ),
+    Target(
+        name="service: stall of the loop with 5,000 live sessions, on the processor",
+        bench="service",
+        most=50,
+        unit="ms",
+        of=lambda found: found["stalls"]["ours"]["longest_processor_ms"],
+    ),
     Target(name="floods: memory", bench="floods", most=500, unit="MiB", of=lambda found: found["memory_mib"]),
     Target(
         name="memory: kept per 2,000-token call",

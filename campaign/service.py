@@ -13,7 +13,7 @@ from pathlib import Path
 
 from campaign.seams import Knobs
 from outrider.api.server import serving
-from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.cli.event_loop import run_service, short_pauses
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
@@ -67,8 +67,10 @@ async def _serve(config: Config) -> None:
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     async with open_service(config, pauses=HASTY) as (service, node), asyncio.TaskGroup() as tasks:
         loop.add_signal_handler(signal.SIGUSR1, lambda: tasks.create_task(_lapse(service)))
-        async with serving(service, node) as url:
-            shorten_pauses()
+        async with (
+            serving(service, node) as url,
+            short_pauses(lambda: not service.under_way, service.failures),
+        ):
             log.info("ready at %s", url)
             await stopped.wait()
             await service.run_dry(STOP_SECONDS)

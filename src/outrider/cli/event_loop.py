@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from outrider.concurrency.chores import Failures
+from outrider.concurrency.garbage import collected_in_pieces
 from outrider.file_descriptors import check_enough
 
 T = TypeVar("T")
@@ -45,12 +47,11 @@ def _started_threads() -> ThreadPoolExecutor:
     return threads
 
 
-def shorten_pauses() -> None:
-    """Keep the garbage collector and other threads from delaying the event loop. Call it when all is imported."""
-    # Objects that exist now stay for good. Without this every full collection looks at them again, for 60 ms and more.
-    # A collection before the freeze would take 100 ms, which the little garbage of importing is not worth.
-    gc.freeze()
-    # A collection of the second generation then looks at 80,000 objects at most (10 ms); a full one is rare.
-    gc.set_threshold(20_000, 4, 200)
+@asynccontextmanager
+async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
+    """While the block runs, the garbage collector and other threads delay the event loop by little. Enter it when all
+    is imported. `idle` and `failures`: see `concurrency/garbage.py`."""
     # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
     sys.setswitchinterval(0.001)
+    async with collected_in_pieces(idle, failures):
+        yield

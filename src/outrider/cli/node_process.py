@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import LogFormatter
 from outrider.concurrency.chores import Failures
 from outrider.config import Config
@@ -215,7 +215,7 @@ async def _run(
             )
         )
         await stack.enter_async_context(serving_gateway(node))
-        shorten_pauses()
+        await stack.enter_async_context(short_pauses(lambda: not node.stats().sessions, failures))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.run(node, followers), name="node")
             if starter is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
-from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.machine_options import (
     LANES,
@@ -215,8 +215,11 @@ async def _serve(terminal: Terminal, config: Config) -> None:
 
     signals = StopSignals()
     try:
-        async with open_service(config) as (service, node), serving(service, node) as url:
-            shorten_pauses()
+        async with (
+            open_service(config) as (service, node),
+            serving(service, node) as url,
+            short_pauses(lambda: not service.under_way, service.failures),
+        ):
             terminal.out.print(f"outrider is ready at {url}")
             flags = "" if url == DEFAULT_URL else f" --url {url}"
             token = " --token TOKEN" if config.token else ""

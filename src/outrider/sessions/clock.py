@@ -30,34 +30,42 @@ class Budget:
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        started, stood = loop.time(), self._stood_still()
-        budget = self.remaining
-
-        timer: asyncio.TimerHandle
-
-        def charge() -> None:
-            worked = loop.time() - started - (self._stood_still() - stood)
-            self.remaining = budget - max(0.0, worked)
-
-        # A deadline set on entering would be too early after a stall: so a timer looks, and sets itself again.
-        def end_or_wait() -> None:
-            nonlocal timer
-            charge()
-            if self.remaining <= 0:
-                timeout.reschedule(loop.time())
-            else:
-                timer = loop.call_later(max(LOOK_AGAIN, self.remaining), end_or_wait)
-
-        timer = loop.call_later(max(0.0, budget), end_or_wait)
-        timeout = asyncio.timeout(None)
+        spending = _Spending(self, self.remaining, self._stood_still)
         try:
-            async with timeout:
+            async with spending.timeout:
                 yield
         finally:
-            timer.cancel()
-            charge()
-            self.exhausted = self.exhausted or timeout.expired()
+            spending.end()
+            self.exhausted = self.exhausted or spending.timeout.expired()
+
+
+class _Spending:
+    """One `spend` block. A deadline set on entering would be too early after a stall: so a timer looks, and sets itself
+    again. No object here is in a cycle once the timer is cancelled (see concurrency/garbage.py)."""
+
+    def __init__(self, budget: Budget, seconds: float, stood_still: Callable[[], float]) -> None:
+        self.timeout = asyncio.timeout(None)
+        self._budget = budget
+        self._seconds = seconds
+        self._stood_still = stood_still
+        self._loop = asyncio.get_running_loop()
+        self._started, self._stood = self._loop.time(), stood_still()
+        self._timer = self._loop.call_later(max(0.0, seconds), self._end_or_wait)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        self._charge()
+
+    def _charge(self) -> None:
+        worked = self._loop.time() - self._started - (self._stood_still() - self._stood)
+        self._budget.remaining = self._seconds - max(0.0, worked)
+
+    def _end_or_wait(self) -> None:
+        self._charge()
+        if self._budget.remaining <= 0:
+            self.timeout.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_later(max(LOOK_AGAIN, self._budget.remaining), self._end_or_wait)
 
 
 class Cutoff:

@@ -1,0 +1,52 @@
+"""Sessions leave no cycles of objects: their reference counts free them, and no collection must look for them."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from types import CoroutineType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+from .conftest import MakeWorld
+
+SESSIONS = 20
+
+
+def of_ours(thing: object) -> str | None:
+    """A name for an object of our code; None for another's."""
+    code = getattr(thing, "__code__", None) or getattr(thing, "cr_code", None) or getattr(thing, "f_code", None)
+    if isinstance(thing, FunctionType | CoroutineType | FrameType) and code is not None:
+        return code.co_qualname if "/outrider/" in code.co_filename else None
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__.startswith("outrider.") else None
+
+
+@pytest.mark.parametrize(
+    ("do", "fields"),
+    [
+        (["ask"], {}),
+        (["ask", "ask", "ask"], {}),
+        (["crash"], {"max_attempts": 1}),
+        (["ask", "crash"], {}),
+        (["ask", "wait"], {"limits": {"agent_seconds": 0.2}}),
+        (["ask"], {"limits": {"turns": 1}}),
+    ],
+    ids=["a call", "calls", "a crash", "a crash after a call", "out of time", "out of turns"],
+)
+async def test_sessions_leave_no_cycles(world: MakeWorld, do: list[str], fields: dict[str, Any]) -> None:
+    async with world() as it:
+        await it.done((await it.submit(*do, **fields)).id)  # what is made once
+        gc.collect()
+        gc.disable()
+        try:
+            await it.done((await it.submit(*do, n=SESSIONS, **fields)).id)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            found = Counter(filter(None, map(of_ours, gc.garbage)))
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert {name: count for name, count in found.items() if count >= SESSIONS} == {}
