@@ -19,10 +19,11 @@ from pathlib import Path
 from outrider.concurrency.chores import Chores, Failures
 
 EVERY_SECONDS = 5.0
-YOUNG = 20_000
+YOUNG = 5_000
 """New objects after which Python collects them."""
 MIDDLE = 4
-"""So many of these collections, and the second generation is collected too: 80,000 objects at most, or 10 ms."""
+"""After so many of these collections the second generation is collected, too: 25,000 objects at most. That took 17 ms on
+a slow and busy machine; four times as many took 70 ms."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
 """Bytes by which the process has grown since the last full collection when an idle moment is used for one."""
