@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -152,3 +153,58 @@ async def test_a_service_with_256_descriptors_is_crowded_and_lives(tmp_path: Pat
     process.terminate()
     await process.communicate()
     assert process.returncode == 0
+
+
+CANNOT_START = {
+    "a data folder that is a file": ("file", {}, 2, "cannot be used as the data folder", "--data DIR"),
+    "a data folder below a file": ("file/data", {}, 2, "cannot be used as the data folder", "--data DIR"),
+    "a data folder that nobody can make": ("/proc/outrider", {}, 2, "cannot be used as the data folder", "--data DIR"),
+    "a temporary folder that is not there": ("data", {"TMPDIR": "/nowhere"}, 1, "TMPDIR is /nowhere", "unset"),
+}
+
+
+@pytest.mark.parametrize(("data", "variables", "code", "error", "hint"), CANNOT_START.values(), ids=CANNOT_START.keys())
+async def test_what_cannot_start_is_one_error_and_a_hint(
+    tmp_path: Path, data: str, variables: dict[str, str], code: int, error: str, hint: str
+) -> None:
+    (tmp_path / "file").write_text("here")
+    words = [data if word == str(tmp_path / "data") else word for word in flags(tmp_path)]
+    process = await program("serve", *words, cwd=tmp_path, env=os.environ | variables)
+    out, err = await process.communicate()
+    first, second = [line for line in err.decode().splitlines() if line.startswith(("error", "hint", "Traceback"))]
+    assert (process.returncode, out) == (code, b"")
+    assert error in first
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    process = await program("serve", *flags(tmp_path), preexec_fn=few)
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.startswith(b"error: this process may have only 40 files open\nhint: ")
+
+
+@pytest.mark.parametrize("module", ["outrider.cli.commands", "aiohttp", "typer", "msgspec"])
+async def test_an_interrupt_while_it_is_imported_is_no_traceback(tmp_path: Path, module: str) -> None:
+    """The signal comes in the moment in which a module is looked for."""
+    code = f"""
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from outrider.cli import main
+sys.exit(main())
+"""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, "serve", *flags(tmp_path)), stdout=pipe, stderr=pipe
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 130
+    assert err == b"interrupted\n"

@@ -22,8 +22,8 @@ EVERY_SECONDS = 5.0
 YOUNG = 5_000
 """New objects after which Python collects them."""
 MIDDLE = 4
-"""After so many of these collections the second generation is collected, too: 25,000 objects at most. That took 17 ms on
-a slow and busy machine; four times as many took 70 ms."""
+"""After so many of these collections the second generation is collected, too: 25,000 objects at most. That took 19 ms
+on a slow machine, and 70 ms with four times as many."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
 """Bytes by which the process has grown since the last full collection when an idle moment is used for one."""
