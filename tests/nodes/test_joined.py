@@ -302,14 +302,14 @@ async def test_a_machine_that_died_while_it_started_does_not_keep_its_name(token
 async def test_who_may_not_join_is_told_why(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None, error: Any, says: str
 ) -> None:
+    if token == "version":
+        monkeypatch.setattr(joined, "version", lambda _: "0.0.0")
     async with start(processes=0, token="root") as running:
         if token in ("submit", "version", "name"):
             role: Any = "submit" if token == "submit" else "node"
             given: str | None = (await running.service.tokens.create(TokenSpec(name="x", role=role))).text
         else:
             given = token
-        if token == "version":
-            monkeypatch.setattr(joined, "version", lambda _: "0.0.0")
         url = f"{running.url}/elsewhere" if token == "name" else running.url
         with pytest.raises(ExceptionGroup) as raised:
             async with Machine().at(url, tmp_path, token=given):
