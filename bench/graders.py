@@ -14,7 +14,6 @@ import asyncio
 import importlib
 import itertools
 import logging
-import os
 import re
 import statistics
 import subprocess
@@ -31,7 +30,7 @@ import msgspec
 import orjson
 
 from bench.floors import Receive, Scope, Send
-from bench.sandboxes import children_of, cpu_seconds, ticks_of
+from bench.processor_time import cpu_seconds
 from outrider.config import GraderConfig
 from outrider.errors import InvalidField
 from outrider.evaluators.answers import marked_answer
@@ -355,7 +354,7 @@ async def _milliseconds(
             await work(reply, place)
             spent.append(time.perf_counter() - begun)
 
-    begun, used = time.perf_counter(), cpu_seconds_of_all()
+    begun, used = time.perf_counter(), cpu_seconds()
     async with asyncio.TaskGroup() as tasks:
         for place in range(width):
             tasks.create_task(one_after_another(place))
@@ -365,15 +364,5 @@ async def _milliseconds(
         "p50_ms": 1000 * statistics.median(spent),
         "p95_ms": 1000 * cuts[-1],
         "per_second": times / seconds,
-        "cpu_ms": 1000 * (cpu_seconds_of_all() - used) / times,
+        "cpu_ms": 1000 * (cpu_seconds() - used) / times,
     }
-
-
-def cpu_seconds_of_all() -> float:
-    """Of this process and all below it: also of those in sandboxes that live on."""
-    todo, deeper = list(children_of(os.getpid())), 0
-    while todo:
-        below = children_of(todo.pop())
-        deeper += sum(map(ticks_of, below))
-        todo += below
-    return cpu_seconds() + deeper / os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,6 @@ import functools
 import io
 import itertools
 import os
-import resource
 import statistics
 import tarfile
 import tempfile
@@ -24,6 +23,7 @@ import msgspec
 from tests.runtimes import engines
 
 from bench.processes import a_round_trip
+from bench.processor_time import children_of, cpu_seconds, of_process
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext, Shell
 from outrider.runtimes.kernel.child import readable
@@ -116,31 +116,6 @@ def summary(seconds: list[float]) -> dict[str, float]:
         "p50_ms": round(statistics.median(ordered) * 1e3, 3),
         "p95_ms": round(ordered[int(len(ordered) * 0.95)] * 1e3, 3),
     }
-
-
-def cpu_seconds() -> float:
-    """Of this process, of all children that it has waited for, and of the zygote with those that it has waited for."""
-    ticks = sum(ticks_of(pid) for pid in children_of(os.getpid()))
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def of_process(pid: int, name: str) -> str:
-    """A file that the kernel has of a process; empty when that has just gone."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
-
-
-def ticks_of(pid: int) -> int:
-    """Processor time of a child and of those that it has waited for. That of one that has gone, which has none here, is
-    in the time of this process's children by then."""
-    return sum(map(int, of_process(pid, "stat").rpartition(")")[2].split()[11:15]))
 
 
 def unshared_kib(pid: int) -> int:

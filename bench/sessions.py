@@ -2,15 +2,15 @@
 
 A session is a sandbox, the built-in tool agent with two model calls and one bash call between them, a callable
 evaluator, and all that is stored of it. Up to 64 run at once, the default lanes. What is left to measure when the
-model costs nothing is the rest: `cpu_ms_each` (the service and its sandboxes) says how much of it is work, so that
-cores * 1000 / cpu_ms_each is the most this machine could do.
+model costs nothing is the rest: `cpu_ms_each` (the service and all that it started: the zygote, its forks and what runs
+in them; see processor_time.py) says how much of it is work, so that cores * 1000 / cpu_ms_each is the most this
+machine could do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 
 from bench.corpus import Corpus
 from bench.processes import a_round_trip
+from bench.processor_time import cpu_seconds
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
@@ -36,14 +38,15 @@ GROUP_SIZE = 8
 ROUND_TRIPS = 300
 WAIT_SECONDS = 60.0
 SAID = "hello from the sandbox"
-CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo ' + SAID + '"}}\n</tool_call><|im_end|>'
 ANSWER = "It is done.<|im_end|>"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How many sessions, per runtime; a multiple of the group size."""
+    """How many sessions, per runtime; a multiple of the group size. `command` is what each runs in its sandbox; it
+    says `SAID`."""
 
     sessions: dict[str, int]
+    command: str = f"echo {SAID}"
 
 
 FULL = Plan({"memory": 768, "namespace": 512})
@@ -61,17 +64,17 @@ async def measure(plan: Plan) -> dict[str, Any]:
     async with a_round_trip() as round_trip:
         await round_trip.take(ROUND_TRIPS)
         for kind, sessions in plan.sessions.items():
-            found[kind] = await _of(kind, sessions)
+            found[kind] = await _of(kind, sessions, plan.command)
             await round_trip.take(ROUND_TRIPS)
         return {"runtimes": found, "round_trip_ms": round_trip.median_ms()}
 
 
-async def _of(kind: str, sessions: int) -> dict[str, Any]:
+async def _of(kind: str, sessions: int, command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
         runtime: RuntimeKind = resolve("runtime", kind)
         can = runtime.available()
-        return await _rate(corpus, kind, sessions) if can.ok else {"unavailable": can.detail}
+        return await _rate(corpus, kind, sessions, command) if can.ok else {"unavailable": can.detail}
 
 
 def grade(outcome: Outcome) -> float:
@@ -79,26 +82,27 @@ def grade(outcome: Outcome) -> float:
     return float(any(message.role is Role.TOOL and SAID in message.content for message in outcome.transcript))
 
 
-async def _rate(corpus: Corpus, kind: str, sessions: int) -> dict[str, Any]:
+async def _rate(corpus: Corpus, kind: str, sessions: int, command: str) -> dict[str, Any]:
+    call = orjson.dumps({"name": "bash", "arguments": {"command": command}}).decode()
+    replies = [f"<tool_call>\n{call}\n</tool_call><|im_end|>", ANSWER]
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         config = Config(
             port=0,
             data=Path(data),
             plugins=PluginsConfig(allow=("*",)),
             model=ModelConfig(tokenizer=str(corpus.folder), renderer="qwen3"),
-            engines=(EngineSpec(kind="scripted", options={"replies": [CALL, ANSWER]}),),
+            engines=(EngineSpec(kind="scripted", options={"replies": replies}),),
         )
         async with open_service(config) as (service, node), serving(service, node):
             await _finished(service, kind, WARM_SESSIONS, after=0)
-            begun, used = time.perf_counter(), _cpu_seconds()
+            begun, used = time.perf_counter(), cpu_seconds()
             results = await _finished(service, kind, sessions, after=1)
             seconds = time.perf_counter() - begun
-            # Sandboxes count once they have been waited for, so after the last one's teardown.
             return {
                 "sessions": sessions,
                 "concurrency": config.lanes.run,
                 "per_second": sessions / seconds,
-                "cpu_ms_each": 1000 * (_cpu_seconds() - used) / sessions,
+                "cpu_ms_each": 1000 * (cpu_seconds() - used) / sessions,
                 "cores": len(os.sched_getaffinity(0)),
                 "stage_ms": _stages(results),
             }
@@ -138,9 +142,3 @@ def _stages(results: list[SessionResult]) -> dict[str, float]:
         name: 1000 * statistics.median(getattr(result.seconds, name) for result in results)
         for name in StageSeconds.__struct_fields__
     }
-
-
-def _cpu_seconds() -> float:
-    """Of this process and of all children that it has waited for."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

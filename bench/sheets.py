@@ -179,7 +179,8 @@ def _sessions(found: Any) -> list[Sheet]:
         (
             kind,
             number(figures["per_second"]),
-            number(figures["cpu_ms_each"]),
+            # Results from before all processes were counted have none.
+            number(figures["cpu_ms_each"]) if "cpu_ms_each" in figures else "-",
             *(number(value) for value in figures["stage_ms"].values()),
         )
         for kind, figures in able.items()

@@ -23,6 +23,7 @@ from bench import (
     graders,
     history,
     memory,
+    processor_time,
     report,
     sampling,
     sandboxes,
@@ -35,9 +36,17 @@ from bench import (
     turns,
 )
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.node_host import Host
 from support.postgresql import programs
 
 ROOT = Path(__file__).parents[2]
+BURN = """import time
+begun = time.process_time()
+while time.process_time() < begun + 0.5:
+    pass
+print("burnt", end="")
+"""
+"""Half a second of processor time."""
 
 
 @pytest.mark.real
@@ -126,12 +135,38 @@ async def test_sandboxes_start_and_answer() -> None:
 async def test_a_process_that_has_just_gone_has_used_nothing_more() -> None:
     child = await asyncio.create_subprocess_exec("true")
     await child.wait()
-    assert (sandboxes.ticks_of(child.pid), sandboxes.unshared_kib(child.pid), sandboxes.children_of(child.pid)) == (
-        0,
-        0,
-        [],
-    )
-    assert sandboxes.cpu_seconds() > 0
+    assert processor_time.ticks_of(child.pid) == sandboxes.unshared_kib(child.pid) == 0
+    assert processor_time.children_of(child.pid) == []
+    assert processor_time.cpu_seconds() > 0
+
+
+@pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
+async def test_processor_time_of_a_sandbox_is_counted_while_it_lives_and_when_it_has_ended(tmp_path: Path) -> None:
+    async with Host(tmp_path) as host:
+        sandbox = sandboxes.Yard(host).create("namespace")
+        await sandbox.start()
+        try:
+            shell = await sandbox.open_shell("python")
+            before = processor_time.cpu_seconds()
+            done = await shell.run(BURN, seconds=60)
+            living = processor_time.cpu_seconds()
+            await shell.close()
+        finally:
+            await sandbox.stop()
+        ended = processor_time.cpu_seconds()
+
+    assert done.output == "burnt"
+    assert [living - before, ended - before] == pytest.approx([0.5, 0.5], rel=0.2)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
+async def test_sessions_count_what_their_sandboxes_spend() -> None:
+    ways = [f"echo {sessions.SAID}", f"python3 -c '{BURN}' && echo {sessions.SAID}"]
+    plans = [sessions.Plan({"namespace": sessions.GROUP_SIZE}, command=command) for command in ways]
+    idle, busy = [(await sessions.measure(plan))["runtimes"]["namespace"]["cpu_ms_each"] for plan in plans]
+
+    assert busy - idle == pytest.approx(500, rel=0.2)
 
 
 @pytest.mark.real

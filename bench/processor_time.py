@@ -1,0 +1,55 @@
+"""Processor time of a benchmark with all that it started, and the processes below it, as proc(5) has them.
+
+A process counts with what it used itself and with what the children used that it has waited for. So every
+process below the benchmark is read, not only its children: sandboxes are children of the zygote, and the time of a
+command in a sandbox that still lives is with the command. Processes that are killed because the first process of their
+sandbox was killed are not counted from then on: the kernel reaps them by itself and adds their time to no other
+process. A benchmark therefore closes its shells, or reads the time, before it stops a sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds() -> float:
+    """Of this process, of all below it, and of those that one of them has waited for. Ask when nothing ends just now:
+    what does between two looks may be missed."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    ticks = sum(ticks_of(pid) for pid in descendants_of(os.getpid()))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / TICKS
+
+
+def descendants_of(pid: int) -> list[int]:
+    found = children_of(pid)
+    for child in found:  # which grows meanwhile
+        found += children_of(child)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Of all its threads: a child belongs to the thread that started it. Empty for a process that has gone."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, of_process(pid, f"task/{thread}/children").split())
+    return found
+
+
+def ticks_of(pid: int) -> int:
+    """Processor time of a process and of those that it has waited for: fields utime, stime, cutime and cstime. That of
+    one that has gone, which has none here, is in the time of its parent by then."""
+    return sum(map(int, of_process(pid, "stat").rpartition(")")[2].split()[11:15]))
+
+
+def of_process(pid: int, name: str) -> str:
+    """A file that the kernel has of a process; empty when that has just gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
