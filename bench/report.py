@@ -16,10 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.plots import sampling_svg
+from bench.rounds import combined
 from bench.sheets import sheets
 from bench.tables import Results, Sheet
+from bench.targets import targets
 
 FOLDER = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN = "<!-- Written by `make bench` from bench/results. -->"
+END = "<!-- The end of what `make bench` writes. -->"
 PACKAGES = ("outrider", "aiohttp", "httptools", "msgspec", "orjson", "renderers", "tokenizers", "uvicorn", "uvloop")
 
 
@@ -33,6 +38,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
     quick: bool
     results: Results
+    rounds: tuple[Results, ...] = ()
+    against: tuple[Results, ...] = ()
+
+    def figures(self) -> Results:
+        """The results with the range of each."""
+        return combined(self.rounds) if self.rounds else self.results
 
 
 def machine() -> dict[str, Any]:
@@ -47,7 +58,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(report: Report, console: Console) -> None:
-    for sheet in sheets(report.results):
+    for sheet in sheets(report.figures()):
         caption = escape(sheet.note) or None
         table = Table(title=sheet.title, title_justify="left", caption=caption, caption_justify="left")
         for number, column in enumerate(sheet.columns):
@@ -65,12 +76,29 @@ def write_json(report: Report, path: Path) -> None:
 
 def keep(report: Report) -> Path:
     """Write the report of all benchmarks into the results folder: JSON under its date, the latest in Markdown, and the
-    picture of the sampler's."""
+    picture of the sampler's; and the targets into the README."""
     path = FOLDER / f"{report.at[:10]}.json"
     write_json(report, path)
     (FOLDER / "latest.md").write_text(markdown(report))
     (FOLDER / "sampling.svg").write_text(sampling_svg(report.results["sampling"]))
+    README.write_text(with_targets(README.read_text(), report))
     return path
+
+
+def latest() -> Report:
+    """The newest report that was kept."""
+    return msgspec.json.decode(max(FOLDER.glob("*.json")).read_bytes(), type=Report)
+
+
+def with_targets(page: str, report: Report) -> str:
+    """The page with the report's targets in place of what stands between BEGIN and END. Raises ValueError when the page
+    does not have both."""
+    before, begun, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
+        raise ValueError(f"the page has no {END if begun else BEGIN}")
+    sheet = targets(report.figures())
+    return f"{before}{BEGIN}\n\n{_markdown_table(sheet)}\n\n{sheet.note}\n\n{END}{after}"
 
 
 def now() -> str:
@@ -79,7 +107,7 @@ def now() -> str:
 
 def markdown(report: Report) -> str:
     parts = [f"# Benchmarks of {report.at[:10]}", _circumstances(report), "What each means: [README](../README.md)."]
-    for sheet in sheets(report.results):
+    for sheet in sheets(report.figures()):
         parts += [f"## {sheet.title}", _markdown_table(sheet)]
         if sheet.note:
             parts.append(sheet.note)
@@ -103,10 +131,11 @@ def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
 def _circumstances(report: Report) -> str:
     about = report.machine
     took = sum(report.seconds.values())
+    several = f" Medians of {len(report.rounds)} rounds, with the smallest and the largest." if report.rounds else ""
     return (
         f"{about['cores']} cores ({about['cpu']}), {about['memory_gib']} GiB, {about['kernel']}, "
         f"Python {about['python']}, load {report.load[0]:.1f} before and {report.load[1]:.1f} after, "
-        f"{took:.0f} s{' (quick)' if report.quick else ''}."
+        f"{took:.0f} s{' (quick)' if report.quick else ''}.{several}"
     )
 
 

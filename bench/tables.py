@@ -21,7 +21,7 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number(value: float) -> str:
-    """Three digits that mean something."""
+    """Three digits that mean something; of several rounds (`rounds.Figure`) also the smallest and the largest."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
