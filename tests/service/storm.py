@@ -25,7 +25,6 @@ RULES = (
     {"when": "reject this", "fail": "rejected"},
     {"when": "break off", "reply": SAY, "fail": "unavailable", "after": 1},
     {"when": "never end", "reply": SAY, "stall": 1},
-    {"when": "overflow", "fail": "overflow"},
     SAY,
 )
 GRADED = frozenset(

@@ -221,7 +221,7 @@ async def test_a_runtime_of_ones_own_may_raise_anything(world: MakeWorld) -> Non
     """It costs its own session, not the service."""
     async with world() as w:
         kind = {"kind": "service.stage:BrokenRuntime"}
-        error = failed(await w.run("ask", runtime=kind, max_attempts=2), Boundary.SERVICE, "internal_error").error
+        error = failed(await w.run("ask", runtime=kind, max_attempts=2), Boundary.SERVICE, "service_error").error
         assert error is not None
         assert error.message == "OSError: not a failure of ours"
         w.assert_quiet()

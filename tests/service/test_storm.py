@@ -71,7 +71,7 @@ def out_of_tokens(rng: random.Random) -> GroupSpec:
 
 
 def overflowing(rng: random.Random) -> GroupSpec:
-    return group("ask", instruction="overflow", max_attempts=rng.randint(1, 3))
+    return group("ask", instruction="too long " * 20_000, max_attempts=rng.randint(1, 3))
 
 
 def harness_fails(rng: random.Random) -> GroupSpec:

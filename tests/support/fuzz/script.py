@@ -26,7 +26,7 @@ def _reply(dice: random.Random) -> Reply:
     if share < 0.03:
         return Reply(ids=tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 30))))
     if share < 0.05:
-        return Reply(reply=_said(dice), fail=dice.choice(("rejected", "overflow")), after=dice.randrange(6))
+        return Reply(reply=_said(dice), fail="rejected", after=dice.randrange(6))
     return Reply(reply=_said(dice))
 
 
