@@ -8,8 +8,8 @@ those in the store are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 
 import msgspec
@@ -61,6 +61,10 @@ STORE_SECONDS = 1.0
 
 GIVEN_UP_SECONDS = 0.25
 """A call that was overdue for longer may have been given up for that."""
+
+
+HELD_SECONDS = 2.0
+"""A call that a pause of the policy held for so long may have been given up for that."""
 
 
 class RunEnded(RequestError):
@@ -127,6 +131,8 @@ class Conversation:
         self._open = True
         self._memories: dict[str, Memory] = {}
         self._reading = asyncio.Lock()
+        self._not_begun: dict[object, tuple[float, float]] = {}
+        """What `_waited` was when each call came that is received or read now."""
 
     async def restore(self, turns: Sequence[Turn]) -> None:
         """Go on where an earlier conversation was, given all turns that it stored, by their indexes from 0: later calls
@@ -166,7 +172,8 @@ class Conversation:
         """Receive a request. Raises as `Body.received`, and for a LARGE body RunEnded and EngineError."""
         number = self._failed.begin()
         try:
-            return await body.received(parts, self.capacity)
+            with self._may_be_given_up():
+                return await body.received(parts, self.capacity)
         except EngineError as error:
             self._failed.ended(number, tools=False, error=error)
             raise
@@ -178,11 +185,12 @@ class Conversation:
         number = self._failed.begin()
         try:
             capacity = None
-            if len(received) > LARGE:
-                capacity = await self.capacity()
-                capacity.check_size(len(received))
-            async with self._reading:
-                return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
+            with self._may_be_given_up():
+                if len(received) > LARGE:
+                    capacity = await self.capacity()
+                    capacity.check_size(len(received))
+                async with self._reading:
+                    return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
             self._failed.ended(number, tools=False, error=error)
             raise
@@ -219,7 +227,7 @@ class Conversation:
         """
         self._admit()
         number, tools = self._failed.begin(), bool(request.tools)
-        overdue = self._overdue.seconds()
+        waited = self._waited()
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
@@ -252,9 +260,7 @@ class Conversation:
                 raise
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except asyncio.CancelledError:
-            self.hung_up = self.hung_up or self._open
-            if (overdue := self._overdue.seconds() - overdue) > GIVEN_UP_SECONDS:
-                self._overdue.doubts.append(partial(_raise, waited_in_vain(overdue, self._overdue.what)))
+            self._note_given_up(waited)
             raise
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
@@ -288,6 +294,8 @@ class Conversation:
     def end(self) -> None:
         """End the run: later calls are refused, those in flight are cut off. Idempotent."""
         self._open = False
+        while self._not_begun:
+            self._note_given_up(self._not_begun.popitem()[1])
         for task in self._calls - {asyncio.current_task()}:
             task.cancel()
 
@@ -312,6 +320,38 @@ class Conversation:
         if self.backend.context_tokens is not None:
             return self.backend.context_tokens
         return (await self._assigned()).context_tokens
+
+    def _waited(self) -> tuple[float, float]:
+        """Seconds until now in which the session was overdue, and in which it was held."""
+        return self._overdue.seconds(), self._overdue.held_seconds()
+
+    @contextmanager
+    def _may_be_given_up(self) -> Iterator[None]:
+        """Within this block a call has not begun, and its client may give it up. That may be noticed late: while a
+        request waits for an engine, its connection is not read."""
+        key, waited = object(), self._waited()
+        self._not_begun[key] = waited
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._not_begun.pop(key, None) is not None:
+                self._note_given_up(waited)
+            raise
+        finally:
+            self._not_begun.pop(key, None)
+
+    def _note_given_up(self, before: tuple[float, float]) -> None:
+        """A client has given a call up, or the end of the run has cut it off. `before`: `_waited` as it began."""
+        self.hung_up = self.hung_up or self._open
+        overdue, held = (now - then for now, then in zip(self._waited(), before, strict=True))
+        if overdue > GIVEN_UP_SECONDS:
+            self._overdue.doubts.append(partial(_raise, waited_in_vain(overdue, self._overdue.what)))
+        elif held >= HELD_SECONDS:
+            self._overdue.doubts.append(
+                partial(
+                    _raise, ServiceError(f"the agent gave a call up that a pause of the policy held for {held:.1f} s")
+                )
+            )
 
     async def _assigned(self) -> ServingEngine:
         """The session's engine, outside of a call. Raises RunEnded or EngineError."""

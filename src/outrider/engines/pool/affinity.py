@@ -17,7 +17,7 @@ import msgspec
 
 from outrider.concurrency.overdue import loop_time
 from outrider.constraint import ConstraintKind
-from outrider.engines.base import AnyRequest, ChatEngine, Engine, EngineHealth, TakesConstraints
+from outrider.engines.base import AnyRequest, AwaitsWorkers, ChatEngine, Engine, EngineHealth, TakesConstraints
 from outrider.engines.pool.pace import Pace
 from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.redaction import redacted
@@ -133,6 +133,9 @@ class Member:
         self.pace = Pace()
         self.last_sign = loop_time()
         """When it last gave something to anybody here, by `loop_time`."""
+        self.newest_answered = 0.0
+        """When the newest call began of those to which it has given something."""
+        self.awaits_workers = isinstance(engine, AwaitsWorkers)
         self.silent: AnyRequest | None = None
         """After it has fallen silent, the request for one token that it has to answer before it serves again."""
         self.read_constraints()

@@ -49,8 +49,9 @@ class Pace:
     of prompt, of the seconds for each later token, and of the tokens and seconds of first chunks."""
 
     def __init__(self) -> None:
-        self._calls: deque[tuple[float, float, float, int]] = deque(maxlen=REMEMBERED_CALLS)
+        self._calls: deque[tuple[float, float, float, int, int]] = deque(maxlen=REMEMBERED_CALLS)
         self._new = 0
+        self._longest = 0
         self._first = self._first_per_prompt_token = self._per_token = 0.0
         self._first_tokens = 0.0
 
@@ -61,13 +62,14 @@ class Pace:
     def note(self, *, first: float, prompt_tokens: int, first_tokens: int, rest: float, rest_tokens: int) -> None:
         """A call that got tokens: seconds to the first chunk and after it, and the tokens of prompt and reply."""
         per_token = rest / rest_tokens if rest_tokens else first / max(1, first_tokens)
-        self._calls.append((first, first / max(1, prompt_tokens), per_token, first_tokens))
+        self._calls.append((first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens))
         self._new += 1
         if self._new >= SUMMED_UP_EVERY or len(self._calls) <= SUMMED_UP_EVERY:
             self._new = 0
-            firsts, per_prompt, per_token_all, first_tokens_all = zip(*self._calls, strict=True)
+            firsts, per_prompt, per_token_all, first_tokens_all, all_tokens = zip(*self._calls, strict=True)
             self._first, self._first_per_prompt_token = median(firsts), median(per_prompt)
             self._per_token, self._first_tokens = median(per_token_all), median(first_tokens_all)
+            self._longest = max(all_tokens)
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
         """Seconds in which the first chunk of a call is due."""
@@ -79,8 +81,13 @@ class Pace:
         """Seconds that the first chunk of such a call usually takes, if none of its prompt is cached."""
         usual = max(self._first, self._first_per_prompt_token * prompt_tokens)
         if self._first_tokens > WHOLE_TOKENS:
-            usual = max(usual, self._per_token * max_tokens)
+            # Clients ask for as many tokens as the context holds, and get few of them.
+            usual = max(usual, self._per_token * min(max_tokens, self._longest))
         return usual + prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
+
+    def whole_reply(self, max_tokens: int) -> float:
+        """Seconds that a reply of so many tokens takes, if it comes in one piece; 0 from an engine that streams."""
+        return self._per_token * max_tokens if self._first_tokens > WHOLE_TOKENS else 0.0
 
     def token_due(self) -> float:
         """Seconds in which each later token is due."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -91,6 +91,7 @@ class PolicyGate:
         self._changed = asyncio.Event()
         self._closed_at = 0.0
         self._closed_for = 0.0
+        self._clocks: set[asyncio.Timeout] = set()
 
     def enter(self, *, whole: bool) -> None:
         """A generation begins. Only while open."""
@@ -104,6 +105,15 @@ class PolicyGate:
         if self.mode is not None:
             self._notify()
 
+    @contextmanager
+    def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
+        """Within this block the timeout expires when the gate closes: no pause waits for what is done in it."""
+        self._clocks.add(clock)
+        try:
+            yield
+        finally:
+            self._clocks.discard(clock)
+
     async def opened(self) -> None:
         while self.mode is not None:
             await self._changed.wait()
@@ -112,6 +122,9 @@ class PolicyGate:
         """Let no generation enter. A closed gate can become stricter ("abort"), and not milder."""
         if self.mode is None:
             self._closed_at = asyncio.get_running_loop().time()
+            for clock in self._clocks:
+                if not clock.expired():
+                    clock.reschedule(self._closed_at)
         if self.mode not in (mode, "abort"):
             self.mode = mode
             self.closings += 1

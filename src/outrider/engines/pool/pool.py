@@ -80,6 +80,9 @@ the request itself is taken for the cause."""
 GOOD_REPLIES = 3
 """Replies in a row that a suspect engine has to give well before it is trusted again."""
 
+HEALTH_SECONDS = 60.0
+"""How long an engine may take to say how it is."""
+
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum tokens of a trial's reply."""
@@ -210,6 +213,7 @@ class EnginePool:
             self.policy.gate,
             check=self._prove,
             failed=self._mark_failed,
+            elsewhere=self._has_another,
             start=lambda work, name: self._tasks.create_task(work, name=name),
         )
 
@@ -490,7 +494,7 @@ class EnginePool:
         while True:
             member = await self._engine_for(session_key, (takes_tokens,), overdue, avoid)
             if gate.mode is not None:
-                await gate.opened()
+                await self._gate_opened(overdue)
                 give_up_at = None
                 continue
             reply.serve(member)
@@ -601,7 +605,7 @@ class EnginePool:
                     return await self._next_engine(session_key, kinds)
         except TimeoutError:
             if self.policy.gate.mode is not None:  # an engine may be away for as long as the policy is paused
-                await self.policy.gate.opened()
+                await self._gate_opened(overdue)
                 return await self._engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
             what = "this request" if self._serves is None else f"a request to the frozen model {self._serves!r}"
@@ -609,6 +613,20 @@ class EnginePool:
                 f"no engine to serve {what} within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
                 hint="attach an engine, or look at the state of those attached",
             ) from None
+
+    async def _gate_opened(self, overdue: Overdue | None) -> None:
+        with nullcontext() if overdue is None else overdue.held():
+            await self.policy.gate.opened()
+
+    def _has_another(self, member: Member) -> bool:
+        """Whether another engine could take an engine's calls."""
+        return any(
+            other is not member
+            and other.takes_tokens == member.takes_tokens
+            and other.takes_sessions
+            and other.suspect is None
+            for other in self._members.values()
+        )
 
     async def _next_engine(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
         """The session's engine, once there is one."""
@@ -661,10 +679,15 @@ class EnginePool:
 
     async def _vet(self, engine: AnyEngine) -> EngineHealth:
         try:
-            health = await engine.health()
+            async with asyncio.timeout(HEALTH_SECONDS):
+                health = await engine.health()
             if not health.ok:
                 raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
             await self.check(engine)
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                f"engine {engine.name!r} does not say how it is ({HEALTH_SECONDS:.0f} s)", field="url"
+            ) from error
         except OutriderError:
             raise
         except Exception as error:  # an engine may be anybody's code
@@ -695,21 +718,25 @@ class EnginePool:
         self._notify()
         return member.status()
 
-    async def _prove(self, member: Member, request: AnyRequest, seconds: float) -> EngineHealth:
+    async def _prove(self, member: Member, request: AnyRequest, seconds: float) -> EngineHealth | None:
         """Have an engine give a token within some seconds. One whose workers connect to the service proves itself by
-        their connection: what they run may take its time. Raises EngineError."""
+        their connection: what they run may take its time. None where a pause of the policy came between, which does not
+        wait for this. Raises EngineError."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
+        if gate.mode is not None:
+            return None
         try:
-            async with asyncio.timeout(seconds):
-                health = await self._vet(engine)
-                if not isinstance(engine, AwaitsWorkers):
-                    with suppress(EngineRejected, ContextOverflow):  # which are answers
-                        await self._read_small_reply(engine, request)
-                return health
+            async with asyncio.timeout(seconds) as clock:
+                with gate.ended_by_closing(clock):
+                    health = await self._vet(engine)
+                    if not isinstance(engine, AwaitsWorkers):
+                        with suppress(EngineRejected, ContextOverflow):  # which are answers
+                            await self._read_small_reply(engine, request)
+                    return health
         except TimeoutError:
             if gate.mode is not None or gate.closings != closings:
-                return member.health
+                return None
             raise EngineUnavailable(f"engine {engine.name!r} did not give one token within {seconds:.0f} s") from None
         except EngineError:
             raise
@@ -741,7 +768,11 @@ class EnginePool:
                 if member.silent is None:
                     member.health = await self._vet(member.engine)
                 else:
-                    member.health = await self._prove(member, member.silent, TRIAL_SECONDS)
+                    await self.policy.gate.opened()
+                    if (health := await self._prove(member, member.silent, TRIAL_SECONDS)) is None:
+                        member.probe_now.set()
+                        continue
+                    member.health = health
             except EngineError as error:
                 member.behind, member.detail = False, error.message
                 continue

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -50,7 +50,8 @@ class Flight:
         self.prompt_tokens = prompt_tokens
         self.error: EngineSilent | None = None
         first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
-        self.wait = Wait(f"engine {member.name!r}", first_due)
+        self.wait = Wait(f"engine {member.name!r}", first_due, queued=True)
+        self.began = loop_time()
         self._least = limits.least
         self._next = chunks.__anext__
         self._overdue = overdue
@@ -71,21 +72,28 @@ class Flight:
         wait = self.wait
         began = loop_time()
         wait.begin(began)
-        self._task = asyncio.current_task()
+        self._task = task = asyncio.current_task()
+        if task is not None:
+            self._cancelling = task.cancelling()
         try:
             chunk = await self._next()
         except BaseException as error:
-            seconds = self._end_stretch(loop_time())
-            if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
-                raise self.error from None
+            now = loop_time()
+            self._end_stretch(now)
+            self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                self.given_up = GivenUp(began, seconds, self._usual())
+                # What the session's own earlier calls had to be given first is no silence.
+                began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
+                self.given_up = GivenUp(began, now - began, self._usual())
             raise
         now = loop_time()
         self._end_stretch(now)
-        self.member.last_sign = now
+        if self.error is not None:  # the engine's code has swallowed the cancellation
+            self._raise_if_cut()
+        self.member.last_sign = wait.last = now
         tokens = _tokens_in(chunk)
         if self._first is None:
+            self.member.newest_answered = max(self.member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
@@ -93,12 +101,18 @@ class Flight:
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
-        """Cut the generation off, if its consumer waits for the engine now."""
-        if self.wait.since is not None and self.error is None and self._task is not None:
-            self.error = error
-            self._cancelling = self._task.cancelling()
-            # At once, and not by a timer: the consumer cannot be past the wait by then, and be cancelled elsewhere.
-            self._task.cancel()
+        """Cut the generation off, if its consumer waits for the engine now and is not being cancelled itself."""
+        task = self._task
+        if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
+            return
+        self.error = error
+        # At once, and not by a timer: the consumer cannot be past the wait by then, and be cancelled elsewhere.
+        task.cancel()
+
+    def _raise_if_cut(self) -> None:
+        """Raises EngineSilent where nothing else has cancelled the consumer, too."""
+        if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
+            raise self.error from None
 
     def land(self) -> None:
         """The generation is over, however it ended."""
@@ -122,34 +136,53 @@ class Flight:
             pace.usual_token if self._tokens else pace.usual_first(self.prompt_tokens, self.request.sampling.max_tokens)
         )
 
-    def _end_stretch(self, now: float) -> float:
-        if self._overdue is not None and now > self.wait.due():
-            self._overdue.before_end(self.wait, now)
-        return self.wait.end(now)
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the consumer may have waited in all before the call can be lost."""
+        if self.begun:
+            return self.wait.allowance
+        return max(self.wait.allowance, 2 * self.member.pace.whole_reply(self.request.sampling.max_tokens))
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has got its first chunk."""
+        return self._first is not None
+
+    def _end_stretch(self, now: float) -> None:
+        wait = self.wait
+        # A later call of the session may be overdue behind this one: not if it has just been given something.
+        if self._overdue is not None and (now > wait.due() or now - cast(float, wait.since) > self._least):
+            self._overdue.before_end(wait, now)
+        wait.end(now)
 
 
 class SilenceWatch:
     """Looks at all flights of a pool: `look` is a turn of its chore. `check` asks an engine for one token within some
-    seconds and raises EngineError; `failed` is called with an engine that has not answered; `start` runs something in
-    the background, under a name."""
+    seconds, raises EngineError, and returns None where a pause of the policy came between; `failed` is called with an
+    engine that has not answered; `elsewhere` says whether another engine could take an engine's calls; `start` runs
+    something in the background, under a name."""
 
     def __init__(
         self,
         limits: SilenceLimits,
         gate: PolicyGate,
         *,
-        check: Callable[[Member, AnyRequest, float], Awaitable[object]],
+        check: Callable[[Member, AnyRequest, float], Awaitable[object | None]],
         failed: Callable[[Member, EngineError], None],
+        elsewhere: Callable[[Member], bool],
         start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
         self.limits = limits
         self._gate = gate
         self._check = check
         self._failed = failed
+        self._elsewhere = elsewhere
         self._flights: set[Flight] = set()
         self._flying = asyncio.Event()
         self._deaf_until = 0.0
         """Before this time nothing could be heard: the policy was paused, or the event loop stood still."""
+        self._questions: dict[str, Question] = {}
+        """Under way, by the name of the engine."""
         self._start = start
 
     def begin(
@@ -166,11 +199,24 @@ class SilenceWatch:
         return flight
 
     def end(self, flight: Flight, overdue: Overdue | None) -> None:
-        """The flight is over. A call whose client gave it up unanswered is a doubt of the session."""
+        """The flight is over. A call whose client gave it up unanswered is a doubt of the session. Its engine is asked
+        at once, not when the run is judged: only so is it known for how long the engine was silent."""
         self._flights.discard(flight)
         flight.land()
-        if overdue is not None and flight.given_up is not None and flight.given_up.waited >= UNANSWERED_SECONDS:
-            overdue.doubts.append(partial(self._vouch, flight.member, probe_request(flight.request), flight.given_up))
+        member, given_up = flight.member, flight.given_up
+        if overdue is None or given_up is None or given_up.waited < UNANSWERED_SECONDS:
+            return
+        question: Question | None = None
+        if member.last_sign <= given_up.began and not member.removed:
+            question = self._questions.get(member.name)
+            if question is None and member.serves:
+                question = self._questions[member.name] = Question(loop_time())
+                asking = self._ask(question, member, probe_request(flight.request))
+                question.task = self._start(asking, f"look at {member.name}")
+            elif question is None:
+                question = Question(loop_time())
+                question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
+        overdue.doubts.append(partial(_vouch, member.name, given_up, question))
 
     async def look(self) -> None:
         """Wait for a flight, and look at all of them once."""
@@ -182,6 +228,8 @@ class SilenceWatch:
             self._deaf_until = now
         for flight in list(self._flights):
             self._look(flight, now)
+        for question in self._questions.values():
+            question.note_sign()
         if not self._flights:
             self._flying.clear()
 
@@ -193,25 +241,33 @@ class SilenceWatch:
         silent = now - since
         if silent < self.limits.least:
             return
-        if member.last_sign <= since:
-            if member.serves and member.check is None:
+        overdue = wait.overdue_by(now)
+        # A call that waits behind others for its turn is not lost, and would only lose its turn if it were made again.
+        overtaken = member.newest_answered > flight.began
+        lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
+        if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
+            if not member.serves:
+                flight.cut(EngineSilent(f"engine {member.name!r} has failed during a call: {member.detail}"))
+            elif member.check is None:
                 request = probe_request(flight.request)
                 member.check = self._start(self._check_silent(member, request, since), f"look at {member.name}")
-        elif silent > wait.allowance - wait.waited + self.limits.lost:
+        elif lost and overtaken:
             flight.cut(
                 EngineSilent(
-                    f"engine {member.name!r} has given a call nothing for {silent:.0f} s, and other calls tokens"
+                    f"engine {member.name!r} has given a call nothing for {silent:.0f} s, and later calls tokens"
                 )
             )
-        if (overdue := wait.overdue_by(now)) > self.limits.slow:
+        goes = (flight.begun or overtaken) and self._elsewhere(member)
+        if overdue > (self.limits.slow if goes else MUCH_SLOWER * self.limits.slow):
             flight.cut(
                 EngineSilent(f"engine {member.name!r} has kept a call waiting {overdue:.0f} s longer than usual")
             )
 
     async def _check_silent(self, member: Member, request: AnyRequest, since: float) -> None:
-        """Find out whether an engine still works that gives nothing to anybody."""
+        """Find out whether an engine still works that gives nothing to anybody, or to a call that may be lost."""
+        asked = loop_time()
         try:
-            await self._check(member, request, self._check_seconds(member))
+            proof = await self._check(member, request, self._check_seconds(member))
         except EngineError as error:
             if member.last_sign > since:
                 return
@@ -226,29 +282,49 @@ class SilenceWatch:
                 if flight.member is member:
                     flight.cut(failure)
         else:
-            member.last_sign = loop_time()
+            if proof is not None:
+                member.last_sign = loop_time()
+                if not member.awaits_workers:
+                    member.newest_answered = max(member.newest_answered, asked)
         finally:
             member.check = None
 
     def _check_seconds(self, member: Member) -> float:
         return max(self.limits.check, member.pace.first_due(self.limits, 0, 1))
 
-    async def _vouch(self, member: Member, request: AnyRequest, given_up: GivenUp) -> None:
-        """Raises EngineUnavailable if the engine was at fault when a client gave its call up."""
-        until = given_up.began + given_up.waited
-        answered: float | None = None
-        if member.last_sign <= given_up.began:
-            if not member.serves:
-                raise EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail or 'removed'}")
-            asked = loop_time()
-            await self._check(member, request, self._check_seconds(member))
-            until = member.last_sign = loop_time()
-            answered = until - asked
-        silent = until - given_up.began
-        if too_long(silent, given_up.usual, answered):
-            raise EngineSilent(
-                f"engine {member.name!r} gave nothing for {silent:.1f} s while a call waited that was then given up"
-            )
+    async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
+        """Whether an engine gives a token, of which a call was given up that nothing was given."""
+        question.note_sign = lambda: question.heard(member.last_sign)
+        try:
+            while await self._check(member, request, self._check_seconds(member)) is None:
+                await self._gate.opened()
+                question.asked = loop_time()
+            now = loop_time()
+            question.answered = now - question.asked
+            member.last_sign = now
+        except EngineError as error:
+            question.heard(member.last_sign)
+            question.error = error
+        finally:
+            del self._questions[member.name]
+
+
+class Question:
+    """A request for one token, since the time `asked`, of an engine that has given nothing to a call that was given up.
+    `answered`: the seconds until the token came. `sign`: those until the engine gave another call something, if that
+    was sooner. `error`: why there was no answer."""
+
+    def __init__(self, asked: float) -> None:
+        self.asked = asked
+        self.answered: float | None = None
+        self.sign: float | None = None
+        self.error: EngineError | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.note_sign: Callable[[], None] = lambda: None
+
+    def heard(self, last_sign: float) -> None:
+        if self.sign is None and last_sign > self.asked:
+            self.sign = last_sign - self.asked
 
 
 class GivenUp(msgspec.Struct, frozen=True):
@@ -258,6 +334,26 @@ class GivenUp(msgspec.Struct, frozen=True):
     began: float
     waited: float
     usual: float | None
+
+
+async def _vouch(engine: str, given_up: GivenUp, question: Question | None) -> None:
+    """Raises EngineUnavailable if the engine was at fault when a client gave its call up."""
+    silent = given_up.waited
+    answered: float | None = None
+    if question is not None:
+        if question.task is not None:
+            await asyncio.wait([question.task])  # raises nothing that the question has met
+        if question.sign is not None:
+            silent += question.sign
+        elif question.answered is not None:
+            answered = question.answered
+            silent += answered
+        else:
+            raise question.error or EngineUnavailable(f"engine {engine!r} was not heard again after a call")
+    if too_long(silent, given_up.usual, answered):
+        raise EngineSilent(
+            f"engine {engine!r} gave nothing for {silent:.1f} s while a call waited that was then given up"
+        )
 
 
 def too_long(silent: float, usual: float | None, answered: float | None) -> bool:

@@ -1,0 +1,248 @@
+"""What looks like silence and is none, what an agent could make of it, and cancellations that meet a cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import count
+
+import msgspec
+import pytest
+
+from outrider.concurrency.overdue import Overdue
+from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
+from outrider.engines.pool.affinity import Member
+from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.silence import Flight
+from outrider.errors import EngineSilent
+from outrider.testing.scripted_engine import ScriptedEngine
+from support.clock import pass_time
+
+from .test_silence import IDS, SOON, Call, Dripping, engine_of, known, request, until
+
+
+class OneSlot(ScriptedEngine):
+    """Serves its requests one after another, `seconds` each."""
+
+    seconds = 0.0
+    asked = 0
+    _slot: asyncio.Lock
+
+    async def start(self) -> None:
+        self._slot = asyncio.Lock()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked += 1
+        async with self._slot, aclosing(super().generate(request)) as chunks:
+            await asyncio.sleep(self.seconds)
+            async for chunk in chunks:
+                yield chunk
+
+
+class Relay(ScriptedEngine):
+    """An engine whose workers connect; they take `seconds` before they begin with a request."""
+
+    awaits_workers = True
+    seconds = 0.0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(super().generate(request)) as chunks:
+            await asyncio.sleep(self.seconds)
+            async for chunk in chunks:
+                yield chunk
+
+
+class Deaf(ScriptedEngine):
+    """Its health answers while it hangs."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True, detail="", model="scripted", context_tokens=32768, version=0)
+
+
+async def answered(*calls: Call, seconds: float = 300.0) -> None:
+    await until(lambda: all(call.task.done() for call in calls), seconds)
+    for call in calls:
+        assert await call.task == IDS
+
+
+@pytest.mark.parametrize("order", [("cancel", "cut"), ("cut", "cancel"), ("cut",)])
+async def test_a_cut_swallows_no_cancellation(order: tuple[str, ...]) -> None:
+    async def nothing() -> AsyncGenerator[Chunk, None]:
+        await asyncio.Event().wait()
+        yield Chunk(ids=[], logprobs=[])
+
+    a = engine_of("a")
+    member = Member(a, await a.health(), kind="scripted", url=None, owned=False)
+    chunks = nothing()
+    flight = Flight(member, request("s"), 4, chunks, LIMITS, Overdue())
+
+    async def consume() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await anext(flight)
+        except EngineSilent:
+            return task.cancelling()
+        return -1
+
+    consumer = asyncio.create_task(consume())
+    await pass_time(0.1)
+    for what in order:
+        if what == "cut":
+            flight.cut(EngineSilent("silent"))
+        else:
+            consumer.cancel()
+    await asyncio.wait([consumer])
+    await chunks.aclose()
+    assert consumer.cancelled() is ("cancel" in order)
+    if order == ("cut",):
+        assert consumer.result() == 0
+
+
+async def test_calls_that_queue_for_minutes_keep_their_place() -> None:
+    a = engine_of("a", OneSlot)
+    await a.start()
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        asked = a.asked
+        a.seconds = 2.5
+        calls = [Call(pool, f"s{number}") for number in range(60)]
+        await answered(*calls)
+        # One more for each look whether it still serves: one look is under way at a time.
+        assert a.asked - asked < 60 + 150 / LIMITS.check + 1
+        assert pool.status()[0].failures == 0
+
+
+async def test_a_relay_whose_workers_take_minutes_to_begin_keeps_its_calls() -> None:
+    a = engine_of("a", Relay)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        a.seconds = 240.0
+        call = Call(pool, "s")
+        await answered(call, seconds=400)
+        assert (len(a.requests), pool.status()[0].failures) == (1, 0)
+
+
+async def test_the_only_engine_keeps_a_reply_that_is_far_slower_than_usual() -> None:
+    a = engine_of("a", Dripping)
+    async with EnginePool(probing=SOON, silence=msgspec.structs.replace(LIMITS, slow=20.0)) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.seconds = 12.0
+        call = Call(pool, "s")
+        await answered(call)
+        assert call.overdue.seconds() > 30
+        assert [one.session_key for one in a.requests].count("s") == 1
+
+
+async def test_a_session_that_starves_itself_is_not_overdue() -> None:
+    a = engine_of("a", OneSlot)
+    await a.start()
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.seconds = 2.5
+        overdue = Overdue()
+        calls = [Call(pool, "s", overdue) for _ in range(30)]
+        await pass_time(40)
+        calls[-1].task.cancel()
+        await answered(*calls[:-1])
+        assert overdue.seconds() == 0
+        for doubt in overdue.doubts:
+            await doubt()
+
+
+async def test_a_session_behind_calls_of_others_is_overdue() -> None:
+    a = engine_of("a", OneSlot)
+    await a.start()
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.seconds = 2.5
+        calls = [Call(pool, f"s{number}") for number in range(10)]
+        await answered(*calls)
+        assert calls[-1].overdue.seconds() > 15
+
+
+async def test_time_after_a_call_was_given_up_is_no_silence() -> None:
+    a = engine_of("a", Dripping)
+    a.seconds = 1.5
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for number in range(KNOWN_CALLS):
+            usual = Call(pool, f"s{number}")
+            await until(usual.task.done)
+        call = Call(pool, "s")
+        await pass_time(1.2)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        await pass_time(120)  # in which the agent works, and nobody asks the engine for anything
+        [doubt] = call.overdue.doubts
+        settled = asyncio.ensure_future(doubt())
+        await until(settled.done)
+        await settled
+
+
+async def test_an_engine_that_hung_for_a_while_is_known_for_it_later() -> None:
+    a = engine_of("a", Dripping)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        call = Call(pool, "s")
+        await pass_time(1.5)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        await pass_time(8)
+        a.revive()
+        await pass_time(60)
+        [doubt] = call.overdue.doubts
+        with pytest.raises(EngineSilent, match="given up"):
+            await doubt()
+
+
+@pytest.mark.parametrize("mode", ["abort", "finish"])
+async def test_a_pause_does_not_wait_for_the_probe_of_a_silent_engine(mode: str) -> None:
+    a = engine_of("a", Deaf)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        call = Call(pool, "s")
+        await until(lambda: not pool.status()[0].ok)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        await pass_time(1.0)
+        pausing = asyncio.create_task(pool.policy.pause("abort" if mode == "abort" else "finish"))
+        await until(pausing.done, 10)
+        await pool.policy.resume()
+        await pass_time(5)
+        assert not pool.status()[0].ok  # it has given no token yet
+        a.revive()
+        await until(lambda: pool.status()[0].ok)
+
+
+async def test_a_follower_that_doubts_a_frozen_engine_does_not_keep_others_from_looking() -> None:
+    a, b = engine_of("a"), engine_of("b")
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        pool.doubt("a")
+        await pool.add_engine(b)
+        call = Call(pool, "s")
+        await until(lambda: not pool.status()[0].ok, 60 + LIMITS.least + LIMITS.check + 10)
+        await answered(call)
+        a.revive()
+        await until(lambda: pool.status()[0].ok)
+
+
+def test_an_engine_of_whole_replies_that_hangs_is_due_by_the_replies_that_it_gave() -> None:
+    pace, lengths = Pace(), count(400, 10)
+    for _ in range(40):
+        tokens = next(lengths)
+        pace.note(first=tokens * 0.02, prompt_tokens=100, first_tokens=tokens, rest=0.0, rest_tokens=0)
+    assert pace.first_due(LIMITS, 100, 100_000) < 200

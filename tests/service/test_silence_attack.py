@@ -1,0 +1,103 @@
+"""What an agent makes of a silence that `test_silence` does not have: pauses of the policy, and large requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import pytest
+
+from outrider.errors import HarnessError
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.lifecycle import StopReason
+
+from .conftest import MakeWorld
+from .test_silence import Silence, honest, settled, some_time, warm
+from .world import SAY, World, result_of
+
+
+class Patient:
+    """Sends a request, and 3 s later one of `size` characters. It leaves as if all were well if there is no answer
+    within `patience` seconds."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._patience: float = options["patience"]
+        self._size: int = options["size"]
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        url = context.endpoint.base_url + "/v1/chat/completions"
+        said = [{"role": "user", "content": "go"}]
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {context.endpoint.api_key}"}) as http:
+            for content in ("a", "a" * self._size):
+                said.append({"role": "user", "content": content})
+                call = asyncio.ensure_future(self._ask(http, url, {"model": "m", "messages": said}))
+                await asyncio.wait([call], timeout=self._patience)
+                if not call.done():
+                    call.cancel()
+                    await asyncio.wait([call])
+                    return HarnessOutcome(log_tail="gave up")
+                call.result()
+                await asyncio.sleep(3)
+        return HarnessOutcome(answer="done")
+
+    async def _ask(self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> None:
+        headers = {"content-type": "application/json"}
+        async with http.post(url, data=BytesIO(json.dumps(body).encode()), headers=headers) as reply:
+            if reply.status != 200:
+                raise HarnessError(await reply.text())
+
+
+async def assert_earned(world: World, group_id: str) -> None:
+    for session in (await world.done(group_id)).sessions:
+        result = result_of(session)
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+        assert result.verdict is not None
+        assert result.verdict.reward == 1.0
+
+
+def task_of(size: int) -> dict[str, Any]:
+    return honest({}, 60) | {"harness": {"agent": f"{__name__}:Patient", "options": {"patience": 6.0, "size": size}}}
+
+
+async def first_answer(w: World, asked: int) -> None:
+    """The first request of the agent is answered, and the second one comes later."""
+    while len(w.engine.requests) == asked:
+        await some_time(0.1)
+    await some_time(0.5)
+
+
+@pytest.mark.parametrize("mode", ["abort", "finish"])
+async def test_a_pause_of_the_policy_is_charged_to_no_agent(world: MakeWorld, mode: Any) -> None:
+    async with world([SAY], http=True) as w:
+        await warm(w)
+        asked = len(w.engine.requests)
+        submitted = await w.submit(**task_of(10))
+        await first_answer(w, asked)
+        await w.service.pool.policy.pause(mode)
+        await some_time(20)
+        await w.service.pool.policy.resume()
+        await settled(w, submitted.id, 400)
+        await assert_earned(w, submitted.id)
+        w.assert_quiet()
+
+
+async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(world: MakeWorld) -> None:
+    async with world([SAY], script={"context_tokens": 4_000_000}, http=True) as w:
+        await warm(w)
+        asked = len(w.engine.requests)
+        submitted = await w.submit(**task_of(1 << 20))
+        await first_answer(w, asked)
+        silence = Silence(w, "engine is away")
+        w.service.pool.doubt("scripted")
+        await some_time(20)
+        silence.heal()
+        await settled(w, submitted.id, 400)
+        await assert_earned(w, submitted.id)
+        w.assert_quiet()
