@@ -8,6 +8,7 @@ from contextlib import aclosing
 from itertools import count
 
 import msgspec
+import numpy as np
 import pytest
 
 from outrider.concurrency.overdue import Overdue
@@ -37,6 +38,18 @@ class OneSlot(ScriptedEngine):
         self.asked += 1
         async with self._slot, aclosing(super().generate(request)) as chunks:
             await asyncio.sleep(self.seconds)
+            async for chunk in chunks:
+                yield chunk
+
+
+class Slow(OneSlot):
+    """Reads 200 tokens of prompt in a second, and takes `seconds` for its first reply."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with self._slot:
+            self.asked += 1
+            await asyncio.sleep(len(request.input_ids) / 200 + (self.seconds if self.asked == 1 else 0))
+        async with aclosing(ScriptedEngine.generate(self, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -76,7 +89,7 @@ async def test_a_cut_swallows_no_cancellation(order: tuple[str, ...]) -> None:
     a = engine_of("a")
     member = Member(a, await a.health(), kind="scripted", url=None, owned=False)
     chunks = nothing()
-    flight = Flight(member, request("s"), 4, chunks, LIMITS, Overdue())
+    flight = Flight(member, request("s"), 4, 4, chunks, LIMITS, Overdue())
 
     async def consume() -> int:
         task = asyncio.current_task()
@@ -124,6 +137,36 @@ async def test_a_relay_whose_workers_take_minutes_to_begin_keeps_its_calls() -> 
         call = Call(pool, "s")
         await answered(call, seconds=400)
         assert (len(a.requests), pool.status()[0].failures) == (1, 0)
+
+
+async def test_an_engine_that_compiles_for_minutes_at_first_keeps_its_call() -> None:
+    a = engine_of("a", Slow)
+    await a.start()
+    a.seconds = 180.0
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        call = Call(pool, "s")
+        await answered(call)
+        assert pool.status()[0].failures == 0
+
+
+async def test_an_engine_that_reads_a_long_prompt_slowly_keeps_its_call() -> None:
+    a = engine_of("a", Slow)
+    await a.start()
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for number in range(KNOWN_CALLS):
+            await answered(Call(pool, f"s{number}"))
+        long = msgspec.structs.replace(request("s"), input_ids=np.zeros(15_000, dtype=np.int32))
+
+        async def ask() -> list[int]:
+            async with aclosing(pool.generate(long, Overdue())) as chunks:
+                return [token async for chunk in chunks for token in chunk.ids]
+
+        asking = asyncio.create_task(ask())
+        await until(asking.done)
+        assert await asking == IDS
+        assert pool.status()[0].failures == 0
 
 
 async def test_the_only_engine_keeps_a_reply_that_is_far_slower_than_usual() -> None:

@@ -320,6 +320,11 @@ class Affinity:
             del self._members[member.name]
             heap.drop(member.name)
 
+    def context(self, session_key: str, member: Member) -> int:
+        """Tokens of context that the session has on that engine."""
+        place = self._places.get(session_key)
+        return place.tokens if place is not None and place.member is member else 0
+
     def set_context(self, session_key: str, member: Member, tokens: int) -> None:
         """Count `tokens` as the length of the session's context, if it still keeps to that engine. The caller refreshes
         the member."""

@@ -22,6 +22,8 @@ than they were a minute ago."""
 PREFILL_TOKENS_PER_SECOND = 2000
 """Prompt tokens that any GPU reads in a second. The usual seconds are those of prompts that were cached for the most
 part; a new prompt is not."""
+SLOW_PREFILL_TOKENS_PER_SECOND = 200
+"""Prompt tokens that a slow engine, such as one without a GPU, reads in a second. It is not failed for that."""
 WHOLE_TOKENS = 32
 """An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
 
@@ -29,13 +31,16 @@ WHOLE_TOKENS = 32
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     """In seconds. `least`: no wait below it is overdue. `unknown`: allowance for the first token of an engine whose
     pace is not known yet, which may have to compile or to load something first. `check`: in which a silent engine must
-    give one token. `lost`: overdue seconds after which a call is taken for lost that an engine gives nothing, while it
+    give one token; `first_check` for one that has given nothing yet; `longest_check` for one that has a long prompt to
+    read. `lost`: overdue seconds after which a call is taken for lost that an engine gives nothing, while it
     gives others something. `slow`: overdue seconds, over a whole call, after which the call goes elsewhere. `tick`:
     between two looks."""
 
     least: float = 3.0
     unknown: float = 60.0
     check: float = 15.0
+    first_check: float = 180.0
+    longest_check: float = 600.0
     lost: float = 30.0
     slow: float = 120.0
     tick: float = 0.25

@@ -502,6 +502,7 @@ class EnginePool:
             cut: Chunk | None = None
             cuts, version = gate.cuts, member.version
             check = self._check_of(asked, member.name)
+            new_tokens = prompt_tokens - self._affinity.context(session_key, member)
             member.enter()
             gate.enter(whole=whole)
             self._affinity.set_context(session_key, member, prompt_tokens)
@@ -509,7 +510,7 @@ class EnginePool:
             try:
                 async with AsyncExitStack() as flying:
                     chunks = await flying.enter_async_context(aclosing(_begun(member.engine, asked)))
-                    flight = self._silence.begin(member, asked, prompt_tokens, chunks, overdue)
+                    flight = self._silence.begin(member, asked, prompt_tokens, new_tokens, chunks, overdue)
                     flying.callback(self._silence.end, flight, overdue)
                     async for chunk in flight:
                         generated += check.take(chunk)

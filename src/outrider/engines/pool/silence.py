@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from outrider.concurrency.overdue import Overdue, Wait, loop_time
-from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, SamplingParams
+from outrider.engines.base import AnyRequest, ChatChunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.affinity import Member
-from outrider.engines.pool.pace import LIMITS, MUCH_SLOWER, SilenceLimits
+from outrider.engines.pool.pace import LIMITS, MUCH_SLOWER, SLOW_PREFILL_TOKENS_PER_SECOND, SilenceLimits
 from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
@@ -33,7 +33,8 @@ UNANSWERED_SECONDS = 1.0
 class Flight:
     """The chunks of one generation on one engine: `async for chunk in flight`, then `land` once.
 
-    Raises what the engine raises, and EngineSilent where the watch has cut the generation off.
+    `new_tokens` of the prompt's are not in the session's context on that engine. Raises what the engine raises, and
+    EngineSilent where the watch has cut the generation off.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Flight:
         member: Member,
         request: AnyRequest,
         prompt_tokens: int,
+        new_tokens: int,
         chunks: AsyncGenerator[Any, None],
         limits: SilenceLimits,
         overdue: Overdue | None,
@@ -48,11 +50,14 @@ class Flight:
         self.member = member
         self.request = request
         self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
         self.error: EngineSilent | None = None
         first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
         self.wait = Wait(f"engine {member.name!r}", first_due, queued=True)
         self.began = loop_time()
         self._least = limits.least
+        self._loop = asyncio.get_running_loop()
+        self._token_due = 0.0
         self._next = chunks.__anext__
         self._overdue = overdue
         self._task: asyncio.Task[Any] | None = None
@@ -69,16 +74,16 @@ class Flight:
         return self
 
     async def __anext__(self) -> Any:
-        wait = self.wait
-        began = loop_time()
-        wait.begin(began)
-        self._task = task = asyncio.current_task()
+        # Once for each chunk: what is short is written out here, and not called.
+        wait, loop = self.wait, self._loop
+        wait.since = began = loop.time()
+        self._task = task = asyncio.current_task(loop)
         if task is not None:
             self._cancelling = task.cancelling()
         try:
             chunk = await self._next()
         except BaseException as error:
-            now = loop_time()
+            now = loop.time()
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
@@ -86,18 +91,26 @@ class Flight:
                 began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
                 self.given_up = GivenUp(began, now - began, self._usual())
             raise
-        now = loop_time()
-        self._end_stretch(now)
+        now = loop.time()
+        seconds = now - began
+        # A later call of the session may be overdue behind this one: not if it has just been given something.
+        if seconds > self._least or seconds > wait.allowance - wait.waited:
+            self._end_stretch(now)
+        else:
+            wait.since = None
+            wait.waited += seconds
         if self.error is not None:  # the engine's code has swallowed the cancellation
             self._raise_if_cut()
-        self.member.last_sign = wait.last = now
-        tokens = _tokens_in(chunk)
+        member = self.member
+        member.last_sign = wait.last = now
+        tokens = len(chunk.ids) if member.takes_tokens else _about_tokens(chunk)
         if self._first is None:
-            self.member.newest_answered = max(self.member.newest_answered, self.began)
+            member.newest_answered = max(member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
+            self._token_due = member.pace.token_due()
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
-        wait.allowance += tokens * self.member.pace.token_due()
+        wait.allowance += tokens * self._token_due
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
@@ -149,11 +162,9 @@ class Flight:
         return self._first is not None
 
     def _end_stretch(self, now: float) -> None:
-        wait = self.wait
-        # A later call of the session may be overdue behind this one: not if it has just been given something.
-        if self._overdue is not None and (now > wait.due() or now - cast(float, wait.since) > self._least):
-            self._overdue.before_end(wait, now)
-        wait.end(now)
+        if self._overdue is not None:
+            self._overdue.before_end(self.wait, now)
+        self.wait.end(now)
 
 
 class SilenceWatch:
@@ -190,10 +201,11 @@ class SilenceWatch:
         member: Member,
         request: AnyRequest,
         prompt_tokens: int,
+        new_tokens: int,
         chunks: AsyncGenerator[Any, None],
         overdue: Overdue | None,
     ) -> Flight:
-        flight = Flight(member, request, prompt_tokens, chunks, self.limits, overdue)
+        flight = Flight(member, request, prompt_tokens, new_tokens, chunks, self.limits, overdue)
         self._flights.add(flight)
         self._flying.set()
         return flight
@@ -290,7 +302,12 @@ class SilenceWatch:
             member.check = None
 
     def _check_seconds(self, member: Member) -> float:
-        return max(self.limits.check, member.pace.first_due(self.limits, 0, 1))
+        """In which an engine must give one token. It may have to read a prompt first, or, before it has given anything,
+        to compile or load something."""
+        seconds = self.limits.check if member.newest_answered else self.limits.first_check
+        waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
+        reading = min(max(waiting, default=0) / SLOW_PREFILL_TOKENS_PER_SECOND, self.limits.longest_check)
+        return max(seconds, reading, member.pace.first_due(self.limits, 0, 1))
 
     async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
         """Whether an engine gives a token, of which a call was given up that nothing was given."""
@@ -366,9 +383,9 @@ def too_long(silent: float, usual: float | None, answered: float | None) -> bool
     return False
 
 
-def _tokens_in(chunk: Chunk | ChatChunk) -> int:
-    """Sampled tokens of a chunk; about as many where only their text is known."""
-    return len(chunk.ids) if isinstance(chunk, Chunk) else -(-(len(chunk.text) + len(chunk.reasoning)) // 4)
+def _about_tokens(chunk: ChatChunk) -> int:
+    """About how many tokens a chunk has of which only the text is known."""
+    return -(-(len(chunk.text) + len(chunk.reasoning)) // 4)
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
