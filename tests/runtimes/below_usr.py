@@ -1,6 +1,6 @@
 """Runs a command on a machine that has something mounted below /usr: in a mount namespace, as root.
 
-    unshare --mount --propagation private python below_usr.py FORM SCRATCH COMMAND...
+    unshare --mount --propagation slave python below_usr.py FORM SCRATCH COMMAND...
 
 `plain` is a container's: /usr on an overlay, and mounts in it. `stacked` has an overlay over that, which is as many as
 the kernel stacks. `locked` has the mounts of `plain`, made by somebody with more privileges: in a user namespace of a
@@ -103,7 +103,7 @@ def main() -> None:
         overlay(scratch, "two")
     mount_all(scratch)
     if form == "locked":
-        command = ["unshare", "--user", "--map-root-user", "--mount", *command]
+        command = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "slave", *command]
     sys.exit(subprocess.run(command, check=False, close_fds=False, env={**os.environ, FORM: form}).returncode)
 
 

@@ -28,7 +28,7 @@ async def run_in(form: str, scratch: Path, command: Sequence[str], seconds: floa
     probe = await asyncio.create_subprocess_exec("unshare", "--mount", "true", stderr=asyncio.subprocess.PIPE)
     if refused := (await probe.communicate())[1]:
         pytest.skip(f"no mount namespace can be made here: {refused.decode()}")
-    words = ["unshare", "--mount", "--propagation", "private", sys.executable, str(BEGIN), form, str(scratch)]
+    words = ["unshare", "--mount", "--propagation", "slave", sys.executable, str(BEGIN), form, str(scratch)]
     process = await asyncio.create_subprocess_exec(
         *words,
         *command,

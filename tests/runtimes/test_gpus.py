@@ -232,7 +232,7 @@ async def test_an_apptainer_sandbox_is_shown_its_gpus_alone(world: World, tmp_pa
         if os.geteuid():
             pytest.skip("only root may make a /dev of its own that has files for GPUs")
         again = [sys.executable, "-m", "pytest", *("-q", "-m", "real", "-p", "no:cacheprovider", "-k", "apptainer")]
-        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", WITH_FAKE_DEV, "sh", str(tmp_path)]
+        command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", WITH_FAKE_DEV, "sh", str(tmp_path)]
         process = await asyncio.create_subprocess_exec(
             *command, *again, __file__, stdout=asyncio.subprocess.PIPE, env={**os.environ, FAKE_DEV: "1"}
         )

@@ -242,5 +242,7 @@ def test_available_says_how_limits_are_kept() -> None:
 def test_a_masked_proc_is_seen_before_any_sandbox_fails() -> None:
     probe = "from outrider.runtimes.namespace.runtime import probe_user_namespaces; probe_user_namespaces()"
     mask = f"mount -t tmpfs none /proc/sys && exec {sys.executable} -c '{probe}'"
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", mask], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "slave", "sh", "-c", mask], capture_output=True, text=True, check=False
+    )
     assert "no /proc can be mounted" in done.stderr
