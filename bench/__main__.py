@@ -29,6 +29,7 @@ from bench import (
     history,
     memory,
     report,
+    routing,
     sampling,
     sandboxes,
     scaling,
@@ -57,6 +58,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "history": history.run,
     "graders": graders.run,
     "sampling": sampling.run,
+    "routing": routing.run,
 }
 
 

@@ -438,6 +438,40 @@ def _sampling(found: Any) -> list[Sheet]:
     ]
 
 
+def _routing(found: Any) -> list[Sheet]:
+    rows = found["rows"]
+    return [
+        Sheet(
+            title=f"Routing: {case}",
+            columns=(
+                "policy",
+                "prompt tokens cached",
+                "read anew, millions",
+                "90 % done s",
+                "all done s",
+                "first token p95 s",
+                "moves per session",
+            ),
+            rows=[
+                (
+                    row["policy"],
+                    f"{100 * row['cached']:.1f} %",
+                    number(row["read_tokens"] / 1e6),
+                    f"{row['seconds_90']:,.0f}",
+                    f"{row['seconds']:,.0f}",
+                    number(row["first_token_p95"]),
+                    number(row["moves_per_session"]),
+                )
+                for row in rows
+                if row["case"] == case
+            ],
+            note=f"Simulated: {found['engines']} engines, {found['at_once']} sessions at once. Seconds are those of the "
+            "simulation, the same on every machine.",
+        )
+        for case in dict.fromkeys(row["case"] for row in rows)
+    ]
+
+
 SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "gateway": _gateway,
     "turns": _turns,
@@ -453,4 +487,5 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "history": _history,
     "graders": _graders,
     "sampling": _sampling,
+    "routing": _routing,
 }

@@ -22,6 +22,7 @@ from engines.routers import (
     KINDS,
     Kind,
     Router,
+    SESSION_HEADERS,
     RunningRouter,
     Worlds,
     refuses_what_it_would_drop,
@@ -44,8 +45,13 @@ VERSIONS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 START_SECONDS = 60
 LOOK_SECONDS = 0.1
 LONG = CONTEXT_TOKENS - 64
-POLICIES: dict[Kind, str] = {"vllm": "consistent_hash", "sglang": "manual"}
-"""How each is told to keep a session on one worker by the header that names it."""
+CACHE_AWARE = ("cache_aware", "--balance-abs-threshold", "32", "--balance-rel-threshold", "1.5")
+"""The policy that docs/engines.md recommends."""
+STICKY: dict[Kind, tuple[str, ...]] = {
+    "vllm": ("sticky_least_loaded",),
+    "sglang": ("manual", "--assignment-mode", "min_group"),
+}
+"""How each is told to keep a session on one worker by the header that names it, as docs/engines.md has it."""
 
 APART: dict[Kind, str] = {"vllm": "--vllm-pd-disaggregation", "sglang": "--pd-disaggregation"}
 
@@ -65,8 +71,8 @@ def router_python() -> Path:
     return python
 
 
-def real_router(python: Path, folder: Path) -> Router:
-    """`folder` gets their logs."""
+def real_router(python: Path, folder: Path, policy: Sequence[str] | None = None) -> Router:
+    """`folder` gets their logs. The policy is that of `STICKY` where none is given."""
 
     @asynccontextmanager
     async def router(kind: Kind, urls: Sequence[str], *, apart: bool) -> AsyncGenerator[RunningRouter, None]:
@@ -78,7 +84,7 @@ def real_router(python: Path, folder: Path) -> Router:
             command += [APART[kind], "--prefill", urls[0], *bootstrap]
             command += [word for decode in urls[1:] for word in ("--decode", decode)]
         else:
-            command += ["--policy", POLICIES[kind], "--worker-urls", *urls]
+            command += ["--policy", *(policy or STICKY[kind]), "--worker-urls", *urls]
         log = folder / f"{kind}-{url.rpartition(':')[2]}.log"
         with running(command, log), log.open() as said:
             async with aiohttp.ClientSession(url) as session:
@@ -145,6 +151,34 @@ async def test_a_real_router_as_an_engine(
     kind: Kind, check: Callable[[Worlds], Awaitable[None]], router: Router, tokenizer_folder: Path
 ) -> None:
     await check(worlds_of(kind, router, tokenizer_folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cache_aware_follows_a_growing_prompt_of_ids(
+    kind: Kind, router_python: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """Also under another session's name: ids are compared, not headers. Without a match each call would go to the first
+    worker, for none has a load."""
+    worlds = worlds_of(kind, real_router(router_python, tmp_path, CACHE_AWARE), tokenizer_folder)
+    prompts = {"a": "one two three four five " * 8, "b": "red green blue white black " * 8}
+    async with worlds(replies=[{"reply": "Yes, that is so.", "stall": 1}]) as world, world.engine() as engine:
+        begun = [engine.generate(world.request(name, prompt=prompt)) for name, prompt in prompts.items()]
+        for chunks in begun:  # both are in flight at once, so that the second goes to the idle worker
+            await anext(chunks)
+        for worker in world.workers:
+            worker.release()
+        for chunks in begun:
+            async for _ in chunks:
+                pass
+        for turn in range(3):
+            for name in prompts:
+                prompts[name] += f"and then {name} "
+                await collect(engine.generate(world.request(f"{name}-{turn}", prompt=prompts[name])))
+        used: dict[str, set[int]] = {"a": set(), "b": set()}
+        for seen in world.generated():
+            used[seen.headers[SESSION_HEADERS[kind]][0]].add(seen.worker)
+        assert [len(workers) for workers in used.values()] == [1, 1]
+        assert used["a"] != used["b"]
 
 
 async def test_what_a_real_router_would_drop_is_refused(router: Router, tokenizer_folder: Path) -> None:

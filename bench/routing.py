@@ -1,0 +1,149 @@
+"""Which engine should serve a session's next call: Outrider's placement beside the policies of routers, simulated.
+
+Sessions are those of coding agents: 30 to 40 turns as a rule, a context that grows with each, pauses for tool calls,
+replies and pauses with heavy tails, and groups of sessions that begin with the same prompt. All policies get the same
+draws; engines are simulated (`fleet.py`). Nothing is timed, so the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from bench.fleet import BLOCK, Joining, Router, Session, Turn, play
+from bench.routers import CacheAware, ConsistentHash, LeastLoaded, Outrider, RoundRobin, Sticky
+
+ENGINES = 4
+GROUPS = 36
+AT_ONCE = 320
+"""Sessions at once, 80 an engine; the others begin as these end."""
+START_SECONDS = 60.0
+"""In which the first sessions begin: sandboxes are not ready all at once."""
+INSTRUCTIONS = 4096
+"""Tokens that all sessions begin with: the harness's instructions and tools."""
+TASK = 2048
+"""Tokens that a group's sessions have behind those: the task."""
+LONG_TASK = 24_576
+"""The same where groups share much, such as files of a repository."""
+CONTEXT = 131_072
+"""Tokens at which a session ends, however many turns it had left."""
+CACHE = 3_600_000
+"""Tokens that an engine's cache holds: a quarter more than its sessions have at most when they are spread evenly."""
+SMALL_CACHE = 2_000_000
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """`tail`: how unequal the numbers of turns are, as the sigma of their logarithms."""
+
+    name: str
+    engines: tuple[Joining, ...] = tuple(Joining(f"engine-{number}") for number in range(ENGINES))
+    tail: float = 0.1
+    task: int = TASK
+    cache: int = CACHE
+
+
+_OTHERS = Case(name="").engines[:-1]
+CASES = (
+    Case(name="equal engines"),
+    Case(name="one engine joins late", engines=(*_OTHERS, Joining("late", at=240.0))),
+    Case(name="one engine at half speed", engines=(*_OTHERS, Joining("slow", pace=0.5))),
+    Case(name="sessions of unequal length", tail=0.8),
+    Case(name="groups share 28k tokens", task=LONG_TASK),
+    Case(name="caches too small", cache=SMALL_CACHE),
+)
+
+POLICIES: dict[str, Callable[[], Router]] = {
+    "Outrider": Outrider,
+    "cache_aware, 32 / 1.5": lambda: CacheAware(32, 1.5),
+    "cache_aware, 4 / 1.1": lambda: CacheAware(4, 1.1),
+    "cache_aware, 64 / 1.5": lambda: CacheAware(64, 1.5),
+    "sticky, fewest sessions": lambda: Sticky(fewest=True),
+    "sticky, told of ends": lambda: Sticky(fewest=True, told=True),
+    "sticky, at random": lambda: Sticky(fewest=False),
+    "consistent hash, session": lambda: ConsistentHash(lambda session: session.name),
+    "consistent hash, prefix": lambda: ConsistentHash(lambda session: session.group),
+    "least loaded": LeastLoaded,
+    "round robin": RoundRobin,
+}
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Figures are means over the seeds."""
+
+    seeds: tuple[int, ...]
+    groups: int = GROUPS
+    at_once: int = AT_ONCE
+    cases: tuple[Case, ...] = CASES
+
+
+FULL = Plan((1,))
+QUICK = Plan((1,), cases=(CASES[0], CASES[2]))
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    rows = []
+    for case in plan.cases:
+        traffic = [sessions_of(case, seed, plan.groups) for seed in plan.seeds]
+        for policy, router in POLICIES.items():
+            found = [_figures(router(), case, sessions, plan.at_once) for sessions in traffic]
+            means = {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+            rows.append({"case": case.name, "policy": policy, **means})
+    return {"engines": ENGINES, "at_once": plan.at_once, "seeds": len(plan.seeds), "rows": rows}
+
+
+def sessions_of(case: Case, seed: int, groups: int = GROUPS) -> list[Session]:
+    """The sessions of a case, in the order in which they begin, the same for a seed in any process."""
+    draw = random.Random(f"{seed}")
+    return [
+        Session(
+            f"session-{group}-{number}",
+            (("instructions", INSTRUCTIONS), (f"group-{group}", case.task)),
+            _turns(case, draw),
+        )
+        for group in range(groups)
+        for number in range(draw.randint(8, 16))
+    ]
+
+
+def _turns(case: Case, draw: random.Random) -> tuple[Turn, ...]:
+    """Tokens of tool results have a median of 500, of replies 250, both up to 8192; pauses 3 s, up to 120 s."""
+    turns: list[Turn] = []
+    context = INSTRUCTIONS + case.task
+    for _ in range(max(2, round(draw.lognormvariate(_LOG_35, case.tail)))):
+        new = min(8192, round(draw.lognormvariate(_LOG_500, 1.0))) + 1
+        reply = min(8192, round(draw.lognormvariate(_LOG_250, 0.9))) + 1
+        context += new + reply
+        if context > CONTEXT:
+            break
+        turns.append(Turn(new, reply, min(120.0, draw.lognormvariate(_LOG_3, 1.2))))
+    return tuple(turns)
+
+
+_LOG_35, _LOG_500, _LOG_250, _LOG_3 = 3.5553, 6.2146, 5.5215, 1.0986
+"""Logarithms of the medians."""
+
+
+def _figures(router: Router, case: Case, sessions: list[Session], at_once: int) -> dict[str, float]:
+    played = play(
+        router, case.engines, sessions, at_once=at_once, start_seconds=START_SECONDS, cache_tokens=case.cache
+    )
+    prompt = sum(engine.prompt_tokens for engine in played.engines)
+    cached = sum(engine.cached_tokens for engine in played.engines)
+    first_token = sorted(played.first_token)
+    done = sorted(played.done)
+    return {
+        "cached": cached / prompt,
+        "read_tokens": prompt - cached,
+        "seconds": done[-1],
+        "seconds_90": done[len(done) * 9 // 10],
+        "first_token_p95": first_token[len(first_token) * 95 // 100],
+        "moves_per_session": played.moves / len(sessions),
+        "fullest_cache": max(engine.cache.most_used for engine in played.engines) * BLOCK / case.cache,
+    }
