@@ -1,8 +1,8 @@
 """Simulated engines, the sessions that call them, and the clock of both: a discrete-event simulation.
 
-An engine reads prompts in chunks, first come first served, beside the replies that it decodes; all replies advance by one
-token a step. A step takes longer with more replies, more context, and a chunk to read. Time between two events is not
-stepped through: rates are constant there. The cache of prefixes is counted in blocks, and drops the end of what was
+An engine reads prompts in chunks, first come first served, beside the replies that it decodes; all replies advance by
+one token a step. A step takes longer with more replies, more context, and a chunk to read. Time between two events is
+not stepped through: rates are constant there. The cache of prefixes is counted in blocks, and drops the end of what was
 used longest ago.
 
 What real engines lose to a full cache is understated: a call is admitted only once its whole reply has room, so nothing
@@ -125,7 +125,8 @@ class PrefixCache:
         self.capacity = blocks
         self.used = 0
         self.most_used = 0
-        self._pinned = 0
+        self.pinned = 0
+        """Blocks of calls under way."""
         self._segments: dict[str, _Cached] = {}
         self._free: OrderedDict[str, _Cached] = OrderedDict()
         """Segments that are not pinned, the one used longest ago first."""
@@ -153,7 +154,7 @@ class PrefixCache:
             wanted.append((name, length, blocks, cached))
             extra += max(0, blocks - cached.blocks)
             to_pin += 0 if cached.pins else cached.blocks
-        if self._pinned + to_pin + extra > self.capacity:
+        if self.pinned + to_pin + extra > self.capacity:
             return None
         prompt = sum(tokens for _, tokens in path)
         found = min(self.matched(path), (prompt - 1) // BLOCK * BLOCK)
@@ -164,7 +165,7 @@ class PrefixCache:
         self._drop(self.used + extra - self.capacity)
         for _, length, blocks, cached in wanted:
             cached.tokens, cached.blocks = max(cached.tokens, length), max(cached.blocks, blocks)
-        self._pinned += to_pin + extra
+        self.pinned += to_pin + extra
         self.used += extra
         self.most_used = max(self.most_used, self.used)
         return found
@@ -175,7 +176,7 @@ class PrefixCache:
             cached = self._segments[name]
             cached.pins -= 1
             if not cached.pins:
-                self._pinned -= cached.blocks
+                self.pinned -= cached.blocks
                 self._free[name] = cached
 
     def _drop(self, blocks: int) -> None:

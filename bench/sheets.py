@@ -465,10 +465,10 @@ def _routing(found: Any) -> list[Sheet]:
                 for row in rows
                 if row["case"] == case
             ],
-            note=f"Simulated: {found['engines']} engines, {found['at_once']} sessions at once. Seconds are those of the "
+            note=f"Simulated: {found['engines']} engines, {at_once} sessions at once. Seconds are those of the "
             "simulation, the same on every machine.",
         )
-        for case in dict.fromkeys(row["case"] for row in rows)
+        for case, at_once in {row["case"]: row["at_once"] for row in rows}.items()
     ]
 
 

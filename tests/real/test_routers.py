@@ -20,9 +20,9 @@ from engines.contract import collect
 from engines.routers import (
     CHECKS,
     KINDS,
+    SESSION_HEADERS,
     Kind,
     Router,
-    SESSION_HEADERS,
     RunningRouter,
     Worlds,
     refuses_what_it_would_drop,

@@ -36,9 +36,9 @@ number of its sessions, which decides between equal loads."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
-"""An engine is overloaded against another one when its load is higher by so much, and so many times as high. In a
-replay of agents over SGLang's router 84 % of the prompts' tokens were cached with these thresholds, and 65 % with 4 and
-1.1 (NeMo Gym #3345): a session that moves has its context read again."""
+"""An engine is overloaded against another one when its load is higher by so much, and so many times as high. On
+SWE-bench Pro over vllm-router 84 % of the prompts' tokens were cached with these thresholds, and 65 % with 4 and 1.1
+(NeMo Gym #3345): a session that moves has its context read again. `python -m bench routing` compares both."""
 
 SLACK = 64
 """Outdated entries that the heap may hold per live one before it is rebuilt."""
