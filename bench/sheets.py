@@ -445,12 +445,12 @@ def _routing(found: Any) -> list[Sheet]:
             title=f"Routing: {case}",
             columns=(
                 "policy",
-                "prompt tokens cached",
-                "read anew, millions",
-                "90 % done s",
-                "all done s",
-                "first token p95 s",
-                "moves per session",
+                "cached",
+                "anew M",
+                "90 % s",
+                "all s",
+                "first s",
+                "moves",
             ),
             rows=[
                 (
@@ -465,8 +465,9 @@ def _routing(found: Any) -> list[Sheet]:
                 for row in rows
                 if row["case"] == case
             ],
-            note=f"Simulated: {found['engines']} engines, {at_once} sessions at once. Seconds are those of the "
-            "simulation, the same on every machine.",
+            note=f"Simulated: {found['engines']} engines, {at_once} sessions at once; the same on every machine. Share "
+            "of prompt tokens cached, millions read anew, seconds until 90 % and all of the sessions were done, p95 of "
+            "the seconds to the first token, moves per session.",
         )
         for case, at_once in {row["case"]: row["at_once"] for row in rows}.items()
     ]

@@ -18,15 +18,15 @@ PAGE = page("docs/engines.md")
 CASES = {case.name: case for case in routing.CASES}
 RUN = {
     "equal engines": ("Outrider", "cache_aware, 32 / 1.5", "cache_aware, 4 / 1.1", "round robin"),
-    "one engine at half speed": ("Outrider", "cache_aware, 32 / 1.5", "consistent hash, session"),
-    "one engine joins late": ("sticky, fewest sessions", "sticky, told of ends"),
+    "one engine at half speed": ("Outrider", "cache_aware, 32 / 1.5", "hash ring, session"),
+    "one engine joins late": ("sticky, fewest", "sticky, told of ends"),
     "groups share 28k tokens": ("Outrider", "cache_aware, 32 / 1.5"),
     "small caches": ("Outrider", "cache_aware, 32 / 1.5"),
     "small caches, 240 at once": (
         "Outrider",
         "cache_aware, 32 / 1.5",
         "cache_aware, 64 / 1.5",
-        "consistent hash, session",
+        "hash ring, session",
     ),
 }
 """What the page's claims are about."""
@@ -50,13 +50,13 @@ def test_few_sessions_all_go_to_one_engine_with_cache_aware() -> None:
     case = CASES["equal engines"]
     sessions = routing.sessions_of(case, 1, 3)
     counts = {}
-    for policy in ("cache_aware, 32 / 1.5", "sticky, fewest sessions"):
+    for policy in ("cache_aware, 32 / 1.5", "sticky, fewest"):
         router = routing.POLICIES[policy]()
         played = play(
             router, case.engines, sessions, at_once=32, start_seconds=routing.START_SECONDS, cache_tokens=case.cache
         )
         counts[policy] = sum(engine.prompt_tokens > 0 for engine in played.engines)
-    assert counts == {"cache_aware, 32 / 1.5": 1, "sticky, fewest sessions": 4}
+    assert counts == {"cache_aware, 32 / 1.5": 1, "sticky, fewest": 4}
 
 
 @pytest.mark.deep
@@ -76,13 +76,13 @@ async def test_the_page_says_what_a_run_gives() -> None:
     shared, small, fewer = (
         found[name] for name in ("groups share 28k tokens", "small caches", "small caches, 240 at once")
     )
-    loose, tight, hashed = "cache_aware, 32 / 1.5", "cache_aware, 4 / 1.1", "consistent hash, session"
+    loose, tight, hashed = "cache_aware, 32 / 1.5", "cache_aware, 4 / 1.1", "hash ring, session"
     assert equal["round robin"]["seconds_90"] > 2 * equal["Outrider"]["seconds_90"]
     assert equal[tight]["read_tokens"] > 2.5 * equal[loose]["read_tokens"]
     assert slow[hashed]["seconds"] > 1.2 * max(slow["Outrider"]["seconds"], slow[loose]["seconds"])
     assert fewer[hashed]["seconds_90"] > 1.3 * fewer["Outrider"]["seconds_90"]
     assert fewer["cache_aware, 64 / 1.5"]["seconds_90"] > 1.3 * fewer[loose]["seconds_90"]
-    assert late["sticky, fewest sessions"]["seconds_90"] > 1.03 * late["sticky, told of ends"]["seconds_90"]
+    assert late["sticky, fewest"]["seconds_90"] > 1.03 * late["sticky, told of ends"]["seconds_90"]
     assert shared[loose]["read_tokens"] < 0.9 * shared["Outrider"]["read_tokens"]
     assert small["Outrider"]["seconds_90"] > 1.7 * fewer["Outrider"]["seconds_90"]
     for rows in (equal, slow, shared, fewer):
