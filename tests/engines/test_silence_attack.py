@@ -17,11 +17,11 @@ from outrider.engines.pool.affinity import Member
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
-from outrider.errors import EngineSilent
+from outrider.errors import EngineSilent, EngineUnavailable
 from outrider.testing.scripted_engine import ScriptedEngine
 from support.clock import pass_time
 
-from .test_silence import IDS, SOON, Call, Dripping, engine_of, known, request, until
+from .test_silence import IDS, SOON, Call, Dripping, Losing, engine_of, known, request, until
 
 
 class OneSlot(ScriptedEngine):
@@ -266,6 +266,53 @@ async def test_a_pause_does_not_wait_for_the_probe_of_a_silent_engine(mode: str)
         assert not pool.status()[0].ok  # it has given no token yet
         a.revive()
         await until(lambda: pool.status()[0].ok)
+
+
+async def test_a_pause_does_not_wait_for_ever_for_a_call_on_an_engine_that_hangs() -> None:
+    a = engine_of("a", stall=2)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        call = Call(pool, "s")
+        await a.stalled.wait()
+        a.hang()
+        pausing = asyncio.create_task(pool.policy.pause("finish"))
+        await until(pausing.done, LIMITS.slow + 30)
+        await pool.policy.resume()
+        a.release()
+        a.revive()
+        await until(call.task.done)
+        assert (await call.task)[:2] == IDS[:2]
+
+
+@pytest.mark.parametrize("leave", ["close", "remove"])
+async def test_nothing_waits_for_the_answer_of_an_engine_that_is_removed(leave: str) -> None:
+    a = engine_of("a")
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        a.hang()
+        call = Call(pool, "s")
+        await pass_time(1.5)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        await pass_time(1.0)
+        began = asyncio.get_running_loop().time()
+        if leave == "remove":
+            await pool.remove("a")
+            [doubt] = call.overdue.doubts
+            with pytest.raises(EngineUnavailable):
+                await doubt()
+    assert asyncio.get_running_loop().time() - began < 5
+
+
+async def test_a_lost_call_is_made_again_though_nobody_else_asks() -> None:
+    a = engine_of("a", Losing)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        await known(pool)
+        call = Call(pool, "lost")
+        await answered(call, seconds=60)
+        assert (a.lost, pool.status()[0].failures) == (1, 0)
 
 
 async def test_a_follower_that_doubts_a_frozen_engine_does_not_keep_others_from_looking() -> None:

@@ -228,7 +228,7 @@ class EnginePool:
         for member in self._members.values():
             member.removed = True
             self._affinity.refresh(member)
-            _stop_tasks(member.probe, member.trial, member.check)
+            _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
@@ -431,7 +431,7 @@ class EnginePool:
         member.remove(seconds)
         self._affinity.refresh(member)
         self.state_changed()
-        _stop_tasks(member.probe, member.trial, member.check)
+        _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         try:
             async with asyncio.timeout(seconds):
                 await member.idle.wait()

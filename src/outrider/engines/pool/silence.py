@@ -230,6 +230,11 @@ class SilenceWatch:
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
         overdue.doubts.append(partial(_vouch, member.name, given_up, question))
 
+    def stop(self, name: str) -> asyncio.Task[None] | None:
+        """Ask the engine of that name nothing more. The task to cancel, if there is one."""
+        question = self._questions.pop(name, None)
+        return None if question is None else question.task
+
     async def look(self) -> None:
         """Wait for a flight, and look at all of them once."""
         await self._flying.wait()
@@ -249,11 +254,14 @@ class SilenceWatch:
         member, wait = flight.member, flight.wait
         if wait.since is None or member.removed or now < wait.due():
             return
+        overdue = wait.overdue_by(now)
+        if self._gate.mode is not None and overdue > self.limits.slow:
+            # No engine may be asked for a token now, and the pause may wait for this call, which can go on after it.
+            flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        overdue = wait.overdue_by(now)
         # A call that waits behind others for its turn is not lost, and would only lose its turn if it were made again.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
@@ -323,7 +331,8 @@ class SilenceWatch:
             question.heard(member.last_sign)
             question.error = error
         finally:
-            del self._questions[member.name]
+            if self._questions.get(member.name) is question:
+                del self._questions[member.name]
 
 
 class Question:
