@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import count
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +19,9 @@ from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
 from outrider.errors import EngineSilent, EngineUnavailable
+from outrider.nodes.service_end import ForwardedEngine
 from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.trajectory import FinishReason
 from support.clock import pass_time
 
 from .test_silence import IDS, SOON, Call, Dripping, Losing, engine_of, known, request, until
@@ -137,6 +140,44 @@ async def test_a_relay_whose_workers_take_minutes_to_begin_keeps_its_calls() -> 
         call = Call(pool, "s")
         await answered(call, seconds=400)
         assert (len(a.requests), pool.status()[0].failures) == (1, 0)
+
+
+async def test_such_a_relay_keeps_the_calls_of_other_processes_too() -> None:
+    class Service:
+        calls = 0
+
+        async def generated(self, ask: object) -> AsyncGenerator[Chunk, None]:
+            self.calls += 1
+            await asyncio.sleep(240)
+            yield Chunk(ids=IDS, logprobs=[-1.0] * 4, finish=FinishReason.STOP)
+
+    service = Service()
+    async with EnginePool() as leader, EnginePool(probing=SOON) as pool:
+        await leader.add_engine(engine_of("a", Relay))
+        [state] = leader.state().engines
+        await pool.adopt(state, ForwardedEngine(cast(Any, service), None, state))
+        call = Call(pool, "s")
+        await answered(call, seconds=400)
+        assert (service.calls, pool.status()[0].failures) == (1, 0)
+
+
+async def test_a_call_given_up_on_a_relay_that_hangs_is_doubted_though_its_worker_is_connected() -> None:
+    a = engine_of("a", Relay)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        a.seconds = 1.0
+        for number in range(KNOWN_CALLS):
+            await answered(Call(pool, f"s{number}"))
+        a.seconds = 1000.0
+        call = Call(pool, "s")
+        await pass_time(4.0)
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        [doubt] = call.overdue.doubts
+        settled = asyncio.ensure_future(doubt())
+        await until(settled.done)
+        with pytest.raises(EngineUnavailable, match="one token"):
+            await settled
 
 
 async def test_an_engine_that_compiles_for_minutes_at_first_keeps_its_call() -> None:

@@ -440,6 +440,7 @@ class ForwardedEngine:
         self.mode = state.mode
         self.logprob_kind = state.logprob_kind
         self.constraints = state.constraints
+        self.awaits_workers = state.awaits_workers
         self._service = service
         self._model = model
         self._health = state.health

@@ -135,7 +135,7 @@ class Member:
         """When it last gave something to anybody here, by `loop_time`."""
         self.newest_answered = 0.0
         """When the newest call began of those to which it has given something."""
-        self.awaits_workers = isinstance(engine, AwaitsWorkers)
+        self.awaits_workers = isinstance(engine, AwaitsWorkers) and engine.awaits_workers
         self.silent: AnyRequest | None = None
         """After it has fallen silent, the request for one token that it has to answer before it serves again."""
         self.read_constraints()

@@ -212,6 +212,7 @@ class EnginePool:
             silence,
             self.policy.gate,
             check=self._prove,
+            ask=partial(self._prove, by_token=True),
             failed=self._mark_failed,
             elsewhere=self._has_another,
             start=lambda work, name: self._tasks.create_task(work, name=name),
@@ -719,10 +720,12 @@ class EnginePool:
         self._notify()
         return member.status()
 
-    async def _prove(self, member: Member, request: AnyRequest, seconds: float) -> EngineHealth | None:
+    async def _prove(
+        self, member: Member, request: AnyRequest, seconds: float, *, by_token: bool = False
+    ) -> EngineHealth | None:
         """Have an engine give a token within some seconds. One whose workers connect to the service proves itself by
-        their connection: what they run may take its time. None where a pause of the policy came between, which does not
-        wait for this. Raises EngineError."""
+        their connection, unless it has to do so `by_token`: what they run may take its time. None where a pause of the
+        policy came between, which does not wait for this. Raises EngineError."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -731,7 +734,7 @@ class EnginePool:
             async with asyncio.timeout(seconds) as clock:
                 with gate.ended_by_closing(clock):
                     health = await self._vet(engine)
-                    if not isinstance(engine, AwaitsWorkers):
+                    if by_token or not member.awaits_workers:
                         with suppress(EngineRejected, ContextOverflow):  # which are answers
                             await self._read_small_reply(engine, request)
                     return health

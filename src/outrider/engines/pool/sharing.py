@@ -36,6 +36,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
     version: int
     versions: KnownVersions | None
+    awaits_workers: bool = False
+    """See `AwaitsWorkers`."""
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,7 @@ def state_of(member: Member) -> EngineState:
     return EngineState(
         name=member.name,
         kind=member.kind,
+        awaits_workers=member.awaits_workers,
         url=member.url,
         spec=spec.model_dump_json().encode() if spec is not None and spec.url else None,
         mode=engine.mode,

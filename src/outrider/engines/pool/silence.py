@@ -169,9 +169,10 @@ class Flight:
 
 class SilenceWatch:
     """Looks at all flights of a pool: `look` is a turn of its chore. `check` asks an engine for one token within some
-    seconds, raises EngineError, and returns None where a pause of the policy came between; `failed` is called with an
-    engine that has not answered; `elsewhere` says whether another engine could take an engine's calls; `start` runs
-    something in the background, under a name."""
+    seconds, raises EngineError, and returns None where a pause of the policy came between; `ask` is the same, and no
+    connection of a worker stands for the token; `failed` is called with an engine that has not answered; `elsewhere`
+    says whether another engine could take an engine's calls; `start` runs something in the background, under a
+    name."""
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class SilenceWatch:
         gate: PolicyGate,
         *,
         check: Callable[[Member, AnyRequest, float], Awaitable[object | None]],
+        ask: Callable[[Member, AnyRequest, float], Awaitable[object | None]],
         failed: Callable[[Member, EngineError], None],
         elsewhere: Callable[[Member], bool],
         start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
@@ -186,6 +188,7 @@ class SilenceWatch:
         self.limits = limits
         self._gate = gate
         self._check = check
+        self._token_of = ask
         self._failed = failed
         self._elsewhere = elsewhere
         self._flights: set[Flight] = set()
@@ -321,7 +324,7 @@ class SilenceWatch:
         """Whether an engine gives a token, of which a call was given up that nothing was given."""
         question.note_sign = lambda: question.heard(member.last_sign)
         try:
-            while await self._check(member, request, self._check_seconds(member)) is None:
+            while await self._token_of(member, request, self._check_seconds(member)) is None:
                 await self._gate.opened()
                 question.asked = loop_time()
             now = loop_time()
