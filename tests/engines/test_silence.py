@@ -323,6 +323,29 @@ def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later(
     assert pace.whole_reply(8000) == 80
 
 
+def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:
+    now = 0.0
+    overdue = Overdue(lambda: now)
+    waits = [Wait("a", 4.0, queued=True) for _ in range(3)]
+    for wait in waits:
+        wait.begin(now)
+        overdue.add(wait)
+    for number, wait in enumerate(waits):
+        now = 3.0 + 3.0 * number
+        wait.end(now)
+        wait.last = now
+        overdue.remove(wait)
+    assert overdue.seconds() == 0
+    lost, later = Wait("a", 4.0, queued=True), Wait("a", 4.0, queued=True)
+    for wait in (lost, later):
+        wait.begin(now)
+        overdue.add(wait)
+    now += 3.0
+    later.last = now  # what began later got something: the other one waits in vain
+    now += 3.0
+    assert overdue.seconds() == 2.0
+
+
 def test_waits_that_are_overdue_at_the_same_time_count_once() -> None:
     now = 0.0
     overdue = Overdue(lambda: now)

@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 
 from outrider.errors import HarnessError
-from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
 from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
 
 from .conftest import MakeWorld
 from .test_silence import Silence, honest, settled, some_time, warm
@@ -101,3 +102,37 @@ async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(w
         await settled(w, submitted.id, 400)
         await assert_earned(w, submitted.id)
         w.assert_quiet()
+
+
+async def test_large_turns_side_by_side_do_not_make_the_store_look_slow(world: MakeWorld) -> None:
+    """What an agent sends takes the store its time, and is no reason to try a bad run again."""
+    async with world([SAY], script={"context_tokens": 4_000_000}) as w:
+        store: Any = w.service.store
+        keep, writer = store.add_turn, asyncio.Lock()
+
+        async def add_turn(session: str, attempt: int, turn: Any, **more: Any) -> None:
+            async with writer:
+                await asyncio.sleep(1e-6 * sum(len(message.content) for message in turn.messages))
+                await keep(session, attempt, turn, **more)
+
+        store.add_turn = add_turn
+        task = honest({}, 3) | {"harness": {"agent": f"{__name__}:Lavish"}}
+        submitted = await w.submit(**task)
+        await settled(w, submitted.id, 400)
+        [session] = (await w.done(submitted.id)).sessions
+        assert (result_of(session).attempt, result_of(session).stop_reason) == (1, StopReason.NONZERO_EXIT)
+
+
+class Lavish:
+    """Sends six large messages at once, and fails."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        pass
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        said = [[Message(role=Role.USER, content=f"{number} " + "a " * 400_000)] for number in range(6)]
+        await asyncio.gather(*map(context.model.chat, said))
+        raise ProgramExit("it failed", exit_code=1, hint="", log_tail="")

@@ -158,14 +158,15 @@ class Overdue:
         return self._clock() - self._held_since if self._holds else 0.0
 
     @contextmanager
-    def waiting(self, what: str, allowance: float = 0.0) -> Iterator[None]:
+    def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
         """A wait of one stretch."""
-        wait = Wait(what, allowance)
+        wait = Wait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)
         try:
             yield
         finally:
+            wait.last = self._clock()
             self.remove(wait)
 
     def _count(self, now: float) -> None:

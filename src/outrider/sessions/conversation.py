@@ -57,6 +57,8 @@ from outrider.trajectory import TokenMode, Turn
 STORE = "the store"
 STORE_SECONDS = 1.0
 """In which the store is to have a turn. It usually takes milliseconds."""
+STORE_BYTES_PER_SECOND = 1 << 20
+"""Text and images that it writes in a second, at least: a large turn is the agent's own doing."""
 
 
 GIVEN_UP_SECONDS = 0.25
@@ -486,7 +488,7 @@ class Conversation:
             turn = msgspec.structs.replace(turn, step=self.step)
         if (task := asyncio.current_task()) is not None:
             self._without_turn.discard(task)
-        with self._overdue.waiting(STORE, STORE_SECONDS):
+        with self._overdue.waiting(STORE, STORE_SECONDS + _bytes_of(turn) / STORE_BYTES_PER_SECOND, queued=True):
             await shielded(lambda: self._recorded(turn))
 
     async def _recorded(self, turn: Turn) -> None:
@@ -502,6 +504,12 @@ class Conversation:
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
         return self.broken
+
+
+def _bytes_of(turn: Turn) -> int:
+    """About how many bytes the client added with a turn."""
+    said = sum(len(message.content) for message in turn.messages)
+    return said + sum(image.size for message in turn.messages for image in images_in(message))
 
 
 def waited_in_vain(overdue: float, what: str) -> OutriderError:
