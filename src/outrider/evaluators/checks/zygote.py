@@ -68,7 +68,15 @@ class Zygote:
                     os.kill(self._pids[fd], signal.SIGKILL)
                     self._poll.unregister(fd)
             if asked and not self._take():
+                self._kill_all()
                 return
+
+    def _kill_all(self) -> None:
+        """None of the checks outlives this process: whoever waits for its end may then look for what is left."""
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
 
     def _take(self) -> bool:
         """Take a request and fork a check for it; whether there was one."""
