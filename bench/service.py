@@ -29,6 +29,7 @@ from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
+from outrider.store.task_key import KEY_FILE, KeyFile
 from outrider.trajectory import SessionResult, Turn
 
 DATABASE = "outrider.sqlite3"
@@ -127,7 +128,7 @@ async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[st
     async with serving() as process:
         copied = await _run_one(process)
         empty = process.memory_mib()
-    async with postgresql_store(url) if url else sqlite_store(data / DATABASE) as store:
+    async with postgresql_store(url, key=KeyFile(data / KEY_FILE)) if url else sqlite_store(data / DATABASE) as store:
         filling = await _fill(store, plan.finished, copied)
     begun = time.perf_counter()
     async with serving() as process, AsyncClient(process.urls[0]) as client:
