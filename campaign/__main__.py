@@ -21,6 +21,7 @@ import msgspec
 from rich.console import Console
 
 from campaign.checks import Harm
+from campaign.faults import SILENT
 from campaign.fleet import Fleet, fleet_of
 from campaign.processes import Nursery, a_nursery
 from campaign.run import GROUPS, Run, RunReport
@@ -67,13 +68,15 @@ async def one_run(
     groups: int = GROUPS,
     program: str = "campaign.service",
     fleet: Fleet | None = None,
+    silent: int = SILENT,
     cluster: Cluster | None = None,
 ) -> RunReport:
     """The report of one run, on SQLite where there is no cluster, and, unless it is said, on the fleet of its seed. Its
     folder is removed unless there is a finding, or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fleet = fleet_of(seed) if fleet is None else fleet
-    report = await Run(nursery, seed, folder, groups=groups, program=program, fleet=fleet, cluster=cluster).run()
+    run = Run(nursery, seed, folder, groups=groups, program=program, fleet=fleet, silent=silent, cluster=cluster)
+    report = await run.run()
     if report.findings:
         return msgspec.structs.replace(report, folder=str(folder))
     await asyncio.to_thread(shutil.rmtree, folder)

@@ -100,15 +100,15 @@ DRAWN_ON_MACHINES = 3
 """The same, of machines that join, where there are any."""
 
 
-def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
+def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE, *, silent: int = SILENT) -> list[Fault]:
     """Faults of these kinds, in order.
 
     In every run the service is killed while groups are submitted, and once more later; the engine is killed; leases
-    lapse; and something is silent for long, twice. Power is lost, or a database server is killed, where there is one.
+    lapse; and `silent` things are silent for long. Power is lost, or a database server is killed, where there is one.
     Where there are nodes, two are killed; where there are machines, one is killed, and a connection is cut.
     """
     drawn = rng.choices([kind for kind in kinds if kind not in SILENCES], k=DRAWN)
-    drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=SILENT)
+    drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=silent)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
         (FaultKind.SERVICE_KILLED, rng.uniform(0.2, 0.95)),

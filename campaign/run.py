@@ -19,7 +19,17 @@ from tests.support.disk import a_disk
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
-from campaign.faults import ON_MACHINES, ON_NODES, ON_POSTGRESQL, ON_SQLITE, SILENCES, Fault, FaultKind, draw_faults
+from campaign.faults import (
+    ON_MACHINES,
+    ON_NODES,
+    ON_POSTGRESQL,
+    ON_SQLITE,
+    SILENCES,
+    SILENT,
+    Fault,
+    FaultKind,
+    draw_faults,
+)
 from campaign.fleet import Fleet, Machine, machines_of
 from campaign.processes import Nursery, Program
 from campaign.reader import Reader
@@ -121,7 +131,8 @@ class Progress:
 
 
 class Run:
-    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service."""
+    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service; `silent` is how many
+    things are silent for long, which takes a minute."""
 
     def __init__(
         self,
@@ -132,6 +143,7 @@ class Run:
         groups: int,
         program: str,
         fleet: Fleet,
+        silent: int = SILENT,
         cluster: Cluster | None = None,
     ) -> None:
         self._nursery = nursery
@@ -151,7 +163,7 @@ class Run:
         """All processes of nodes that there were, but for the services' own."""
         kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
         kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
-        self._faults = draw_faults(self._rng, kinds)
+        self._faults = draw_faults(self._rng, kinds, silent=silent)
         self._machines_leave = self._rng.random() < 0.5
         """Whether machines that have joined leave before the service ends, or after."""
         self._left_out: list[str] = []

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from campaign.__main__ import one_run
 from campaign.checks import Finding, Harm
+from campaign.faults import SILENT
 from campaign.fleet import MACHINES, Fleet
 from campaign.processes import a_nursery
 from campaign.run import GROUPS, RunReport
@@ -25,9 +26,9 @@ ONE = Fleet(processes=1)
 JOINED = Fleet(processes=0, machines=MACHINES)
 
 
-async def reported(program: str, seed: int, fleet: Fleet = ONE) -> RunReport:
+async def reported(program: str, seed: int, fleet: Fleet = ONE, *, silent: int = 0) -> RunReport:
     async with a_nursery() as nursery:
-        report = await one_run(nursery, seed, program=program, fleet=fleet)
+        report = await one_run(nursery, seed, program=program, fleet=fleet, silent=silent)
     print(report)
     if report.folder is not None:
         shutil.rmtree(report.folder)
@@ -49,6 +50,11 @@ async def test_a_sound_service_passes(fleet: Fleet) -> None:
     assert report.kills >= 3
     assert report.groups == GROUPS
     assert sum(report.endings.values()) == GROUPS * 4
+
+
+async def test_a_sound_service_passes_while_engines_and_stores_are_silent() -> None:
+    report = await reported("campaign.service", SEEDS[1], silent=SILENT)
+    assert report.findings == []
 
 
 async def test_an_answer_before_its_commit_is_caught() -> None:
