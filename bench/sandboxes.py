@@ -27,6 +27,7 @@ from bench.processor_time import children_of, cpu_seconds, of_process
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext, Shell
 from outrider.runtimes.kernel.child import readable
+from outrider.runtimes.kernel.process_marks import marked
 from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
@@ -72,6 +73,11 @@ class Yard:
         self._numbers = itertools.count()
         self._socket = folder / "gateway.sock"
         self._socket.touch()
+
+    @property
+    def name(self) -> str:
+        """The first part of the marks of its processes."""
+        return self._folder.name
 
     def create(self, kind: str) -> Runtime:
         directory = self._folder / f"s{next(self._numbers)}"
@@ -130,7 +136,8 @@ async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
     try:
         left = iter(sandboxes)
         starting = await in_lanes(8, number, lambda: next(left).start())
-        (zygote,) = [pid for pid in children_of(os.getpid()) if children_of(pid)]
+        ours = marked(f"{yard.name}/")  # this process may have children of other kinds
+        (zygote,) = [pid for pid in children_of(os.getpid()) if pid in ours and children_of(pid)]
         kib = statistics.median(unshared_kib(pid) for pid in children_of(zygote))
         shells = [await sandbox.open_shell() for sandbox in sandboxes]
         with_bash = statistics.median(
