@@ -22,7 +22,7 @@ async def test_consumers_are_listed_moved_and_removed(cli: Cli, tmp_path: Path) 
         back = await cli("consumers", "ack", "trainer", "0", "--rewind", "--url", url, "--json")
         removed = await cli("consumers", "rm", "trainer", "--url", url, "--json")
         again = await cli("consumers", "rm", "trainer", "--url", url)
-    assert shown.out.splitlines()[-1].split()[:3] == ["trainer", "0", "1"]
+    assert shown.out.splitlines()[-1].split()[:4] == ["trainer", "*", "0", "1"]
     assert [each["cursor"] for each in moved.document["consumers"]] == [1]
     assert (beyond.code, beyond.err.splitlines()[0]) == (2, "error: no group has the cursor 2: the newest is 1")
     assert [each["lag"] for each in back.document["consumers"]] == [1]

@@ -53,7 +53,8 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
     "artifact": ("verifier-image/task.toml", '"/app/out"', '"/app"', "earns 0, not 1"),
     "a-separate-step": (
         "separate-steps/task.toml",
-        '[steps.verifier]\nenvironment_mode = "separate"\n\n[steps.verifier.environment]\nworkdir = "/grading"\n',
+        '[steps.verifier]\nenvironment_mode = "separate"\n\n[steps.verifier.environment]\n'
+        'network_mode = "no-network"\nworkdir = "/grading"\n',
         "",
         "earns 0, not 1",
     ),
