@@ -70,7 +70,7 @@ class Session(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all its calls."""
+        """Prompt tokens of all calls of the session."""
         total, length = 0, sum(tokens for _, tokens in self.shared)
         for turn in self.turns:
             length += turn.new

@@ -18,8 +18,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds() -> float:
-    """Of this process, of all below it, and of those that one of them has waited for. Ask when nothing ends just now:
-    what does between two looks may be missed."""
+    """Processor seconds of this process, of its descendants, and of the processes that any of them has waited for.
+    Seconds of a process that ends during the call may be missed."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ticks = sum(ticks_of(pid) for pid in descendants_of(os.getpid()))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / TICKS
@@ -33,7 +33,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads: a child belongs to the thread that started it. Empty for a process that has gone."""
+    """Children of all threads of a process (a child belongs to the thread that started it); none if it is gone."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):

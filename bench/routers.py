@@ -58,7 +58,7 @@ class Outrider:
 
 
 class _NamedEngine:
-    """What `Member` reads of an engine; nothing is generated."""
+    """The attributes of an engine that `Member` reads. It generates nothing."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -163,7 +163,7 @@ class CacheAware(_Counting):
         super().__init__()
         self._abs, self._rel = balance_abs, balance_rel
         self._sent: dict[str, dict[str, tuple[int, int]]] = {}
-        """By engine and segment: its tokens, and the number of the last call with it."""
+        """Tokens of each segment on each engine, and the number of the last call that used the segment."""
         self._calls = count()
 
     def join(self, engine: str) -> None:

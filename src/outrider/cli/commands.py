@@ -90,7 +90,7 @@ def run_command(argv: Sequence[str] | None) -> int:
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
         return USAGE
-    except Exception as error:
+    except Exception as error:  # only to show what the machine lacks in one line; all else is raised again
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))

@@ -163,7 +163,7 @@ class Chores:
                 raise
             self.failures.note(name, error)
             return False
-        except Exception as error:
+        except Exception as error:  # whatever it is: it is noted, and the work is tried again
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
@@ -174,7 +174,7 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:
+        except Exception as error:  # whatever it is: it is noted, for nobody may read the task's result
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
