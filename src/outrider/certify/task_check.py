@@ -60,7 +60,8 @@ async def check_tasks(
         for number, example in enumerate(examples)
         for step, gold in enumerate(solutions(example))
     ]
-    tasks = [task for example in examples if (task := _valid(example.task)) is not None]
+    bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
+    tasks = [task for body in bodies if (task := _valid(body)) is not None]
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
         config = Config(
             port=0,
