@@ -52,6 +52,8 @@ REPEATED = 0.2
 """Share of groups that are submitted a second time, with their key."""
 STALL_SECONDS = 60.0
 """A run that gets nothing done for so long has lost what it still waits for."""
+START_SECONDS = 60.0
+"""In which a program that is started listens."""
 IDLE_SECONDS = 2.0
 BUSY_LOOKS = 30
 BUSY_SESSIONS = 8
@@ -574,7 +576,7 @@ def free_port() -> int:
 
 
 async def _listening(port: int) -> None:
-    async with asyncio.timeout(STALL_SECONDS):
+    async with asyncio.timeout(START_SECONDS):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,14 +1,28 @@
-"""A policy's gate with followers in other processes."""
+"""A policy's gate with followers in other processes, and the pool of a follower."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
+import msgspec
+import numpy as np
 import pytest
 
+from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
+from outrider.engines.pool.followed_policy import FollowedPolicy
+from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.policy import PolicyGate
-from outrider.engines.pool.sharing import GateReport
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
+from outrider.spec import EngineSpec
+from outrider.testing.engine_servers.app import engine_app, serving
+from outrider.testing.engine_servers.asgi import ServeSettings
+from outrider.testing.engine_servers.prefix_cache import PrefixCache
+from outrider.trajectory import LogprobKind, TokenMode
+from support.stamping import StampingEngine
 
 
 async def settles(gate: PolicyGate) -> bool:
@@ -110,3 +124,70 @@ async def test_changes_are_told_and_counted() -> None:
     gate.open()
     gate.open()
     assert seen == [("finish", 1), ("finish", 1), (None, 2)]
+
+
+class SilentLeader:
+    def settled(self, report: GateReport) -> None: ...
+    def doubted(self, engine: str) -> None: ...
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
+    tokenizer_folder: Path, protocol: Literal["vllm", "sglang"]
+) -> None:
+    """The follower hears of the new version only after the server has gone on."""
+    engine, cache, length = StampingEngine(tokenizer_folder), PrefixCache(), 20
+    settings = ServeSettings(prefix_cache=cache)
+    async with (
+        serving(engine_app(engine, protocol, settings)) as url,
+        EnginePool(follows=partial(FollowedPolicy, leader=SilentLeader())) as pool,
+        PoolFollower(pool, lambda state: pytest.fail(state.name)) as follower,
+    ):
+        old = KnownVersions(run="run")
+        state = EngineState(
+            name="engine",
+            kind=protocol,
+            url=url,
+            spec=EngineSpec(kind=protocol, name="engine", url=url).model_dump_json().encode(),
+            mode=TokenMode.TOKENS,
+            logprob_kind=LogprobKind.SAMPLING,
+            constraints=frozenset(),
+            health=EngineHealth(ok=True, model="policy", version=0),
+            ok=True,
+            detail="",
+            draining=False,
+            version=0,
+            versions=old,
+        )
+
+        def say(closings: int, paused: Literal["abort"] | None, version: int) -> None:
+            known = msgspec.structs.replace(state, version=version, versions=old.told(version))
+            follower.follow(PoolState(closings=closings, paused=paused, policy_version=version, engines=(known,)))
+
+        async def asked() -> Any:
+            request = GenerateRequest(
+                request_id="r",
+                session_key="s",
+                input_ids=np.full(8, engine.end, dtype=np.int32),
+                sampling=SamplingParams(max_tokens=100),
+            )
+            return [chunk async for chunk in pool.generate(request)]
+
+        async with asyncio.timeout(20):
+            say(0, None, 0)
+            assert len(await asked()) > 1
+            await engine.pause("finish")  # the server keeps what arrives now
+            kept = asyncio.create_task(asked())
+            while len(engine.requests) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            say(1, "abort", 0)
+            await asyncio.sleep(0.1)
+            await engine.set_version(1)
+            await engine.resume()
+            await asyncio.sleep(0.1)
+            say(2, None, 1)
+            chunks = await kept
+        assert [span.version for span in chunks[-1].versions] == [1]
+        assert sum(len(chunk.ids) for chunk in chunks) == length + 1
+        assert (cache.stale, cache.salts[-1]) == (0, "run-1")
+        assert len(await asked()) > 1, "the engine is used again"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import EngineError
+from outrider.errors import EngineError, EngineRejected
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason
 from support.reference_llama import ReferenceLlama
@@ -131,12 +131,26 @@ async def test_generations_go_on_with_the_reloaded_weights(
         assert again.logprobs == pytest.approx(old.logprobs(prompt, again.ids), abs=EXACT)
 
 
-async def test_weights_that_are_not_there_are_refused(engine: VLLMEngine, untied_policy: Path, tmp_path: Path) -> None:
+async def test_a_folder_that_can_be_seen_to_be_none_is_refused_and_the_engine_serves_on(
+    engine: VLLMEngine, untied_policy: Path, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load(untied_policy)
+    async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool:
+        await pool.add_engine(engine)
+        version = pool.policy.version
+        with pytest.raises(EngineRejected, match="there is no such folder"):
+            await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "nowhere"))
+        status = pool.policy.status()
+        assert (status.version, status.paused) == (version, None)
+        assert len((await whole(pool, request(tokenizer.encode(PROMPT)))).ids) == LENGTH
+
+
+async def test_a_folder_that_only_the_server_can_look_for_is_refused(engine: VLLMEngine, tmp_path: Path) -> None:
     """The last test: this vLLM ends itself over a folder that it cannot read."""
     async with EnginePool() as pool:
         await pool.add_engine(engine)
         version = pool.policy.version
         with pytest.raises(EngineError, match="collective_rpc"):
-            await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "nowhere"))
+            await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "not/here"))
         status = pool.policy.status()
         assert (status.version, status.paused) == (version, None)

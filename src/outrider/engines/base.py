@@ -218,6 +218,16 @@ class RemembersVersions(Protocol):
 
 
 @runtime_checkable
+class HoldsBack(Protocol):
+    """An engine whose server another process pauses with "abort". From `hold_back` until `go_on` this process sends the
+    server no generation, and gives up those whose first token has not come: the server would keep them through the
+    pause, and then sample them by new weights over keys and values of the old ones."""
+
+    def hold_back(self) -> None: ...
+    def go_on(self) -> None: ...
+
+
+@runtime_checkable
 class LoadsWeights(Protocol):
     """An engine that can load other weights in place, from a file or folder that it can read.
 

@@ -205,6 +205,13 @@ class SGLangEngine:
         finally:  # a server that is still paused holds them back itself
             self._gate.open()
 
+    def hold_back(self) -> None:
+        self._gate.close()
+        self._gate.cut_off()
+
+    def go_on(self) -> None:
+        self._gate.open()
+
     async def set_version(self, version: int) -> None:
         """Label the server's weights, keeping what is in flight. Workers of a router that cannot be told are remembered
         to serve `version`."""

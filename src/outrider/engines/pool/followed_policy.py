@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.engines.base import EngineHealth
+from outrider.engines.base import EngineHealth, HoldsBack
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
 from outrider.errors import EngineError, EngineUnavailable
@@ -49,6 +49,8 @@ class FollowedPolicy(Policy):
         self._engines = {engine.name: engine for engine in state.engines}
         self._known = None if state.policy_version is None else KnownPolicy(state.policy_version)
         if state.paused is None:
+            for engine in self._holding():
+                engine.go_on()
             self.gate.open()
         else:
             self.gate.close(state.paused)
@@ -59,7 +61,12 @@ class FollowedPolicy(Policy):
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
+            for engine in self._holding():
+                engine.hold_back()
         self._leader.settled(GateReport(closings=self._closings, in_flight=self.gate.in_flight, whole=self.gate.whole))
+
+    def _holding(self) -> list[HoldsBack]:
+        return [member.engine for member in self._members.values() if isinstance(member.engine, HoldsBack)]
 
     def note_failure(self, member: Member) -> None:
         self._leader.doubted(member.name)
