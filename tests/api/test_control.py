@@ -17,8 +17,9 @@ from outrider.api.access import check_address
 from outrider.client import AsyncClient, Client
 from outrider.config import Config, TlsConfig
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
-from outrider.lifecycle import GroupState
+from outrider.lifecycle import GroupState, StopReason
 from outrider.runtimes.base import Availability
+from outrider.runtimes.host_process.landlock import LandlockRuntime
 from outrider.testing.memory_runtime.runtime import MemoryRuntime
 from outrider.testing.scripted_engine import ScriptedEngine
 from support.service import running_node, running_service, say
@@ -336,3 +337,38 @@ async def test_an_engine_has_an_address_that_can_be(tmp_path: Path) -> None:
             with pytest.raises(InvalidField) as refused:
                 await client.add_engine({"kind": "vllm", "url": url})
             assert refused.value.field == "url"
+
+
+ASK_FOR_CONTROL = """\
+python3 - <<'END'
+import json, os, urllib.error, urllib.request
+base = os.environ["OPENAI_BASE_URL"]
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
+urllib.request.urlopen(urllib.request.Request(base + "/chat/completions", body, {"Content-Type": "application/json"}))
+for path in ("/v1/status", "/v1/groups", "/v1/engines", "/healthz", "/openapi.json"):
+    try:
+        urllib.request.urlopen(base.partition("/s/")[0] + path)
+    except urllib.error.HTTPError as error:
+        assert error.code == 404, (path, error.code)
+    else:
+        raise AssertionError(path)
+END
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "process-landlock", "namespace"])
+async def test_the_address_that_a_sandbox_is_given_serves_models_alone(tmp_path: Path, kind: str) -> None:
+    """Without a token, whoever reached the control API could have a program run outside of any sandbox."""
+    if kind == "process-landlock" and not (can := LandlockRuntime.available()).ok:
+        pytest.skip(can.detail)
+    task = {
+        "instruction": "say hello",
+        "harness": {"command": ["/bin/sh", "-c", ASK_FOR_CONTROL]},
+        "runtime": {"kind": kind},
+        "evaluator": {"kind": "command", "run": "true"},
+        "max_attempts": 1,
+    }
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        (done,) = await client.wait([(await client.submit({"task": task})).id])
+        result = done.sessions[0].result
+        assert (result.stop_reason, result.turns) == (StopReason.COMPLETED, 1), result

@@ -1,6 +1,8 @@
-"""The HTTP application and its two servers: everything on a TCP address, only the model gateway on a Unix socket.
+"""The HTTP application and its two servers: everything on one TCP address; and only the model gateway, on a Unix socket
+and on a port of this machine.
 
-Invariant: sandboxes reach only the node's Unix socket, so no program in them can call the control API.
+Invariant: sandboxes are given that socket and that port alone, so no program that is confined to them can call the
+control API.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from importlib.metadata import version
 
@@ -76,16 +78,12 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         app = await asyncio.to_thread(control_app, service)
         control = AccessControl(app, service.tokens, service.audit, calls=share.token)
         root = RootApp(control, gateway)
-        servers = [(_Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls), outside)]
+        server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:
-            if node is not None and tls is not None:
-                # Sandboxes without a network of their own would have to know the certificate's authority.
+            if node is not None:
                 await stack.enter_async_context(serving_gateway(node))
-            elif node is not None:
-                servers.append((_Server(gateway, share.sandboxes), _inside(node, sockets)))
-                stack.enter_context(node.gateway_at(url))
             stack.enter_context(noting_refusals(service.failures))
-            await stack.enter_async_context(_running(servers))
+            await stack.enter_async_context(_running(server, outside))
             await stack.enter_async_context(service.running())
             yield url
 
@@ -95,37 +93,28 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
     """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
     share = shares(raise_limit())
     with ExitStack() as sockets:
-        gateway = Gateway(node, calls=share.session)
-        bound = [_inside(node, sockets), sockets.enter_context(_listener("127.0.0.1", 0))]
-        servers = [(_Server(gateway, share.sandboxes), each) for each in bound]
-        with noting_refusals(node.failures), node.gateway_at(_url(bound[1], tls=False)):
-            async with _running(servers):
+        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
+        inside.bind(str(node.gateway_socket))
+        port = sockets.enter_context(_listener("127.0.0.1", 0))
+        server = _Server(Gateway(node, calls=share.session), share.sandboxes)
+        with noting_refusals(node.failures), node.gateway_at(_url(port, tls=False)):
+            async with _running(server, inside, port):
                 yield
 
 
-def _inside(node: LocalNode, sockets: ExitStack) -> socket.socket:
-    """The node's own socket, for sandboxes without a network."""
-    inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
-    inside.bind(str(node.gateway_socket))
-    return inside
-
-
 @asynccontextmanager
-async def _running(servers: Sequence[tuple[_Server, socket.socket]]) -> AsyncIterator[None]:
-    """Each server on its socket, while the block runs."""
+async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[None]:
+    """The server on its sockets, while the block runs."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
-        for server, bound in servers:
-            group.create_task(server.serve(sockets=[bound]), name="http server")
-        for server, _ in servers:
-            await server.ready.wait()
+        group.create_task(server.serve(sockets=list(sockets)), name="http server")
+        await server.ready.wait()
         try:
             yield
         except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
             failure = error
         finally:
-            for server, _ in servers:
-                server.stop()
+            server.stop()
     if failure is not None:
         raise failure
 
