@@ -101,6 +101,17 @@ async def test_writes_go_nowhere(sandbox: Runtime) -> None:
             os.stat(path)
 
 
+async def test_the_hosts_devices_are_used_and_not_changed(sandbox: Runtime) -> None:
+    """A sandbox's root is the owner of the host's /dev/null where the node runs as the host's root."""
+    shared = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty /proc/keys /proc/timer_list"
+    for way in ("chmod 666", "touch -c", "chown 0:0"):
+        result = await sandbox.exec(f"for f in {shared}; do test ! -e $f || ! {way} $f || echo $f; done", seconds=10)
+        assert result.stdout == b"", way
+    assert await output(sandbox, "echo x > /dev/null && head -c 2 /dev/zero | wc -c") == "2\n"
+    spawned = "import pty; pty.spawn(['sh', '-c', 'echo y > /dev/tty'])"
+    assert await output(sandbox, f'python3 -c "{spawned}"') == "y\r\n"
+
+
 async def test_mounts_are_read_only_at_their_own_path(world: World, folder: Path) -> None:
     programs = folder / "deep" / "programs"
     programs.mkdir(parents=True)

@@ -44,6 +44,9 @@ COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scs
 """Below /proc, covered: they tell of the host. Container engines cover them, too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
+DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
+"""Read-only: a device can be written to all the same, but the mode and the times of the host's own node cannot be
+changed, which is its owner's right, and so that of a sandbox's root where the node runs as the host's."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max`: the host has some thousands of terminals for all sandboxes together."""
@@ -127,7 +130,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
     shown += [(syscalls.clone_plain(source, SHOWN_MOUNT), target) for source, target in plan["named"]]
     own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
-    devices = [(syscalls.clone_tree(source), target) for source, target in (*own, *plan["devices"])]
+    devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
     syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
@@ -158,7 +161,7 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for source, target in plan["inner"]:
         there = target.startswith(tuple(whole))  # a folder that is shown has come with all that is mounted in it
         tree = None if there or not source else clone_inner(source)
-        inner.append((not source or (not there and tree is None), tree, syscalls.clone_tree("/dev/null"), target))
+        inner.append((not source or (not there and tree is None), tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
     proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows it only where a /proc is visible
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same place
@@ -260,7 +263,7 @@ def protect_proc() -> None:
         if os.path.isdir(f"/proc/{name}"):
             syscalls.mount("none", f"/proc/{name}", "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
         elif os.path.exists(f"/proc/{name}"):
-            syscalls.attach(syscalls.clone_tree("/dev/null"), f"/proc/{name}")
+            syscalls.attach(syscalls.clone_tree("/dev/null", DEVICE_MOUNT), f"/proc/{name}")
 
 
 def make_dev(devices: list[tuple[int, str]]) -> None:
