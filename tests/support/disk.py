@@ -17,7 +17,7 @@ FS_IOC_SHUTDOWN = 0x8004587D
 WITHOUT_FLUSH = 2
 """Nothing more is written to the device, the file system's own journal included: what was not synced is gone."""
 RELEASE_SECONDS = 10.0
-"""In which the processes that had files open there are gone, and mount namespaces that were made have let go of it."""
+"""In which the processes that had files open there are gone."""
 
 
 class Disk:
@@ -39,9 +39,11 @@ class Disk:
             finally:
                 os.close(root)
             _until_none(lambda: _run("umount", str(self.folder)))
-            # A process that has just been given a mount namespace has this mount in it until it has changed its root.
-            # To mount the image before that would bring back the file system that is shut down.
-            _until_none(lambda: _said("losetup", "--associated", str(self._image)))
+            # A copy, because mount namespaces of other programs may still have the file system that is shut down, and
+            # to mount the same image would then bring that one back.
+            copy = self._image.with_name(f"{self._image.name}.copy")
+            subprocess.run(["cp", "--sparse=always", self._image, copy], check=True)
+            copy.replace(self._image)
             if (fault := self.mount()) is not None:
                 raise RuntimeError(fault)
 
@@ -109,8 +111,3 @@ def _run(*command: str) -> str | None:
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else f"{command[0]} failed with {done.returncode}: {done.stderr.strip()}"
-
-
-def _said(*command: str) -> str | None:
-    """What the command said, if anything."""
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
