@@ -161,7 +161,8 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for source, target in plan["inner"]:
         there = target.startswith(tuple(whole))  # a folder that is shown has come with all that is mounted in it
         tree = None if there or not source else clone_inner(source)
-        inner.append((not source or (not there and tree is None), tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
+        covered = not source or (not there and tree is None)
+        inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
     proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows it only where a /proc is visible
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same place
