@@ -50,6 +50,23 @@ def test_memory_is_always_bounded(resources: Resources, expected: int) -> None:
     assert limits.counted_memory(resources, cgroups.CONTROLLERS) == 0
 
 
+def test_buffers_of_sockets_are_bounded_in_version_1() -> None:
+    for memory, expected in ((64, 16), (4096, 64)):
+        found = cgroups.settings(1, Resources(memory_mb=memory))["memory"]
+        assert found["memory.kmem.tcp.limit_in_bytes"] == str(expected << 20)
+
+
+async def test_what_a_kernel_does_not_account_for_is_left_out(real: Hierarchies, tmp_path: Path) -> None:
+    """Such as swap, on many machines."""
+    async with Cgroups(Host(tmp_path)) as made:
+        (folder, *_) = made.make("s1", ALL).folders
+        for name in cgroups.OPTIONAL:
+            if not (folder / name).exists():
+                cgroups._set(folder / name, "1000")
+        with pytest.raises(OSError, match="Permission denied"):
+            cgroups._set(folder / "memory.limits", "1000")
+
+
 def test_a_bound_that_nobody_named_takes_nothing_from_the_files() -> None:
     assert limits.writable_bounds(Resources(disk_mb=20_000))[0] == 20_000 << 20
     assert limits.writable_bounds(Resources(disk_mb=20_000, memory_mb=100))[0] == 75 << 20

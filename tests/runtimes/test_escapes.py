@@ -253,7 +253,7 @@ async def test_privileges(world: World, kind: str) -> None:
     assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
     held = {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")}
     assert held <= ({0} if kind in ("namespace", "apptainer") else {0, DAC_OVERRIDE})
-    assert not await succeeds(sandbox, "import resource as r; r.setrlimit(r.RLIMIT_CORE, (1, 1))")
+    assert not await succeeds(sandbox, "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (1 << 20, 1 << 20))")
 
 
 async def test_system_calls_that_are_denied(world: World) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import os
+import resource
 import socket
 import struct
 
@@ -21,6 +24,7 @@ MACHINES = sorted(seccomp.MACHINES)
 KINDS = ("x86_64", "aarch64")
 LOOKED_AT = {
     "clone": (56, 220),
+    "fcntl": (72, 25),
     "ioctl": (16, 29),
     "ioprio_set": (251, 30),
     "prlimit64": (302, 261),
@@ -29,6 +33,7 @@ LOOKED_AT = {
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "setpriority": (141, 140),
+    "setrlimit": (160, 164),
     "socket": (41, 198),
     "socketpair": (53, 199),
 }
@@ -155,7 +160,10 @@ def test_sockets(machine: str) -> None:
     for family, protocol in itertools.product(internet, (0, 6, 132, 256, 262)):
         found = [verdict(code, machine, number, family, STREAM | NONBLOCK, protocol) for code in codes]
         assert found == [ALLOW, ALLOW if protocol in (0, 6) else EPERM], (family, protocol)
-    assert verdict(codes[1], machine, number, socket.AF_NETLINK, RAW, 4) == ALLOW
+    for protocol in range(32):
+        expected = ALLOW if protocol in (0, 4, 15, 16) else seccomp.ERRNO | errno.EPROTONOSUPPORT
+        found = [verdict(code, machine, number, socket.AF_NETLINK, RAW, protocol) for code in codes]
+        assert found == [expected, expected], protocol
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -242,6 +250,44 @@ async def test_the_first_process_is_let_alone(world: World, kind: str) -> None:
     for command in own:
         result = await sandbox.exec(command, seconds=20)
         assert result.exit_code == 0, (command, result.stderr)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_limit_of_core_dumps_stays_and_whoever_sets_it_is_told_that_it_changed(machine: str) -> None:
+    codes, done = (seccomp.program(machine), seccomp.program(machine, True)), seccomp.ERRNO | 0
+    for kind in range(16):
+        for number, words in (("setrlimit", (kind, 0x1000)), ("prlimit64", (0, kind, 0x1000))):
+            found = [verdict(code, machine, number_of(number, machine), *words) for code in codes]
+            assert found == [done if kind == resource.RLIMIT_CORE else ALLOW] * 2, (number, kind)
+        assert verdict(codes[0], machine, number_of("prlimit64", machine), 0, kind, 0, 0x1000) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_file_is_leased(machine: str) -> None:
+    for code in (seccomp.program(machine), seccomp.program(machine, True), seccomp.program(machine, counted=True)):
+        for command in range(1024, 1044):
+            found = verdict(code, machine, number_of("fcntl", machine), 3, command)
+            assert (found == EPERM) >= (command in (fcntl.F_SETLEASE, 1040)), command
+            assert found in (ALLOW, EPERM)
+
+
+ONE_CRASH = """
+import fcntl, os, resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+assert resource.getrlimit(resource.RLIMIT_CORE) == (BYTES, BYTES), resource.getrlimit(resource.RLIMIT_CORE)
+try:
+    fcntl.fcntl(os.open("leased", os.O_CREAT), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+except PermissionError:
+    print("fine")
+"""
+
+
+@pytest.mark.parametrize("kind", [*ISOLATING, "process-landlock"])
+async def test_a_crash_starts_no_program_of_the_host_and_a_file_keeps_nobody_waiting(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    program = ONE_CRASH.replace("BYTES", str(seccomp.core_limit()))
+    result = await sandbox.exec(["python3", "-c", program], seconds=20)
+    assert result.stdout == b"fine\n", result.stderr
 
 
 def test_the_other_numbering_of_x86_64() -> None:

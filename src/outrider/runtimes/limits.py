@@ -11,6 +11,7 @@ import re
 import resource
 from collections.abc import Container
 
+from outrider.runtimes.guest.isolation.seccomp import core_limit
 from outrider.runtimes.kernel.cgroups import CONTROLLERS, Hierarchies
 from outrider.spec import MEBIBYTE, Resources
 
@@ -40,7 +41,7 @@ def rlimits(resources: Resources, controllers: Container[str], *, own_users: boo
 
     `own_users`: the sandbox has a user namespace. Without one the kernel counts all processes of the user on the host,
     so that the number of processes cannot be limited."""
-    limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
+    limits = {"RLIMIT_CORE": core_limit(), "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
     if "pids" not in controllers and own_users:
         limits["RLIMIT_NPROC"] = resources.pids
     if own_users and kernel_version() >= COUNTED_BY_NAMESPACE:

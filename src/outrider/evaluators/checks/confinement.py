@@ -58,7 +58,7 @@ def confine_check(seconds: float, memory: int) -> None:
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, whole),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, seccomp.core_limit()),
         (resource.RLIMIT_FSIZE, 0),
     ):
         resource.setrlimit(limit, (value, value))

@@ -38,7 +38,7 @@ def command(file_bytes: int, memory: int) -> list[str]:
 
     No file that is written in it can be larger than `file_bytes`. This rlimit holds where the daemon cannot bound the
     container's file system."""
-    limits = [f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0", *([f"RLIMIT_DATA={memory}"] if memory else [])]
+    limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 

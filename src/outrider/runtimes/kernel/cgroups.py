@@ -32,6 +32,9 @@ UNIFIED = ""
 """What /proc/self/cgroup calls the controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
+SOCKET_BYTES = 64 << 20
+"""Maximum bytes that the kernel holds for one sandbox's sockets, by control groups of version 1. All sockets of the
+host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of its memory, and slow down when that is used up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
@@ -87,7 +90,13 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
     if version == 2:
         found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
     else:
-        found["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+        # Sockets of the Internet's families are counted by themselves, and only where they have a limit.
+        sockets = str(min(resources.most_memory_mb * MEBIBYTE // 4, SOCKET_BYTES))
+        found["memory"] = {
+            "memory.limit_in_bytes": memory,
+            "memory.memsw.limit_in_bytes": memory,
+            "memory.kmem.tcp.limit_in_bytes": sockets,
+        }
     if resources.cpus is not None:
         quota = str(round(resources.cpus * CPU_PERIOD))
         if version == 2:
@@ -98,8 +107,8 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
 
 
 UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
-OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
-"""Missing where the kernel does not account for swap."""
+OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
+"""Missing where the kernel does not account for swap, or for sockets by themselves."""
 
 
 class Group:
@@ -314,6 +323,6 @@ def _removed(folder: Path) -> bool:
 def _set(file: Path, value: str) -> None:
     try:
         file.write_text(value)
-    except FileNotFoundError:
-        if file.name not in OPTIONAL:
+    except OSError:  # for a missing file EACCES: this would be to create it
+        if file.name not in OPTIONAL or file.exists():
             raise

@@ -19,7 +19,7 @@ WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | sysc
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as `RLIMIT_CORE=0`, and with Apptainer
+    """`arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as `RLIMIT_DATA=1024`, and with Apptainer
     `bytes=N` and `files=N`, how much may be written."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
@@ -28,6 +28,7 @@ def enter(arguments: list[str]) -> None:
     for name, value in options.items():
         if name.startswith("RLIMIT_"):
             resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+    resource.setrlimit(resource.RLIMIT_CORE, (seccomp.core_limit(), seccomp.core_limit()))
     if by_apptainer:
         syscalls.keep_capabilities(frozenset())
     seccomp.confine(counted=memory != 0, ipc=ipc)

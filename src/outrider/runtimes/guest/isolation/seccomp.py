@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import struct
 
 from outrider.runtimes.guest.isolation.syscalls import (
@@ -25,7 +26,7 @@ from outrider.runtimes.guest.isolation.syscalls import (
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOSYS = 1, 38
+EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
@@ -39,6 +40,9 @@ X32 = 0x40000000
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
 """The families of sockets that are allowed. Others, such as vsock between a virtual machine and its host, ignore
 network namespaces."""
+ASKED = (0, 4, 15, 16)
+"""The protocols of netlink that are allowed: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. Over them programs ask the
+kernel. Over USERSOCK they could send to each other, also to programs of the host where the network is the host's."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
@@ -46,6 +50,10 @@ FASTOPEN = 0x20000000
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
+F_SETLEASE, F_SETDELEG = 1024, 1040
+"""Whoever opens a file with a lease on it waits 45 seconds for its holder, and the owner of a file may lease it: also
+one of the host's that sandboxes are shown."""
+RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
 LOOKED_AT = {
@@ -58,6 +66,7 @@ LOOKED_AT = {
         "clone": 56,
         "fcntl": 72,
         "setpriority": 141,
+        "setrlimit": 160,
         "sched_setparam": 142,
         "sched_setscheduler": 144,
         "sched_setaffinity": 203,
@@ -74,6 +83,7 @@ LOOKED_AT = {
         "sched_setscheduler": 119,
         "sched_setaffinity": 122,
         "setpriority": 140,
+        "setrlimit": 164,
         "socket": 198,
         "socketpair": 199,
         "sendto": 206,
@@ -214,6 +224,8 @@ def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
 
 
 REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
+SKIPPED = step(RETURN, ERRNO | 0)
+"""The call does nothing, and its caller is told that it succeeded."""
 SIZE = len(PASSED)
 
 
@@ -233,19 +245,24 @@ def accept(at: int, value: int) -> bytes:
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
+def when(at: int, value: int, steps: bytes) -> bytes:
+    """Goes through the steps if a call's argument at `at` is that value."""
+    return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
+
+
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     """The steps for each call of LOOKED_AT. A call that its steps do not refuse is let through."""
+    asks = b"".join(accept(THIRD, protocol) for protocol in ASKED) + step(RETURN, ERRNO | EPROTONOSUPPORT)
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
         "ioctl": refuse(SECOND, TIOCSTI, TIOCLINUX),
-        "socket": require(FIRST, UNIX, INTERNET, INTERNET_6, NETLINK),
+        "fcntl": refuse(SECOND, F_SETLEASE, F_SETDELEG, *((F_SETPIPE_SZ,) if counted else ())),
+        "socket": require(FIRST, UNIX, INTERNET, INTERNET_6, NETLINK) + when(FIRST, NETLINK, asks),
         "socketpair": require(FIRST, UNIX),
     }
-    if counted:
-        found["fcntl"] = refuse(SECOND, F_SETPIPE_SZ)
     if tcp_only:
         kind = require(SECOND, STREAM, mask=KIND) + require(THIRD, 0, TCP)
-        found["socket"] = require(FIRST, INTERNET, INTERNET_6, NETLINK) + accept(FIRST, NETLINK) + kind
+        found["socket"] = require(FIRST, INTERNET, INTERNET_6, NETLINK) + when(FIRST, NETLINK, asks) + kind
         found["socketpair"] += require(SECOND, STREAM, SEQUENCED, mask=KIND)
         found["sendto"] = found["sendmmsg"] = refuse(FOURTH, FASTOPEN, test=ANY_BIT)
         found["sendmsg"] = refuse(THIRD, FASTOPEN, test=ANY_BIT)
@@ -255,7 +272,9 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    found["prlimit64"] = lower + upper + first  # without a new limit it only asks
+    # Without a new limit it only asks. That of core dumps stays what `core_limit` says: 0 would be worse.
+    found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
+    found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
 
 
@@ -285,6 +304,13 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
     for name, check in checks(tcp_only, server, counted).items():
         steps += [step(EQUAL, LOOKED_AT[machine][name], 0, len(check) // SIZE + 1), check, PASSED]
     return b"".join([*steps, PASSED])
+
+
+def core_limit() -> int:
+    """The RLIMIT_CORE of programs that nobody trusts: a byte, which is too few for any core dump. With 0 the kernel
+    would still start the host's program for core dumps, where /proc/sys/kernel/core_pattern names one: outside of the
+    sandbox and as root, for each crash in it. Where this process may not have a byte, it is 0."""
+    return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # no limit is -1
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
