@@ -63,6 +63,7 @@ MODULES = (
     "filesystem.glob",
     "filesystem.restore",
     "memory_watch",
+    "netlink_watch",
     "server",
 )
 """The tool server's modules, each behind those that it imports."""
