@@ -33,7 +33,15 @@ PROCESS = {"kind": "process"}
 
 
 @pytest.mark.parametrize(
-    ("then", "code"), [("exit 3", 3), ("exit 255", 255), ("kill -9 $$", 137), ("kill -ABRT $$", 134)]
+    ("then", "code"),
+    [
+        ("exit 3", 3),
+        ("exit 255", 255),
+        ("kill -9 $$", 137),
+        ("kill -ABRT $$", 134),
+        ("exit 127", 127),
+        ("exit 126", 126),
+    ],
 )
 async def test_a_program_that_fails_after_a_reply_is_graded(
     world: MakeWorld, temporary: Path, then: str, code: int
@@ -52,18 +60,17 @@ async def test_a_program_that_fails_after_a_reply_is_graded(
 
 
 @pytest.mark.parametrize(
-    ("then", "fields", "message"),
+    ("harness", "message"),
     [
-        ("exit 3", {"nonzero_exit": "error"}, "command exited with code 3"),
-        ("exit 127", {}, "command exited with code 127"),
-        ("exit 126", {}, "command exited with code 126"),
+        (program("exit 3") | {"nonzero_exit": "error"}, "command exited with code 3"),
+        ({"command": ["bash", "-c", "exit 127"]}, "command exited with code 127"),
+        ({"command": ["bash", "-c", "exit 126"]}, "command exited with code 126"),
     ],
 )
 async def test_a_program_that_fails_by_itself_is_an_error(
-    world: MakeWorld, temporary: Path, then: str, fields: Any, message: str
+    world: MakeWorld, temporary: Path, harness: Any, message: str
 ) -> None:
     async with world(http=True) as w:
-        harness = program(then) | fields
         session = await w.run(harness=harness, evaluator=GRADED, runtime=PROCESS, max_attempts=2)
         result = failed(session, Boundary.HARNESS, "harness_error")
         assert result.error is not None

@@ -35,9 +35,6 @@ TAIL_OF_NEWEST = (
 )
 """A shell script that prints the end of the newest file. No program names its logs with newlines."""
 
-NOT_THE_PROGRAMS = (None, 126, 127)
-"""Exit codes that are not the program's own: it was killed at its time limit, could not be executed, was not found."""
-
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
 
@@ -138,7 +135,7 @@ class CommandHarness:
             hint = "the log tail is the end of the program's output" + (" and log" if self._preset.logs else "")
             if missing:
                 hint = missing.hint
-            if result.exit_code in NOT_THE_PROGRAMS or self._preset.nonzero_exit == "error":
+            if result.exit_code is None or self._preset.nonzero_exit == "error":
                 raise HarnessError(message, hint=hint, log_tail=log_tail)
             raise ProgramExit(message, exit_code=result.exit_code, hint=hint, log_tail=log_tail)
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
