@@ -82,18 +82,19 @@ class LoggedEngine:
         ids = [*random.choices(self._letters, k=REPLY_TOKENS - 1), self._end]
         call = Call(session=request.session_key, prompt=digest_of(request.input_ids), ids=ids)
         os.write(self._log, msgspec.json.encode(call) + b"\n")
-        for start in range(0, REPLY_TOKENS, CHUNK_TOKENS):
+        wanted = min(REPLY_TOKENS, request.sampling.max_tokens)
+        for start in range(0, wanted, CHUNK_TOKENS):
             await asyncio.sleep(max(CHUNK_SECONDS, self._knobs.chunk_seconds))
             while self._knobs.engine_silent:  # noqa: ASYNC110  # another process says so
                 await asyncio.sleep(CHUNK_SECONDS)
-            some = ids[start : start + CHUNK_TOKENS]
-            last = start + len(some) == REPLY_TOKENS
+            some = ids[start : min(start + CHUNK_TOKENS, wanted)]
+            last = start + len(some) == wanted
             position = len(request.input_ids) + start
             yield Chunk(
                 ids=some,
                 logprobs=[scripted_logprob(position + offset, token) for offset, token in enumerate(some)],
-                finish=FinishReason.STOP if last else None,
-                stop_match=self._end if last else None,
+                finish=None if not last else FinishReason.STOP if some[-1] == self._end else FinishReason.LENGTH,
+                stop_match=self._end if some[-1] == self._end else None,
             )
 
 

@@ -51,6 +51,16 @@ class Dripping(ScriptedEngine):
                 yield chunk
 
 
+class Generous(ScriptedEngine):
+    """Gives its whole reply, however few tokens are asked for."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        asked = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=9))
+        async with aclosing(super().generate(asked)) as chunks:
+            async for chunk in chunks:
+                yield msgspec.structs.replace(chunk, ids=chunk.ids * 2, logprobs=chunk.logprobs * 2)
+
+
 def engine_of(name: str, kind: type[ScriptedEngine] = ScriptedEngine, **reply: Any) -> Any:
     return kind(EngineOptions(name=name, options={"replies": [{"ids": IDS} | reply]}))
 
@@ -109,6 +119,18 @@ async def test_before_the_first_token_the_call_goes_elsewhere() -> None:
         assert "silent" in status["a"].detail
         a.revive()
         await until(lambda: all(engine.ok for engine in pool.status()))
+
+
+async def test_an_engine_that_gives_more_than_it_was_asked_for_is_not_silent() -> None:
+    a = engine_of("a", Generous)
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        a.hang()
+        call = Call(pool, "s")
+        await until(lambda: not pool.status()[0].ok)
+        a.revive()
+        await until(lambda: pool.status()[0].ok)
+        call.task.cancel()
 
 
 async def test_in_the_middle_of_a_reply_it_goes_on_elsewhere_with_the_ids_that_were_given() -> None:
@@ -272,21 +294,55 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
 
 
 @pytest.mark.parametrize(
-    ("silent", "usual", "answered", "fault"),
+    ("silent", "usual", "answered", "before", "fault"),
     [
-        (1.5, 0.05, None, True),  # far longer than usual, whatever others were given
-        (1.5, 0.5, None, False),
-        (6.0, 0.5, 4.0, True),  # nobody was given anything, and the answer came late
-        (3.0, 0.5, 0.4, False),
-        (20.0, None, 0.1, True),  # the engine has just begun, and answers quickly now
-        (20.0, None, 10.0, False),
-        (20.0, None, None, False),
+        (1.5, 0.05, None, 0.0, True),  # far longer than usual, whatever others were given
+        (1.5, 0.5, None, 0.0, False),
+        (6.0, 0.5, 4.0, 0.0, True),  # nobody was given anything, and the answer came late
+        (3.0, 0.5, 0.4, 0.0, False),
+        (20.0, None, 0.1, 0.0, True),  # the engine has just begun, and answers quickly now
+        (20.0, None, 10.0, 0.0, False),
+        (20.0, None, None, 0.0, True),  # it has just begun, and gives others something
+        (2.0, None, None, 0.0, False),
+        (2.0, 0.4, None, 4.0, True),  # the third call in a row that waits five times as long as usual
+        (2.0, 0.4, None, 0.0, False),
+        (0.7, 0.4, None, 60.0, False),  # an agent that gives up sooner than its engine answers is not excused
     ],
 )
 def test_who_is_to_blame_for_a_call_that_was_given_up(
-    silent: float, usual: float | None, answered: float | None, fault: bool
+    silent: float, usual: float | None, answered: float | None, before: float, fault: bool
 ) -> None:
-    assert too_long(silent, usual, answered) is fault
+    assert too_long(silent, usual, answered, before) is fault
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_calls_given_up_in_a_row_are_one_wait_until_something_is_given(given: bool) -> None:
+    """Each is given up sooner than the engine could be blamed for, and none is answered."""
+    a = engine_of("a", Dripping)
+    a.seconds = 0.5
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for number in range(KNOWN_CALLS):
+            usual = Call(pool, f"s{number}")
+            await until(usual.task.done)
+        calls = [Call(pool, "s")]
+        overdue = calls[0].overdue
+        for number in range(3):
+            a.seconds = 30.0
+            call = Call(pool, "s", overdue=overdue) if number else calls[0]
+            await pass_time(2.0)
+            a.seconds = 0.5
+            call.task.cancel()
+            await asyncio.wait([call.task])
+            if given:
+                answered = Call(pool, "s", overdue=overdue)
+                await until(answered.task.done)
+        at_fault = 0
+        for doubt in overdue.doubts:
+            settled = asyncio.ensure_future(doubt())
+            await until(settled.done)
+            at_fault += settled.exception() is not None
+        assert (at_fault > 0) is not given
 
 
 async def test_a_call_given_up_when_it_was_overdue_is_the_engines_fault() -> None:

@@ -74,6 +74,8 @@ class Overdue:
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self.doubts: list[Callable[[], Awaitable[None]]] = []
+        self.in_vain = 0.0
+        """Seconds of the calls that the session has given up since an engine gave it something last."""
         self._clock = clock
         self._open: dict[Wait, None] = {}  # in the order in which they began
         self._seconds = 0.0
@@ -99,6 +101,7 @@ class Overdue:
         self._before_run = self.seconds()
         self._longest, self._what = 0.0, ""
         self.doubts.clear()
+        self.in_vain = 0.0
 
     def in_run(self) -> float:
         """Overdue seconds since the agent's run began."""

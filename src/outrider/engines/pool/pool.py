@@ -736,7 +736,7 @@ class EnginePool:
                     health = await self._vet(engine)
                     if by_token or not member.awaits_workers:
                         with suppress(EngineRejected, ContextOverflow):  # which are answers
-                            await self._read_small_reply(engine, request)
+                            await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
             if gate.mode is not None or gate.closings != closings:
@@ -831,9 +831,9 @@ class EnginePool:
         member.suspect, member.trial = None, None
         self._affinity.refresh(member)
 
-    async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest) -> None:
-        """One reply of few tokens to a copy of the request, read to its end. Raises what the engine and the check
-        do."""
+    async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
+        """One reply of few tokens to a copy of the request, checked and read to its end. Raises what the engine and the
+        check do. Unless it must be `whole`, its first chunk is enough, whatever it holds: the engine is not silent."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)
@@ -843,6 +843,8 @@ class EnginePool:
         try:
             async with aclosing(_begun(engine, trial)) as chunks:
                 async for chunk in chunks:
+                    if not whole:
+                        return
                     check.take(chunk)
                     finished = chunk.finish is not None
         finally:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 UNANSWERED_SECONDS = 1.0
 """A client that gives a call up sooner has not waited for the engine."""
+SLOWER = 2.0
+"""How many times its usual seconds an engine must have been silent for the calls that were given up before to count,
+too. Several such waits in a row are as unlikely as one that is as long as all of them."""
 
 
 class Flight:
@@ -107,6 +110,8 @@ class Flight:
         if self._first is None:
             member.newest_answered = max(member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
+            if self._overdue is not None:
+                self._overdue.in_vain = 0.0
             self._token_due = member.pace.token_due()
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
@@ -231,7 +236,9 @@ class SilenceWatch:
             elif question is None:
                 question = Question(loop_time())
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
-        overdue.doubts.append(partial(_vouch, member.name, given_up, question))
+        overdue.doubts.append(partial(_vouch, member.name, given_up, question, overdue.in_vain))
+        if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
+            overdue.in_vain += given_up.waited
 
     def stop(self, name: str) -> asyncio.Task[None] | None:
         """Ask the engine of that name nothing more. The task to cancel, if there is one."""
@@ -365,8 +372,9 @@ class GivenUp(msgspec.Struct, frozen=True):
     usual: float | None
 
 
-async def _vouch(engine: str, given_up: GivenUp, question: Question | None) -> None:
-    """Raises EngineUnavailable if the engine was at fault when a client gave its call up."""
+async def _vouch(engine: str, given_up: GivenUp, question: Question | None, before: float) -> None:
+    """Raises EngineUnavailable if the engine was at fault when a client gave its call up. `before`: seconds of the
+    calls in a row that it had given up before that one."""
     silent = given_up.waited
     answered: float | None = None
     if question is not None:
@@ -379,20 +387,22 @@ async def _vouch(engine: str, given_up: GivenUp, question: Question | None) -> N
             silent += answered
         else:
             raise question.error or EngineUnavailable(f"engine {engine!r} was not heard again after a call")
-    if too_long(silent, given_up.usual, answered):
+    if too_long(silent, given_up.usual, answered, before):
+        others = f", and {before:.1f} s while others did before it" if before else ""
         raise EngineSilent(
-            f"engine {engine!r} gave nothing for {silent:.1f} s while a call waited that was then given up"
+            f"engine {engine!r} gave nothing for {silent:.1f} s while a call waited that was then given up{others}"
         )
 
 
-def too_long(silent: float, usual: float | None, answered: float | None) -> bool:
+def too_long(silent: float, usual: float | None, answered: float | None, before: float = 0.0) -> bool:
     """Whether an engine that was silent for so many seconds, to a call that was given up, was at fault. `answered` is
-    how many seconds it took for one token afterwards, if it was asked."""
+    how many seconds it took for one token afterwards, if it was asked; `before` are the seconds of the calls in a row
+    that were given up before. An engine of which nothing is known yet is at fault sooner rather than its agent."""
     if usual is not None:
-        return silent > MUCH_SLOWER * usual
+        return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
     if answered is not None:
-        return silent - answered > LIMITS.least + MUCH_SLOWER * answered
-    return False
+        return silent + before - answered > LIMITS.least + MUCH_SLOWER * answered
+    return silent + before > LIMITS.least
 
 
 def _about_tokens(chunk: ChatChunk) -> int:
