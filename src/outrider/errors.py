@@ -43,6 +43,9 @@ MAX_TEXT = 8192
 """Characters of an error's message, hint or field that a record keeps."""
 MAX_LOG_TAIL = 65_536
 """Characters of a log's end that a record keeps."""
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot decode: text that is no UTF-8, and lists or maps that are nested too
+deeply, raise errors of Python's own."""
 
 
 class Boundary(StrEnum):

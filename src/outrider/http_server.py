@@ -421,6 +421,15 @@ class _WebSocket(WebSocketsSansIOProtocol):
                 self.transport.resume_reading()
         return message
 
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:  # uvicorn logs a traceback for it
+                self.transport.abort()
+                return
+        super().send_receive_event_to_app()
+
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
         if len(self.frames) > MAX_FRAGMENTS:  # empty ones, perhaps, which no bound of bytes ends

@@ -185,6 +185,28 @@ async def test_every_kind_of_server_is_checked(kind: str, events: list[Any]) -> 
     assert "the id 1099511627776" in message
 
 
+UNREADABLE = {
+    "no UTF-8": b'data: {"error": "\xff\xfe"}\n\n',
+    "deep": b'data: {"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n",
+    "deep among others": b"data: {}\n\ndata: " + b"[" * 100_000 + b"\n\n",
+}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
+@pytest.mark.parametrize("case", UNREADABLE)
+async def test_an_event_that_cannot_be_read_is_the_engines_fault(kind: str, case: str) -> None:
+    message, suspicion = await refused(kind, [UNREADABLE[case]])
+    assert message == suspicion
+    assert "sent an event" in message
+
+
+async def test_a_log_probability_of_no_id_is_the_engines_fault() -> None:
+    entry = {"token": "token_id:abc", "logprob": -1.0}
+    choice = {"token_ids": [5], "logprobs": {"content": [entry]}, "finish_reason": "stop"}
+    message, _ = await refused("vllm", [{"choices": [choice]}])
+    assert message == "engine 'e' gave the log-probability of abc for token 5"
+
+
 async def test_tool_calls_without_an_end_do_not_fill_the_memory() -> None:
     delta = {"tool_calls": [{"index": 0, "function": {"name": "bash", "arguments": "x" * 4096}}]}
     message, _ = await refused("openai", [{"choices": [{"delta": delta}]}] * 40)

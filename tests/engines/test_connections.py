@@ -182,3 +182,49 @@ async def test_a_slow_reader_pauses_the_server() -> None:
 def test_a_header_cannot_be_smuggled(value: str) -> None:
     with pytest.raises(ValueError, match="line break"):
         Connections("http://127.0.0.1:1", {"X": value})
+
+
+ENDLESS = {
+    "head": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * HIGH_WATER,
+    "header": b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2 * HIGH_WATER,
+    "interim answers": b"HTTP/1.1 100 Continue\r\n\r\n" * HIGH_WATER,
+    "trailers": CHUNKED[:-2] + b"X: y\r\n" * HIGH_WATER,
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+async def test_what_is_no_body_has_an_end(case: str) -> None:
+    async with a_server(Script(ENDLESS[case])) as connections, asyncio.timeout(30):
+        with pytest.raises(ConnectionError, match=r"and none of its body|not HTTP"):
+            await get(connections)
+
+
+async def test_a_server_that_speaks_another_protocol_is_no_bug() -> None:
+    upgrade = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n"
+    async with a_server(Script(upgrade)) as connections:
+        with pytest.raises(ConnectionError, match="not HTTP"):
+            await get(connections)
+
+
+async def test_a_second_answer_is_taken_for_no_answer() -> None:
+    """Neither for the first request's, nor for the next one's."""
+    script = Script(WHOLE + b"HTTP/1.1 500 Oh\r\nContent-Length: 3\r\n\r\nbad", WHOLE)
+    async with a_server(script) as connections:
+        response = await connections.request("GET", "/x")
+        assert (response.status, await response.whole()) == (200, b"hi")
+        response.close()
+        assert await get(connections) == b"hi"
+    assert script.connections == 2
+
+
+async def test_a_connection_that_does_not_read_is_not_used_again() -> None:
+    """The rest of an answer came while nobody took it."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+    size = HIGH_WATER + 1 - len(head % HIGH_WATER)  # with its last byte too much is unread
+    script = Script(head % size + b"x" * size, WHOLE)
+    async with a_server(script) as connections, asyncio.timeout(30):
+        response = await connections.request("GET", "/x")
+        while not response.complete:  # noqa: ASYNC110  # it has no event here
+            await asyncio.sleep(0)
+        response.close()
+        assert await get(connections) == b"hi"

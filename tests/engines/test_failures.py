@@ -41,7 +41,11 @@ def test_openai_names_its_overflow() -> None:
     assert type(translate(StatusFailure(400, body), "e")) is ContextOverflow
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b'{"detail": [{"loc": ["x"]}]}', b"null", b'"words"', b"[1]"])
+DEEP = b'{"error": ' + b"[" * 500 + b"]" * 500 + b"}"
+"""orjson reads it, and does not write it."""
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b'{"detail": [{"loc": ["x"]}]}', b"null", b'"words"', b"[1]", DEEP])
 def test_any_body_is_quoted(body: bytes) -> None:
     error = translate(StatusFailure(404, body), "e")
     assert type(error) is EngineRejected
@@ -57,6 +61,9 @@ def test_any_body_is_quoted(body: bytes) -> None:
         ({"message": "no"}, UNKNOWN_STATUS, EngineError),
         ({"message": "input of 1100 tokens is over 1024"}, UNKNOWN_STATUS, ContextOverflow),
         ("just words", UNKNOWN_STATUS, EngineError),
+        (orjson.loads(DEEP), UNKNOWN_STATUS, EngineError),
+        ({"message": "no", "code": "9" * 5000}, UNKNOWN_STATUS, EngineError),
+        ({"message": "no", "code": 1 << 60}, UNKNOWN_STATUS, EngineError),
     ],
 )
 def test_events(event: object, status: int, expected: type[EngineError]) -> None:

@@ -856,6 +856,7 @@ NONSENSE: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "no versions": (lambda n: tokens(n, finish=FinishReason.STOP), "without the policy versions"),
     "version": (lambda _: encoded(Version(-1)), "no message of this protocol"),
+    "deep": (lambda _: b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 30_000 + b"\xc0", "no message of this protocol"),
 }
 
 
@@ -916,6 +917,7 @@ async def test_the_workers_own_code_is_told_why_it_was_cut_off() -> None:
         (msgspec.msgpack.encode({"type": "hello", "protocol": 99}), Close.PROTOCOL, "not 99"),
         (Version(3), Close.NONSENSE, "no hello"),
         (b"?", Close.NONSENSE, "no hello"),
+        (b"\x81\xa1x" + b"\x91" * 30_000 + b"\xc0", Close.NONSENSE, "no hello"),
         (hello(version=-1), Close.NONSENSE, "no hello"),
         (hello(instance="short"), Close.NONSENSE, "no hello"),
         (hello(model="other"), Close.CONFLICT, "the model here is one, not other"),
@@ -983,6 +985,35 @@ async def test_a_worker_that_lies_about_its_health_is_cut_off() -> None:
         assert code == Close.NONSENSE
         assert "context is -5 tokens" in reason
         assert not (await asking).ok
+
+
+async def test_a_worker_that_names_a_model_without_end_is_cut_off() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+        asking = group.create_task(engine.health())
+        asked = await raw.receive()
+        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, model="x" * (5 << 20))))
+        assert (await raw.closed())[0] == Close.NONSENSE
+        assert not (await asking).ok
+
+
+async def test_an_answer_with_an_error_of_the_services_own_is_the_workers_fault() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+        said = Conflict("there is one already").record()
+        asking = group.create_task(engine.health())
+        await raw.send(Answer(call=(await raw.receive()).call, error=said))
+        assert (await asking).detail == "worker 'trainer/raw' failed: there is one already"
+
+        async def pause() -> None:
+            with pytest.raises(EngineMisbehaved, match="there is one already"):
+                await engine.pause("finish")
+
+        pausing = group.create_task(pause())
+        await raw.send(Answer(call=(await raw.receive()).call, error=said))
+        await pausing
 
 
 async def test_a_worker_that_was_too_slow_to_be_checked_comes_back() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, SamplingParams
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.sharing import GateReport
 from outrider.engines.relay import decoding
@@ -33,6 +33,7 @@ from outrider.nodes.messages import (
     Doubt,
     Gate,
     Generate,
+    Generated,
     GiveBack,
     KeepArtifact,
     KeepIndex,
@@ -45,10 +46,11 @@ from outrider.nodes.messages import (
     Take,
 )
 from outrider.nodes.resumable import HEADER, PIECE
-from outrider.schemas import Artifact, ArtifactList, GroupView, NodeStats
+from outrider.schemas import Artifact, ArtifactList, FailingChore, GroupView, NodeStats
 from outrider.sessions.attempt import session_result
 from outrider.sessions.resources import ResourceAmount
 from outrider.spec import TaskSpec, TokenSpec
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
@@ -66,6 +68,7 @@ from outrider.trajectory import (
     pack_logprobs,
 )
 from support.hostile_node import HostileNode, hello, report
+from support.odd_values import ODD, mutated
 
 from .conftest import Running, Starts
 
@@ -160,6 +163,9 @@ async def check_cut_off(running: Running, view: GroupView, node: HostileNode, re
     assert reason in refused.reason
 
 
+DEEP = b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 30_000 + b"\xc0"
+"""A heartbeat with a field that it does not have, of lists within each other."""
+
 FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "another group": (lambda told: [told.ran(group_id="g-other")], "session, group"),
     "another session": (lambda told: [told.ran(session_id="s-other")], "session, group"),
@@ -208,6 +214,22 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "a turn with half an id": (lambda told: [told.turn(prompt_delta=b"123")], "matching lengths"),
     "a turn without its log-probabilities": (lambda told: [told.turn(logprobs=b"12345678" * 9)], "matching lengths"),
     "a turn with a prompt without end": (lambda told: [told.turn(prompt_length=1 << 60)], "matching lengths"),
+    "a turn with a negative id": (lambda told: [told.turn(output_ids=pack_ids([-7]))], "log-probabilities"),
+    "a turn with an id of no token": (lambda told: [told.turn(output_ids=pack_ids([1 << 30]))], "log-probabilities"),
+    "a turn with a negative prompt": (lambda told: [told.turn(prompt_delta=pack_ids([-1, 2]))], "log-probabilities"),
+    "a turn with a log-probability that is none": (
+        lambda told: [told.turn(logprobs=pack_logprobs([nan]))],
+        "log-probabilities",
+    ),
+    "a turn more probable than certain": (
+        lambda told: [told.turn(logprobs=pack_logprobs([5.0]))],
+        "log-probabilities",
+    ),
+    "a turn that is not probable at all": (
+        lambda told: [told.turn(logprobs=pack_logprobs([-inf]))],
+        "log-probabilities",
+    ),
+    "a turn that says no log-probability": (lambda told: [told.turn(logprobs=b"")], "log-probabilities"),
     "a turn of other versions": (lambda told: [told.turn(versions=(VersionSpan(0, 0, 9),))], "matching lengths"),
     "a turn of a version without end": (lambda told: [told.turn(versions=(VersionSpan(1 << 40, 0, 1),))], "matching"),
     "a turn of another step": (lambda told: [told.turn(step=9)], "`step`"),
@@ -291,6 +313,11 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "deep values": (
         lambda told: [b"\x91" * (decoding.SMALL + 1)],
         "within each other",
+    ),
+    "deep values in few bytes": (lambda told: [DEEP], "no message"),
+    "text that is no UTF-8": (
+        lambda told: [encode(Doubt(model=None, engine="xy")).replace(b"xy", b"\xff\xfe")],
+        "no me",
     ),
 }
 
@@ -389,10 +416,12 @@ async def test_a_long_error_is_cut(start: Starts) -> None:
         (encode(hello(version="x" * 100)), Close.NONSENSE),
         (encode(hello(host="x" * 1000)), Close.NONSENSE),
         (b"?", Close.NONSENSE),
+        (DEEP, Close.NONSENSE),
+        (encode(hello(version="xy")).replace(b"xy", b"\xff\xfe"), Close.NONSENSE),
         (encode(hello(version="0.0.0")), Close.PROTOCOL),
         (encode(hello(received=5)), Close.REMOVED),
     ],
-    ids=["long", "7 MiB", "version", "host", "none", "another version", "given up"],
+    ids=["long", "7 MiB", "version", "host", "none", "deep", "no UTF-8", "another version", "given up"],
 )
 async def test_a_hello_that_cannot_be_is_refused(start: Starts, first: bytes, code: int) -> None:
     async with start(processes=0) as running, HostileNode.dialled(running.url) as node:
@@ -433,6 +462,52 @@ async def test_a_node_that_breaks_the_connections_protocol_is_cut_off(start: Sta
             for each in PIECES[case]:
                 await node.send_bytes(each)
         await check_cut_off(running, view, node, "")
+
+
+async def test_what_a_node_says_of_itself_does_not_fill_the_status(start: Starts) -> None:
+    words = "x" * 100_000
+    failing = (FailingChore(name=words, node="other", since=1.0, last=2.0, count=3, error=words),) * 100
+    said = report(failing=failing)
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        await running.service.pool.add_engine(Plain())
+        use = EngineUse(suspect=words, misbehaved=1)
+        await node.say(replace(said, uses=(ModelUses(model=None, engines={"plain": use}),)))
+        async with asyncio.timeout(30):
+            while not (suspect := running.service.pool.status()[0].suspect):  # noqa: ASYNC110  # it has no event here
+                await asyncio.sleep(0.01)
+        [stats] = running.service.nodes().nodes
+        assert len(suspect) == 8192
+        assert len(stats.failing) == claims.MAX_FAILING
+        assert {(each.node, len(each.name), len(each.error)) for each in stats.failing} == {("bad", 256, 1000)}
+
+
+async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(start: Starts) -> None:
+    """Some servers end themselves over one."""
+    engine = ScriptedEngine(EngineOptions(name="e", options={"replies": [{"ids": [5]}]}))
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        await running.service.pool.add_engine(engine)
+        for number, (prompt, stop) in enumerate((([1 << 30], ()), ([1], (1 << 30,)))):
+            sampling = SamplingParams(max_tokens=1, stop_token_ids=stop)
+            asked = Generate(generation=number, model=None, engine="e", input_ids=pack_ids(prompt), sampling=sampling)
+            await node.say(asked)
+            while not isinstance(part := await node.hear(), Generated):
+                pass
+            assert part.error is not None
+            assert "the model does not have" in part.error.message
+
+
+async def test_a_node_that_does_not_end_what_is_cancelled_is_given_up(
+    start: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group can be cancelled, and the service can stop, whatever a node does."""
+    monkeypatch.setattr(remote_node, "CANCEL_SECONDS", 0.2)
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view, _ = await given_one(running, node)
+        await running.service.cancel(view.id)
+        [session] = (await running.done(view)).sessions
+        assert session.result is not None
+        assert (session.result.stop_reason, session.result.verdict) == (StopReason.CANCELLED, None)
+        assert "has not ended attempt" in (await node.ended()).reason
 
 
 async def test_a_false_gate_does_not_stall_a_pause(start: Starts) -> None:
@@ -526,10 +601,6 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
         assert most <= remote_node.MAX_CALLS
 
 
-ODD: list[Any] = [None, True, -1, 2**63, 1e308, nan, "", "x" * 300, "../../x", b"", b"123", [], {}, [[]] * 50, {"": 1}]
-"""Values that are put in the place of others."""
-
-
 def honest_words(told: Told) -> list[dict[str, Any]]:
     """What a node may say, as it is sent."""
     share = ResourceAmount(cpus=1.0)
@@ -553,25 +624,6 @@ def honest_words(told: Told) -> list[dict[str, Any]]:
         Generate(generation=0, model=None, engine="e", input_ids=pack_ids([1]), sampling=SamplingParams(max_tokens=1)),
     ]
     return [msgspec.msgpack.decode(encode(word), strict=False) for word in words]
-
-
-def mutated(thing: Any, at: int, odd: Any) -> Any:
-    """The thing with one of its values replaced: the one of that number, counted through all levels."""
-    count = at
-
-    def walk(value: Any) -> Any:
-        nonlocal count
-        if count == 0:
-            count -= 1
-            return odd
-        count -= 1
-        if isinstance(value, dict):
-            return {key: walk(each) if key != "type" else each for key, each in value.items()}
-        if isinstance(value, list):
-            return [walk(each) for each in value]
-        return value
-
-    return walk(thing)
 
 
 WORDS = st.tuples(st.integers(0, 14), st.integers(0, 40), st.integers(0, len(ODD) - 1), st.booleans())

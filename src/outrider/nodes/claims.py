@@ -13,9 +13,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from outrider.engines.pool.reply_checks import MAX_COUNT
-from outrider.engines.relay.messages import Nonsense
-from outrider.errors import bounded
+from outrider.engines.pool.affinity import EngineUse
+from outrider.engines.pool.reply_checks import LOWEST, MAX_COUNT, ROUNDING
+from outrider.engines.relay.messages import MAX_DETAIL, Nonsense
+from outrider.errors import MAX_TEXT, bounded
 from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
 from outrider.lifecycle import StopReason
 from outrider.nodes.messages import AddTurn, KeepIndex, Report
@@ -24,8 +25,9 @@ from outrider.sessions.artifacts import ArtifactLimits
 from outrider.sessions.attempt import Attempt
 from outrider.spec import TaskSpec, steps_of
 from outrider.store.artifacts import KEPT
+from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.tokens.samples import policy_of
-from outrider.trajectory import BranchPolicy, SessionResult, TokenMode, Turn
+from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
 
 MAX_NUMBER = 1 << 53
 """Counts and seconds are below it, and so exact as floating-point numbers."""
@@ -34,6 +36,8 @@ MAX_TURNS = 1 << 20
 MAX_SESSIONS = 100_000
 """The most sessions that a node may say that it has room for."""
 MAX_LANES = 16
+MAX_FAILING = 64
+"""Background work of a node that fails, in its report; the rest is left out."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -74,8 +78,8 @@ class Given:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.models: frozenset[str | None] = frozenset()
-        """Those that the service has."""
+        self.vocabularies: Mapping[str | None, Vocabulary] = {}
+        """Those of the models that the service has."""
         self.kept_here = False
         """Whether its artifacts come over the connection: a process of this machine writes them itself."""
         self.began_here = not attempt.goes_on and attempt.stored is None
@@ -244,6 +248,21 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
     )
 
 
+def _could_be_sampled(call: AddTurn, given: Given) -> bool:
+    """What `engines.pool.reply_checks` finds of an engine's tokens: the service has not seen the engine's reply."""
+    turn = call.turn
+    prompt, output = unpack_ids(turn.prompt_delta), unpack_ids(turn.output_ids)
+    if len(prompt) and prompt.min() < 0:
+        return False
+    if not len(output):
+        return True
+    logprobs = unpack_logprobs(turn.logprobs)
+    if not len(logprobs) and turn.logprob_kind is not LogprobKind.NONE:
+        return False
+    possible = bool(((logprobs > LOWEST) & (logprobs <= ROUNDING)).all())  # a NaN is neither
+    return possible and given.vocabularies[call.model].contains_all(output.tolist())
+
+
 def _tiles(turn: Turn, tokens: int) -> bool:
     edge = 0
     for span in turn.versions:
@@ -261,9 +280,10 @@ def _within_limits(call: AddTurn, given: Given) -> bool:
 
 
 TURN_RULES: tuple[Rule[AddTurn], ...] = (
-    Rule("model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.models),
+    Rule("model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.vocabularies),
     Rule("`index`, `parent`, `forked_from`", f"0 to {MAX_TURNS:,}; a parent comes before its child", _links_back),
     Rule("ids, log-probabilities, versions", "of matching lengths; versions cover the output", _fits_together),
+    Rule("ids, log-probabilities", "[as those of any engine](engines.md#what-is-not-believed)", _could_be_sampled),
     Rule(
         "`step`",
         "one of the task's",
@@ -337,7 +357,19 @@ def checked_stats(name: str, report: Report) -> NodeStats:
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
         raise Nonsense("a report with numbers that cannot be")
-    return msgspec.structs.replace(stats, name=name, drained=False)
+    failing = tuple(
+        msgspec.structs.replace(each, name=each.name[:MAX_NAME], node=name, error=each.error[:MAX_DETAIL])
+        for each in stats.failing[:MAX_FAILING]
+    )
+    return msgspec.structs.replace(stats, name=name, drained=False, failing=failing)
+
+
+def shortened_uses(engines: Mapping[str, EngineUse]) -> dict[str, EngineUse]:
+    """What a node has on engines, with the texts cut that the status shows."""
+    return {
+        name: use if use.suspect is None else msgspec.structs.replace(use, suspect=use.suspect[:MAX_TEXT])
+        for name, use in engines.items()
+    }
 
 
 def _all_counts(thing: object) -> bool:

@@ -16,13 +16,13 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
-import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import MAX_TO_WORKER, Close, encode
 from outrider.errors import (
+    UNREADABLE,
     Conflict,
     EngineMisbehaved,
     Forbidden,
@@ -144,7 +144,7 @@ class Dialled:
                 await shielded(partial(socket.close, code, ""))
         except Disconnected as end:
             return end
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:
             return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
 
     async def _carry(self, socket: ClientSocket, arrived: int, replaced: asyncio.Event) -> Disconnected:

@@ -22,7 +22,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
-from outrider.errors import ErrorRecord, storable
+from outrider.errors import UNREADABLE, ErrorRecord, storable
 from outrider.nodes.elsewhere import host_id, setup_elsewhere
 from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, Hello, Welcome
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
@@ -89,7 +89,7 @@ class JoinedNodes:
         except TimeoutError:
             await socket.close(Close.SILENT, "no hello of a node came in time")
             return
-        except (Disconnected, msgspec.DecodeError) as error:
+        except (Disconnected, *UNREADABLE) as error:
             await socket.close(Close.NONSENSE, close_reason(f"no hello of a node: {error}"))
             return
         if hello.version != (ours := self._version):

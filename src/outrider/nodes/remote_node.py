@@ -47,6 +47,7 @@ from outrider.nodes.claims import (
     check,
     checked_stats,
     shortened,
+    shortened_uses,
 )
 from outrider.nodes.messages import (
     TO_SERVICE,
@@ -98,6 +99,10 @@ SILENCE_SECONDS = 20.0
 """A node that says nothing for so long is given up: it hangs."""
 START_SECONDS = 120.0
 """The same, for a node that starts: it is busy, and says nothing."""
+
+CANCEL_SECONDS = 120.0
+"""How long a node on another machine has to end an attempt that was cancelled. A daemon of containers may take as long
+for one call."""
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
 """While so many calls of a node are unanswered, or have so many bytes, nothing more is read from it."""
@@ -314,7 +319,8 @@ class Connection:
         done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
         self._attempts[number] = done
         session, given = attempt.session, Given(attempt)
-        given.models, given.kept_here = frozenset(self._parts.pools), self._dialled
+        given.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
+        given.kept_here = self._dialled
         self._running[session.id, session.attempt] = self._by_number[number] = given
         if attempt.goes_on:
             self.outlived.pop(session.id, None)
@@ -332,7 +338,7 @@ class Connection:
             result = await asyncio.shield(done)
         except asyncio.CancelledError:
             self.link.send(Cancel(number))
-            await shielded(lambda: asyncio.wait([done]))
+            await shielded(lambda: self._end_of(attempt.name, done))
             if not done.cancelled():
                 done.exception()  # asyncio logs an error that nobody has asked for
             raise
@@ -343,6 +349,14 @@ class Connection:
         if result is None:  # it was not told to: it is about to end, or cannot go on where its last process had been
             raise self._lost()
         return result
+
+    async def _end_of(self, name: str, done: asyncio.Future[SessionResult | None]) -> None:
+        """Return when an attempt that was cancelled has ended, or is lost. A node on another machine may be anybody's
+        program: one that does not end it must not keep a group, or the service, from ending."""
+        await asyncio.wait([done], timeout=CANCEL_SECONDS if self._dialled else None)
+        if not done.done():
+            self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
+            await asyncio.wait([done])
 
     def end_outlived(self, session_id: str) -> None:
         if self.outlived.pop(session_id, None) is not None:
@@ -404,7 +418,7 @@ class Connection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    self._pool(used.model).note_uses(self._name, used.engines)
+                    self._pool(used.model).note_uses(self._name, shortened_uses(used.engines))
             case Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # it has only begun to follow

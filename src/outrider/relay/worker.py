@@ -24,7 +24,6 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
-import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
@@ -49,6 +48,7 @@ from outrider.engines.relay.messages import (
     pack_ids,
 )
 from outrider.errors import (
+    UNREADABLE,
     Conflict,
     EngineMisbehaved,
     EngineRejected,
@@ -254,7 +254,7 @@ class Worker:
             before = self.connections
             try:
                 end: object = await self._serve(session, tasks)
-            except (aiohttp.ClientError, OSError, Disconnected, Nonsense, msgspec.DecodeError) as error:
+            except (aiohttp.ClientError, OSError, Disconnected, Nonsense, *UNREADABLE) as error:
                 end = error
             code = end.code if isinstance(end, Disconnected) else getattr(end, "status", 0)
             if (kind := REFUSALS.get(code)) is not None:

@@ -7,13 +7,14 @@ leaves this module as a number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import SamplingParams
-from outrider.errors import EngineMisbehaved, EngineRejected
+from outrider.errors import UNREADABLE, EngineMisbehaved, EngineRejected
 from outrider.trajectory import FinishReason, LogprobKind
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobK
 """The kinds of log-probabilities by vLLM's `--logprobs-mode`."""
 
 MAX_CONTEXT = 2**31
+MAX_NAMED, MAX_NAME = 8, 200
+"""Models of a list that an error names, and characters of each name."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -51,7 +54,7 @@ def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
     """One event or reply. Raises EngineMisbehaved when it is not what the engine's protocol says."""
     try:
         return decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         shown = payload[:200].decode(errors="replace")
         raise EngineMisbehaved(f"engine {engine!r} sent an event we cannot read ({error}): {shown}") from error
 
@@ -67,7 +70,7 @@ def decode_batch(
         return (decode(decoder, payloads[0], engine),)
     try:
         events = batch.decode(b"[%b]" % b",".join(payloads))
-    except msgspec.DecodeError:
+    except UNREADABLE:
         events = []
     if len(events) == len(payloads):
         return events
@@ -101,7 +104,7 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
     for card in cards:
         if wanted in (None, card.id, card.root):
             return card
-    served = ", ".join(card.id for card in cards) or "no model"
+    served = _named(card.id for card in cards) or "no model"
     raise EngineRejected(f"engine {engine!r} does not serve {wanted!r}", hint=f"it serves {served}")
 
 
@@ -110,11 +113,18 @@ def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> Mo
     and EngineRejected where they serve different ones."""
     cards = [served_model(answer, wanted, engine) for answer in answers]
     if len({card.id for card in cards}) > 1:
-        names = ", ".join(sorted({card.id for card in cards}))
+        names = _named(sorted({card.id for card in cards}))
         raise EngineRejected(
             f"engine {engine!r} is a router of several models: {names}", hint="give each its own router"
         )
     return min(cards, key=lambda card: card.max_model_len or MAX_CONTEXT)
+
+
+def _named(ids: Iterable[str]) -> str:
+    """The first models of a list, in words: a server may list any number."""
+    first = list(islice(ids, MAX_NAMED + 1))
+    more = ", …" if len(first) > MAX_NAMED else ""
+    return ", ".join(name[:MAX_NAME] for name in first[:MAX_NAMED]) + more
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:

@@ -306,9 +306,10 @@ class VLLMEngine:
             if failure.transient:
                 raise
             return self.versions.served
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
         return (
-            version_of(str(answer["weight_version"]), unlabelled=self.versions.unlabelled)
-            if "weight_version" in answer
+            version_of(str(label), unlabelled=self.versions.unlabelled)
+            if isinstance(label, str | int)
             else self.versions.served
         )
 
@@ -457,9 +458,10 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]
     for entry, token_id in zip(entries, ids, strict=False):
-        named = entry.token_id
+        named: int | str | None = entry.token_id
         if named is None and entry.token is not None and entry.token.startswith("token_id:"):
-            named = int(entry.token.removeprefix("token_id:"))
+            text = entry.token.removeprefix("token_id:")
+            named = token_id if text == str(token_id) else text[:100]
         if named is not None and named != token_id:
             raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
     return checked_logprobs(ids, [entry.logprob for entry in entries], engine)

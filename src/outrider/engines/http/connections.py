@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self.complete and self._lost is None and self._transport is not None
+        return self.complete and self._lost is None and self._transport is not None and not self._paused
 
     @property
     def has_body(self) -> bool:
@@ -263,8 +263,13 @@ class _Connection(asyncio.Protocol):
         self._unread += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._lose(ConnectionError(f"the answer is not HTTP: {error}"))
+            self.abort()
+            return
+        if self._unread > HIGH_WATER and not self._body and not self.complete:
+            # A head or trailers without end, say: nobody takes them, so reading would stop for ever.
+            self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
             return
         if self._unread > HIGH_WATER and not self._paused and self._transport is not None:
@@ -282,6 +287,10 @@ class _Connection(asyncio.Protocol):
             self.complete = True  # an answer that ends with its connection
         self._lose(error or ConnectionResetError("the server closed the connection"))
         self._wake()
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise ConnectionError("there is more than one answer")  # stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.setdefault(name.lower(), value)

@@ -25,6 +25,7 @@ _HINTS = {
     404: "check the engine's URL, kind and model name",
 }
 _NUMBER = re.compile(r"\d{2,}")
+_STATUS = re.compile(r"[0-9]{1,3}")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,10 +64,10 @@ def failure_of_event(error: Any) -> StatusFailure:
     status, retryable = UNKNOWN_STATUS, False
     if isinstance(error, dict):
         code = error.get("code", error.get("status_code"))
-        if isinstance(code, int | str) and str(code).isdecimal():
+        if isinstance(code, int | str) and _STATUS.fullmatch(str(code)):
             status = int(code)
         retryable = error.get("retryable") is True
-    return StatusFailure(status, orjson.dumps({"error": error}), retryable=retryable)
+    return StatusFailure(status, _written({"error": error}), retryable=retryable)
 
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
@@ -82,7 +83,7 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
         if isinstance(inner, dict):
             code = inner.get("code")
             words = inner.get("message") or inner.get("detail")
-        message = (words if isinstance(words, str) else orjson.dumps(words or inner).decode())[:MAX_QUOTED]
+        message = (words if isinstance(words, str) else _written(words or inner).decode())[:MAX_QUOTED]
     said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
     if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
         return ContextOverflow(said)
@@ -91,6 +92,14 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
     if failure.status == UNKNOWN_STATUS:
         return EngineError(said)
     return EngineRejected(said, hint=_HINTS.get(failure.status))
+
+
+def _written(said: Any) -> bytes:
+    """JSON of what an engine has said: orjson reads 1,024 lists within each other, and writes 254."""
+    try:
+        return orjson.dumps(said)
+    except orjson.JSONEncodeError:
+        return b'"an error that is nested too deeply"'
 
 
 def _overflows(status: int, message: str, sizes: Sizes) -> bool:

@@ -376,6 +376,8 @@ class EnginePool:
         raises, and EngineUnavailable if it was removed."""
         if (engine := self.engine(name)) is None:
             raise EngineUnavailable(f"engine {name!r} was removed")
+        if isinstance(request, GenerateRequest):  # a follower may be anybody's program
+            check_ids(request, self._vocabulary)
         try:
             async with aclosing(_begun(engine, request)) as chunks:
                 async for chunk in chunks:
@@ -384,6 +386,10 @@ class EnginePool:
             raise
         except Exception as error:  # an engine may be anybody's code
             raise _mistake(engine, error) from error
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
 
     def __contains__(self, name: str) -> bool:
         """Whether an engine, or a list of engines, has this name."""
@@ -684,7 +690,9 @@ class EnginePool:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()
             if not health.ok:
-                raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
+                raise EngineUnavailable(
+                    f"engine {engine.name!r} is not healthy: {health.detail[:MAX_QUOTED]}", field="url"
+                )
             await self.check(engine)
         except TimeoutError as error:
             raise EngineUnavailable(

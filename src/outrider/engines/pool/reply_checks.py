@@ -37,6 +37,8 @@ def max_characters(sampling: SamplingParams) -> int:
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
 
 
+MAX_MODEL = 1000
+"""Characters of a model's name, which the status shows."""
 OVERFLOW_SLACK = 64
 """Tokens below a model's context from which on an engine may refuse a prompt: servers keep a few for themselves."""
 LEAST_CONTEXT = 2048
@@ -162,6 +164,8 @@ class ChatCheck:
 def check_health(engine: str, health: EngineHealth) -> None:
     """Check an engine's report about itself. Raises EngineMisbehaved for impossible numbers."""
     _check_count(engine, "its version", health.version)
+    if len(health.model or "") > MAX_MODEL:
+        raise EngineMisbehaved(f"engine {engine!r} names a model with {len(health.model or '')} characters")
     if health.context_tokens is not None and not 0 < health.context_tokens <= MAX_COUNT:
         raise EngineMisbehaved(f"engine {engine!r} says that its model's context is {health.context_tokens} tokens")
 

@@ -35,7 +35,7 @@ from outrider.engines.relay.messages import (
     pack_ids,
     unpack_ids,
 )
-from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable, error_from
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable, ErrorRecord, error_from
 from outrider.tokens.rendering.tokenizer import ANY_IDS
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -230,8 +230,17 @@ class AttachedWorker:
         finally:
             del self._calls[call.call]
         if answer.error is not None:
-            raise error_from(answer.error)
+            raise self._error(answer.error)
         return answer
+
+    def _error(self, said: ErrorRecord) -> EngineError:
+        """What a worker says has failed. What is no failure of an engine is the worker's fault."""
+        error = error_from(said)
+        return (
+            error
+            if isinstance(error, EngineError)
+            else EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """It may take as long as the generations in flight do."""
@@ -304,10 +313,7 @@ class AttachedWorker:
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
             self._received(generation)
-            error = error_from(message.error)
-            if not isinstance(error, EngineError):
-                error = EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")
-            self._fail(generation, error)
+            self._fail(generation, self._error(message.error))
             return
         chunk = chunk_of(message)
         if chunk.finish is not None and not chunk.versions and (chunk.ids or generation.received):

@@ -32,7 +32,7 @@ from outrider.engines.relay.messages import (
     Version,
     close_reason,
 )
-from outrider.errors import EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
+from outrider.errors import UNREADABLE, EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
 log = logging.getLogger("outrider.relay")
@@ -419,7 +419,7 @@ async def _hello(socket: Socket) -> Hello:
         if protocol != PROTOCOL:
             raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")
         hello = TO_SERVICE.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _Refused(Close.NONSENSE, f"the first message is no hello: {error}") from error
     if not isinstance(hello, Hello):
         raise _Refused(Close.NONSENSE, "the first message is no hello")

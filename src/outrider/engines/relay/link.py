@@ -15,6 +15,7 @@ import msgspec
 
 from outrider.engines.relay.decoding import SMALL, check_cost
 from outrider.engines.relay.messages import Beat, Close, Nonsense, close_reason, encode
+from outrider.errors import UNREADABLE
 
 In = TypeVar("In")
 
@@ -194,5 +195,5 @@ class Link(Generic[In]):
     def _decoded(self, frame: bytes) -> In:
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise Nonsense(f"no message of this protocol: {error}") from error

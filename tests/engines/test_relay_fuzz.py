@@ -1,0 +1,121 @@
+"""A fuzzer of the relay: whatever a worker says, no other worker's generation is touched, and nothing is a bug."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from engines.contract import chunks_of
+from outrider.engines.base import EngineHealth, GenerateRequest
+from outrider.engines.pool.reply_checks import LOWEST, ROUNDING
+from outrider.engines.relay.engine import RelayEngine
+from outrider.engines.relay.messages import TO_WORKER, Answer, Beat, Call, Failed, Generate, Version, Welcome, encode
+from outrider.errors import Boundary, Conflict, EngineError, ErrorRecord
+from support.odd_values import ODD, mutated
+from support.relay import relay_served
+
+from .test_relay import Counter, attached, end_of, gathered, hello, relay, request, tokens, until
+
+
+def honest_words(generation: int, call: int, number: int) -> list[dict[str, Any]]:
+    """What a worker may say, as it is sent."""
+    record = ErrorRecord(boundary=Boundary.ENGINE, code="engine_unavailable", message="")
+    words = [
+        tokens(generation, number),
+        tokens(generation, number, ids=[1, 2], **end_of(number + 1), prompt_ids=b"1234", cached_tokens=1),
+        tokens(generation, number, stop_match=7, prompt_tokens=3),
+        Failed(generation=generation, number=number, error=record),
+        Failed(generation=generation, number=number, error=Conflict("x").record()),
+        Answer(call=call, health=EngineHealth(ok=True, context_tokens=100)),
+        Answer(call=call, error=record),
+        Answer(call=call, error=Conflict("x").record()),
+        Answer(call=call, ids=b"1234"),
+        Version(number),
+        Beat(),
+        hello(),
+    ]
+    return [msgspec.msgpack.decode(encode(word), strict=False) for word in words]
+
+
+WORDS = st.tuples(st.integers(0, 11), st.integers(0, 12), st.integers(0, len(ODD) - 1), st.booleans())
+DEEP = st.integers(1, 60_000).map(lambda depth: b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * depth + b"\xc0")
+SAID = WORDS | st.binary(max_size=40) | DEEP
+
+
+async def misbehave(url: str, words: list[Any], *, greets: bool) -> None:
+    """A worker says these words, in answer to what it is asked for, or in place of its greeting, until it is cut
+    off."""
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x", max_msg_size=0) as websocket:
+        if greets:
+            await websocket.send_bytes(encode(hello(name="bad")))
+        generation = call = 0
+        for number, word in enumerate(words, 1):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    while not generation and (message := await websocket.receive()).type is aiohttp.WSMsgType.BINARY:
+                        match TO_WORKER.decode(message.data):
+                            case Generate(generation=asked):
+                                generation = asked
+                            case Call(call=asked):
+                                call = asked
+                            case Welcome() | _:
+                                pass
+            said: Any = word
+            if not isinstance(word, bytes):
+                which, place, odd, changed = word
+                said = honest_words(generation, call, number)[which]
+                said = msgspec.msgpack.encode(mutated(said, place, ODD[odd]) if changed else said)
+            with suppress(ConnectionError):  # it was cut off
+                await websocket.send_bytes(said)
+        await websocket.close()
+
+
+async def read(engine: RelayEngine, asked: GenerateRequest) -> None:
+    """A generation of whichever worker: what is passed on can be, and it ends well or as an engine's failure."""
+    with suppress(EngineError):
+        for chunk in await chunks_of(engine.generate(asked)):
+            assert len(chunk.ids) == len(chunk.logprobs)
+            assert all(LOWEST < value <= ROUNDING for value in chunk.logprobs)
+            assert all(0 <= token < 1 << 31 for token in chunk.ids)
+
+
+@pytest.mark.deep
+@settings(
+    deadline=None,
+    max_examples=40,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(workers=st.lists(st.tuples(st.booleans(), st.lists(SAID, max_size=8)), min_size=2, max_size=8))
+def test_whatever_workers_say_the_others_go_on(
+    caplog: pytest.LogCaptureFixture, workers: list[tuple[bool, list[Any]]]
+) -> None:
+    """Words that are nearly right, and some that are none. A good worker is there all the time, and does its work."""
+    caplog.clear()
+
+    async def run() -> None:
+        engine = relay(resume_seconds=0.2)
+        async with relay_served(engine) as url, attached(url, Counter()), asyncio.TaskGroup() as group:
+            await until(lambda: bool(engine._workers))
+            for greets, words in workers:
+                saying = group.create_task(misbehave(url, words, greets=greets))
+                await until(lambda known=saying: len(engine._workers) > 1 or known.done())
+                async with asyncio.timeout(30):
+                    await asyncio.gather(*(read(engine, request(tokens=8)) for _ in range(4)), engine.health())
+                    await saying
+            await until(lambda: len(engine._workers) == 1)
+            async with asyncio.timeout(30):
+                assert (await engine.health()).ok
+                await gathered(engine, request())
+
+    asyncio.run(run())
+    bugs = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    # The server of the test is cancelled while the last connections end.
+    assert [bug for bug in bugs if not isinstance(bug, asyncio.CancelledError)] == []

@@ -1,0 +1,28 @@
+"""Puts values that cannot be into messages that may be sent, for tests of what other programs say."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+ODD: list[Any] = [None, True, -1, 2**63, 1e308, nan, "", "x" * 300, "../../x", b"", b"123", [], {}, [[]] * 50, {"": 1}]
+"""Values that are put in the place of others."""
+
+
+def mutated(thing: Any, at: int, odd: Any) -> Any:
+    """The thing with one of its values replaced: the one of that number, counted through all levels."""
+    count = at
+
+    def walk(value: Any) -> Any:
+        nonlocal count
+        if count == 0:
+            count -= 1
+            return odd
+        count -= 1
+        if isinstance(value, dict):
+            return {key: walk(each) if key != "type" else each for key, each in value.items()}
+        if isinstance(value, list):
+            return [walk(each) for each in value]
+        return value
+
+    return walk(thing)
