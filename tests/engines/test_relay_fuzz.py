@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -77,6 +78,11 @@ async def misbehave(url: str, words: list[Any], *, greets: bool) -> None:
         await websocket.close()
 
 
+def arrived(engine: RelayEngine, saying: asyncio.Task[None]) -> bool:
+    """Whether the worker that says those words is attached beside the good one, or has been cut off."""
+    return len(engine._workers) > 1 or saying.done()
+
+
 async def read(engine: RelayEngine, asked: GenerateRequest) -> None:
     """A generation of whichever worker: what is passed on can be, and it ends well or as an engine's failure."""
     with suppress(EngineError):
@@ -106,7 +112,7 @@ def test_whatever_workers_say_the_others_go_on(
             await until(lambda: bool(engine._workers))
             for greets, words in workers:
                 saying = group.create_task(misbehave(url, words, greets=greets))
-                await until(lambda known=saying: len(engine._workers) > 1 or known.done())
+                await until(partial(arrived, engine, saying))
                 async with asyncio.timeout(30):
                     await asyncio.gather(*(read(engine, request(tokens=8)) for _ in range(4)), engine.health())
                     await saying
