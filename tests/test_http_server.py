@@ -430,6 +430,24 @@ async def test_a_header_that_decides_is_there_once(twice: bytes) -> None:
         assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_a_field_behind_the_body_is_no_header() -> None:
+    seen: list[bytes] = []
+
+    async def names(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.extend(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"!"})
+
+    async with serving(names) as url, a_connection(url) as (reader, writer):
+        writer.write(CHUNKED + b"2\r\n{}\r\n0\r\nauthorization: Bearer a\r\nhost: there\r\n\r\n")
+        await reader.readuntil(b"!")
+        writer.write(GET + b"accept: a\r\n\r\n")
+        await reader.readuntil(b"!")
+    assert seen == [b"host", b"transfer-encoding", b"host", b"accept"]
+
+
 UPGRADE = (
     GET + b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
     b"sec-websocket-key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"

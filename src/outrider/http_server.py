@@ -252,6 +252,7 @@ class _Protocol(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None
         """The request that is answered now; uvicorn's `cycle` is the last that was sent, perhaps ahead."""
         self._head = 0
+        self._past_head = False
         self._pieces = 0
         self._due = self._moved = self.loop.time()
         self._seen = (0, 0)
@@ -290,10 +291,16 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._past_head = False
         self.scope["extensions"] = {DISCONNECT: Disconnect(), CONNECTION: self}  # type: ignore[dict-item]  # its values are typed as dicts
         self._due = self.loop.time() + self._timeouts.head
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._past_head:  # a field behind the body decides nothing: it is not even checked by `ONCE`
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._past_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
             raise ConnectionAbortedError("too many requests were sent ahead")  # stops the parser

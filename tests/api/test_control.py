@@ -221,6 +221,23 @@ async def test_no_request_outlives_its_server(tmp_path: Path, caplog: pytest.Log
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/groups HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 60000\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        log = service.config.data / "audit.jsonl"
+        async with asyncio.timeout(10):
+            while not log.exists() or not log.read_bytes():  # noqa: ASYNC110  # the file is written by the service
+                await asyncio.sleep(0.01)
+        assert msgspec.json.decode(log.read_bytes())["status"] == 400
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "some-host"])
 def test_a_public_address_needs_a_token_and_tls(host: str) -> None:
     with pytest.raises(InvalidField, match="no token"):

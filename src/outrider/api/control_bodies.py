@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
-from outrider.errors import Busy, TooLarge
+from outrider.errors import Busy, RequestError, TooLarge
 from outrider.sessions.calls.body_limits import MAX_BODY, MAX_IN_SESSION, TooSlow
 from outrider.sessions.priority_semaphore import PrioritySemaphore
 
@@ -85,11 +86,14 @@ class CallRoom:
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:
     held: list[bytes] = []
     size = 0
-    async for part in parts:
-        size += len(part)
-        if size > MAX_BODY:
-            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-        held.append(part)
+    try:
+        async for part in parts:
+            size += len(part)
+            if size > MAX_BODY:
+                raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+            held.append(part)
+    except ClientDisconnect as error:  # nobody reads the reply, but the audit log has it
+        raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 
 
