@@ -279,3 +279,17 @@ def test_a_deep_folder_is_no_recursion(folder: Path) -> None:
         assert sum(1 for _ in entries(folder / "uploads/deep")) == 2 + depth
     finally:
         sys.setrecursionlimit(before)
+
+
+def test_a_link_that_may_not_be_read_is_not_allowed_like_any_other_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(path: object) -> str:  # as /proc/1/root is, where that is another user's process
+        raise PermissionError(13, "Permission denied", str(path))
+
+    allowed = HostPaths.of(folder / "uploads", [folder / "uploads"])
+    monkeypatch.setattr(os.path, "realpath", unreadable)
+    with pytest.raises(InvalidField, match="not among the host's paths"):
+        allowed.allowed("/proc/1/root", field="x")
+    with pytest.raises(InvalidField, match="outside the files folder"):
+        allowed.upload("link", field="x")

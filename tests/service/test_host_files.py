@@ -126,6 +126,18 @@ async def test_a_submit_token_mounts_nothing_of_the_service(folder: Path, path: 
                 await client.submit(body({"kind": "namespace", **runtime}))
 
 
+async def test_what_cannot_be_uploaded_is_named_as_the_task_names_it(folder: Path) -> None:
+    (folder / "uploads").mkdir()
+    (folder / "uploads" / "link").symlink_to("/etc")
+    async with submitter(folder, files="uploads") as client:
+        group = await client.submit(body({"prepare": [{"upload": ".", "to": "x"}]}, max_attempts=1))
+        (done,) = await client.wait([group.id])
+    result = done.sessions[0].result
+    assert result is not None
+    assert result.error is not None
+    assert result.error.message == "cannot upload link: a symbolic link that leaves the uploaded folder"
+
+
 @pytest.mark.parametrize("kind", ["memory", "namespace"])
 async def test_what_the_operator_gives_is_uploaded(folder: Path, kind: str) -> None:
     (folder / "uploads/deep").mkdir(parents=True)

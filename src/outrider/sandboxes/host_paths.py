@@ -154,8 +154,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     def allowed(self, path: str, *, field: str) -> Path:
         """The path, resolved. Raises InvalidField for one outside `allow`. Call it before any check whether the path
         exists: whoever may not name a path must not learn that it is there."""
-        real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(root) for root in self.allow):
+        real = _resolved(path)
+        if real is None or not any(real.is_relative_to(root) for root in self.allow):
             raise InvalidField(
                 f"{path!r} is not among the host's paths that tasks may name",
                 field=field,
@@ -173,8 +173,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
                 hint="`outrider run` sends what lies beside the task's file; else its operator names a folder with"
                 " `outrider serve --files DIR`, or the setting files",
             )
-        real = Path(os.path.realpath(self.files / name))
-        if not real.is_relative_to(self.files):
+        real = _resolved(self.files / name)
+        if real is None or not real.is_relative_to(self.files):
             raise InvalidField(f"{name!r} is outside the files folder", field=field)
         try:
             mode = os.lstat(real).st_mode
@@ -194,6 +194,10 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         if self.never and any(entry.id in self.never for entry in entries(real)):
             raise RuntimeFailure(f"cannot upload {name!r}: it holds a hard link to a file that tasks may not read")
         return real
+
+    def as_named(self, message: str) -> str:
+        """A message about uploads with the paths as tasks name them: where the folder lies is nothing to them."""
+        return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
         """The spec with each path of the host resolved. Raises InvalidField for one that is not allowed."""
@@ -225,6 +229,15 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
                 field=field,
                 hint=f"its operator allows it with `outrider serve {flags}`",
             )
+
+
+def _resolved(path: str | Path) -> Path | None:
+    """The path with all links resolved; None if one of them may not be read, such as those of /proc that lead into
+    another user's process."""
+    try:
+        return Path(os.path.realpath(path))
+    except OSError:
+        return None
 
 
 def names_paths(spec: RuntimeSpec) -> bool:

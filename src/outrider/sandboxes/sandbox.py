@@ -205,7 +205,11 @@ async def prepare(
                 await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
             case Upload():
                 source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
-                await runtime.upload(await asyncio.to_thread(source), step.to)
+                try:
+                    await runtime.upload(await asyncio.to_thread(source), step.to)
+                except RuntimeFailure as error:
+                    error.message = paths.as_named(error.message)
+                    raise
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
 
