@@ -462,6 +462,8 @@ async def test_without_python_in_the_sandbox_it_is_an_error(bench: Bench, form: 
         ({"inputs": [1], "outputs": ["1"]}, ".inputs.0"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, ".inputs.0"),
         ({"inputs": [5], "outputs": ["1"], "fn_name": "f"}, ".inputs.0"),
+        ({"inputs": [f"[{'[],' * (1 << 20)}1]"], "outputs": ["1"], "fn_name": "f"}, ".inputs"),
+        ({"inputs": [f"[{'1,' * (1 << 22)}1,1]"], "outputs": ["1"], "fn_name": "f"}, ".inputs"),
         ({**TEXTS, "case_second": 1}, ".case_second"),
         ({**TEXTS, "case_seconds": 0}, ".case_seconds"),
         ({**TEXTS, "total_seconds": 60}, ".total_seconds"),

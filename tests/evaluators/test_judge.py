@@ -301,6 +301,7 @@ async def test_what_cannot_be_encoded_is_judged_all_the_same() -> None:
         ({**REFERENCE, "frozen": "nobody"}, ".frozen"),
         ({**REFERENCE, "grader": "one", "url": "http://169.254.169.254"}, ".url"),
         ({**REFERENCE, "grader": "one", "template": "no answer"}, ""),
+        ({**REFERENCE, "grader": "one", "template": "{answer}" + "{reference}" * 5}, ""),
         ({"by": "reference", "grader": "one"}, ""),
         ({"by": "rubric", "grader": "one"}, ""),
         ({"by": "rubric", "grader": "one", "criteria": [{"name": "a", "text": "b", "weight": -1.0}]}, ""),

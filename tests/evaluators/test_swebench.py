@@ -467,6 +467,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fail_to_pass": []}, "options.fail_to_pass", "at least 1"),
     ({"fail_to_pass": "[]"}, "options.fail_to_pass", "at least 1"),
     ({"fail_to_pass": "[a"}, "options.fail_to_pass", "neither a list"),
+    ({"fail_to_pass": f"[{'[],' * 1_100_000}]"}, "options.fail_to_pass", "commas"),
+    ({"test_patch": "\n" * 200_001}, "options", "200001 lines"),
     ({"log_parser": "parse_log_of_nobody"}, "options.log_parser", "no parser"),
     ({"log_parser": None, "repo": "nobody/nothing"}, "options.repo", "no parser"),
     ({"log_parser": None}, "options", "log_parser"),

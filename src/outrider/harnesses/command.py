@@ -98,7 +98,8 @@ class CommandHarness:
                 log_tail=told.log_tail(),
             )
         for file in self._preset.files:
-            await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
+            text = await asyncio.to_thread(fill_file, file.path, file.text, words)  # megabytes, perhaps
+            await context.runtime.write(str(home / file.path), text.encode())
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         words = self._words(context)

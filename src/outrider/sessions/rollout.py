@@ -38,7 +38,7 @@ from outrider.errors import (
     record_of,
     storable,
 )
-from outrider.evaluators.base import Aside, FrozenReply, NothingKept, Outcome
+from outrider.evaluators.base import Aside, Evaluator, FrozenReply, NothingKept, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
@@ -230,10 +230,9 @@ class Rollout:
     async def _stages(self) -> Ending:
         """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        harness = make_harness(self._task.harness)
-        # In a thread: some harnesses build the folder that they mount first.
-        mounts = await asyncio.to_thread(self._mounts, harness)
-        *earlier, grading = [self._grading_of(number, mounts) for number in range(len(self._steps))]
+        # In a thread: options may have megabytes to be read, and some harnesses build the folder that they mount first.
+        harness, mounts, evaluators = await asyncio.to_thread(self._made)
+        *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
@@ -281,18 +280,20 @@ class Rollout:
             await self._enter(SessionState.EVALUATING)
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
 
-    def _mounts(self, harness: Harness) -> tuple[Path, ...]:
-        """What of the host the harness's programs need. Raises InvalidField for more of it than the task may name."""
+    def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
+        """The harness, what of the host its programs need, and the evaluator of each step. Raises InvalidField for more
+        of the host than the task may name."""
+        harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:
             self._node.sandboxes.paths.check_venv(venv, mounts, field=VENV)
-        return mounts
+        return harness, mounts, [make_evaluator(step.evaluator, self._node.endpoints) for step in self._steps]
 
-    def _grading_of(self, number: int, mounts: tuple[Path, ...]) -> Grading:
+    def _grading_of(self, number: int, evaluator: Evaluator, mounts: tuple[Path, ...]) -> Grading:
         step = self._steps[number]
         return Grading(
             msgspec.structs.replace(self._attempt, task=step),
-            make_evaluator(step.evaluator, self._node.endpoints),
+            evaluator,
             sandboxes=self._node.sandboxes,
             lanes=self._node.lanes,
             resources=self._node.resources,

@@ -15,6 +15,11 @@ from pydantic import Field, model_validator
 from outrider.errors import InvalidField
 from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
+MAX_VALUES = 1 << 22
+MAX_CONTAINERS = 1 << 20
+"""Maximum values, and objects and lists among them, in cases that are given as text. One of a few bytes takes 250 bytes
+of memory once it is read."""
+
 
 class CodeOptions(Spec):
     """Options of the kind. Either `inputs` and `outputs`, as many of one as of the other, or `test` with `entry_point`.
@@ -95,6 +100,8 @@ def cases_of(options: CodeOptions) -> list[Case]:
     # APPS and TACO have the result of a function in a list of its own, though not in every row: where each is such a
     # list, the value in it passes, too.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
+    if options.fn_name is not None:
+        _check_size([text for text in (*options.inputs, *options.outputs) if isinstance(text, str)])
     for number, (given, output) in enumerate(zip(options.inputs, options.outputs, strict=True)):
         field = f"task.evaluator.options.inputs.{number}"
         if options.fn_name is None:
@@ -123,3 +130,13 @@ def cases_of(options: CodeOptions) -> list[Case]:
             field="task.evaluator.options.outputs",
         )
     return cases
+
+
+def _check_size(texts: list[str]) -> None:
+    """Raises InvalidField for texts with more JSON in them than is read."""
+    for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
+        if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
+            raise InvalidField(
+                f"the cases have some {count} {what} as text; the maximum is {most}",
+                field="task.evaluator.options.inputs",
+            )

@@ -47,16 +47,17 @@ class CodeEvaluator:
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
-        self._cases = [] if options.test is not None else cases_of(options)
+        self._cases = 1 if options.test is not None else len(cases_of(options))
+        """Their number. They are made again for each evaluation: they take ten times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
         if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
             )
-        if len(self._cases) * RUN_SECONDS > self._seconds:
+        if options.test is None and self._cases * RUN_SECONDS > self._seconds:
             raise InvalidField(
-                f"{len(self._cases)} cases do not run in {self._seconds:g} s",
+                f"{self._cases} cases do not run in {self._seconds:g} s",
                 field="task.evaluator.options.inputs",
                 hint=f"each takes {RUN_SECONDS:g} s at the least: give fewer, or more task.evaluator.seconds",
             )
@@ -81,7 +82,7 @@ class CodeEvaluator:
             return await self._checked(outcome, program)
         candidate = Candidate(outcome, program, self._options, self._seconds)
         passed, reason = 0, None
-        for number, case in enumerate(self._cases):
+        for number, case in enumerate(await asyncio.to_thread(cases_of, self._options)):
             try:
                 if self._options.fn_name is None:
                     answer: Any = await candidate.printed(case.given)
@@ -90,7 +91,7 @@ class CodeEvaluator:
                 if not any(answer == right for right in case.accepted):
                     raise WrongAnswer(f"wrong answer: {answer!r:.{QUOTED}}")
             except (WrongAnswer, RecursionError) as error:  # the latter from comparing a value that is nested deeply
-                reason = reason or f"case {number} of {len(self._cases)}: {error}"
+                reason = reason or f"case {number} of {self._cases}: {error}"
                 if self._options.reward == "all" or candidate.broke_sandbox:
                     break
             else:
@@ -132,9 +133,8 @@ class CodeEvaluator:
         return verdict
 
     def _verdict(self, passed: int, reason: str | None) -> Verdict:
-        cases = len(self._cases) or 1
-        reward = passed / cases if self._options.reward == "share" else float(passed == cases)
-        return Verdict(reward=reward, metrics={"passed": float(passed), "cases": float(cases)}, reason=reason)
+        reward = passed / self._cases if self._options.reward == "share" else float(passed == self._cases)
+        return Verdict(reward=reward, metrics={"passed": float(passed), "cases": float(self._cases)}, reason=reason)
 
 
 class Candidate:

@@ -129,7 +129,8 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        paths = [posixpath.join(options.folder, path) for path in restored_paths(options, found - {"."})]
+        restored = await asyncio.to_thread(restored_paths, options, found - {"."})  # reads the patch
+        paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
         archive = folder / f"restored-{secrets.token_hex(8)}"

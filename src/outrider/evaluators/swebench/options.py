@@ -16,10 +16,14 @@ from outrider.runtimes.guest.filesystem.patch import Conflict, read_patch
 from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
+MAX_COMMAS = 10 * MAX_TESTS
+"""Maximum number of commas in the tests of a row as one text. The names of tests have some, too."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
 PATCH = 16 << 20
 """Maximum characters of a patch, as of a runtime's."""
+PATCH_LINES = 200_000
+"""Maximum lines of a patch: reading so many takes a second."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
@@ -35,6 +39,8 @@ def listed(given: Any) -> Any:
     """The tests of a row: a list, or a list as JSON in a text, as the data sets of 4.x have it."""
     if not isinstance(given, str):
         return given
+    if given.count(",") > MAX_COMMAS:  # read before it is checked, a list of millions takes gigabytes
+        raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:
@@ -42,7 +48,7 @@ def listed(given: Any) -> Any:
 
 
 Test = Annotated[str, Field(min_length=1, max_length=10_000)]
-Tests = Annotated[tuple[Test, ...], BeforeValidator(listed), Field(strict=False, max_length=MAX_TESTS)]
+Tests = Annotated[tuple[Test, ...], Field(strict=False, max_length=MAX_TESTS, fail_fast=True), BeforeValidator(listed)]
 Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 
 
@@ -81,6 +87,8 @@ class SwebenchOptions(Spec):
             raise ValueError("a 'test_command' needs the 'test_patch'")
         if self.log_parser is None and self.repo is None:
             raise ValueError("give 'log_parser', or the 'repo' whose parser it is")
+        if (lines := (self.test_patch or "").count("\n")) > PATCH_LINES:
+            raise ValueError(f"'test_patch' has {lines} lines; the maximum is {PATCH_LINES}")
         try:
             files_of(self.test_patch or "")
         except Conflict as error:
