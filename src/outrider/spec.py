@@ -1,7 +1,8 @@
 """Request bodies: the spec of a group with its task, and of an engine.
 
-Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. Nothing here
-reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
+Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. A list of objects
+is read up to the first that is wrong (`fail_fast`): a wrong request must not cost much more than a right one. Nothing
+here reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pydantic import (
     Field,
     HttpUrl,
     StringConstraints,
+    ValidationError,
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from outrider.concurrency.base64_pieces import decode_base64
+from outrider.errors import InvalidField
 
 MAX_TEXT = 1 << 20
 EVALUATION_LABEL = "outrider.evaluation"
@@ -30,6 +34,8 @@ MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
+MAX_COMPLAINTS = 1000
+"""Wrong fields of a request that are looked at one by one. Pydantic takes 10 us to list one."""
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version: samples store versions as int32."""
 
@@ -39,6 +45,13 @@ def without_nul(value: str) -> str:
     if "\0" in value:
         raise ValueError("must not contain NUL")
     return value
+
+
+def complaints(error: ValidationError) -> list[ErrorDetails]:
+    """What is wrong, field by field. Raises InvalidField where so much is wrong that to list it would take seconds."""
+    if (count := error.error_count()) > MAX_COMPLAINTS:
+        raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
+    return error.errors(include_url=False)
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -232,9 +245,9 @@ class RuntimeSpec(Spec):
     users: Annotated[int, Field(ge=1, le=65536)] = 1
     lifetime_seconds: Seconds = 86_400
     resources: Resources = Resources()
-    mounts: Annotated[list[Mount], Field(max_length=64)] = []
+    mounts: Annotated[list[Mount], Field(max_length=64, fail_fast=True)] = []
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
-    prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
+    prepare: Annotated[list[PrepareStep], Field(max_length=1024, fail_fast=True)] = []
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:
@@ -375,8 +388,8 @@ class StepSpec(Spec):
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
     evaluator: EvaluatorSpec
-    prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
-    collect: Annotated[list[Collect], Field(max_length=64)] = []
+    prepare: Annotated[list[PrepareStep], Field(max_length=1024, fail_fast=True)] = []
+    collect: Annotated[list[Collect], Field(max_length=64, fail_fast=True)] = []
     agent_seconds: Seconds | None = None
     needs: Annotated[dict[Name, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=64)] = {}
 
@@ -399,10 +412,10 @@ class TaskSpec(Spec):
     sampling: Sampling = Sampling()
     history: Literal["recorded", "template"] = "recorded"
     branches: Branches = Branches()
-    filters: Annotated[list[Filter], Field(max_length=16)] = []
-    collect: Annotated[list[Collect], Field(max_length=64)] = []
+    filters: Annotated[list[Filter], Field(max_length=16, fail_fast=True)] = []
+    collect: Annotated[list[Collect], Field(max_length=64, fail_fast=True)] = []
     artifacts: Annotated[list[SandboxPath], Field(max_length=64)] = []
-    then: Annotated[list[StepSpec], Field(max_length=64)] = []
+    then: Annotated[list[StepSpec], Field(max_length=64, fail_fast=True)] = []
     steps_reward: Literal["mean", "final"] = "mean"
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}

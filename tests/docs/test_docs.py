@@ -12,7 +12,8 @@ import pytest
 from outrider.cli.task_sources import examples_in, load_group
 from outrider.config import Config
 from outrider.engines.adapters.options import read_options
-from outrider.service.admission import parse_group, validate_group
+from outrider.service.admission import parse_body, validate_group
+from outrider.spec import GroupSpec
 from outrider.testing.scripted_engine import ScriptOptions
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
@@ -104,7 +105,7 @@ def test_a_template_makes_valid_tasks(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", of("json group"), ids=where)
 def test_a_group_is_valid(block: Block) -> None:
-    assert parse_group(block.text.encode()).task.instruction
+    assert parse_body(GroupSpec, block.text.encode()).task.instruction
 
 
 @pytest.mark.parametrize("block", of("toml settings"), ids=where)

@@ -12,7 +12,8 @@ from outrider.cli import main
 from outrider.errors import InvalidField
 from outrider.rootfs.store import ImageStore
 from outrider.sandboxes.host_paths import HostPaths
-from outrider.service.admission import check_group, parse_group
+from outrider.service.admission import check_group, parse_body
+from outrider.spec import GroupSpec
 
 from .archives import as_folder, as_tar, oci_files
 
@@ -67,7 +68,7 @@ def test_a_pull_goes_through_skopeo(
 
 
 def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:
-    group = parse_group(json.dumps({"task": TASK}).encode())
+    group = parse_body(GroupSpec, json.dumps({"task": TASK}).encode())
     with pytest.raises(InvalidField, match="no image 'tools'") as refused:
         check_group(group, paths=HostPaths.of(tmp_path))
     assert refused.value.field == "task.runtime.image"
@@ -75,4 +76,4 @@ def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:
     check_group(group, paths=HostPaths.of(tmp_path))
     both = {**TASK, "runtime": {**TASK["runtime"], "rootfs": "/x"}}  # type: ignore[dict-item]  # a dict of dicts and texts
     with pytest.raises(InvalidField, match="not both"):
-        parse_group(json.dumps({"task": both}).encode())
+        parse_body(GroupSpec, json.dumps({"task": both}).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from enum import Enum
 from io import BytesIO
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from outrider.errors import OutriderError
+from outrider.errors import InvalidField, OutriderError
+from outrider.evaluators.nested import nested_specs
 from outrider.harnesses.command import MAX_INSTRUCTION
 from outrider.sandboxes.host_paths import HostPaths
-from outrider.service.admission import check_group, parse_group
-from outrider.spec import MAX_GROUP, MAX_INLINE_FILE, MAX_TEXT
+from outrider.service.admission import check_group, parse_body
+from outrider.spec import MAX_GROUP, MAX_INLINE_FILE, MAX_TEXT, EvaluatorSpec, GroupSpec
 
 from .conftest import MakeWorld
 
@@ -256,7 +258,7 @@ def ids(case: tuple[str, Any, str | None]) -> str:
 
 
 def test_the_good_one_is_good(files: Path) -> None:
-    check_group(parse_group(json.dumps(GOOD).encode()), paths=HostPaths.of(files))
+    check_group(parse_body(GroupSpec, json.dumps(GOOD).encode()), paths=HostPaths.of(files))
     assert changed("n", 3) == GOOD | {"n": 3}
 
 
@@ -264,7 +266,7 @@ def test_the_good_one_is_good(files: Path) -> None:
 def test_the_field_is_named(files: Path, case: tuple[str, Any, str | None]) -> None:
     path, value, field = case
     with pytest.raises(OutriderError) as refused:
-        check_group(parse_group(body(path, value)), paths=HostPaths.of(files))
+        check_group(parse_body(GroupSpec, body(path, value)), paths=HostPaths.of(files))
     assert (refused.value.field, refused.value.http_status) == (field or path, 422)
     assert refused.value.message
     assert len(refused.value.message) < 1000
@@ -273,8 +275,33 @@ def test_the_field_is_named(files: Path, case: tuple[str, Any, str | None]) -> N
 @pytest.mark.parametrize(("raw", "words"), RAW, ids=lambda value: repr(value)[:30])
 def test_what_is_no_json_object(raw: bytes, words: str) -> None:
     with pytest.raises(OutriderError, match=words) as refused:
-        parse_group(raw)
+        parse_body(GroupSpec, raw)
     assert refused.value.http_status == 400
+
+
+MANY = dict.fromkeys(map(str, range(80_000)), 0)
+WRONG: dict[str, Any] = {
+    "fields of the group": MANY,
+    "labels": {"task": {"labels": MANY}},
+    "fields of a prepare step": {"task": {"runtime": {"prepare": [MANY]}}},
+    "prepare steps of every step": {"task": {"then": [{"prepare": [{}] * 1024}] * 64}},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_a_thousand_times_is_refused_like_what_is_wrong_once(wrong: Any) -> None:
+    raw = json.dumps(wrong).encode()
+    before = time.thread_time()
+    with pytest.raises(InvalidField):
+        parse_body(GroupSpec, raw)
+    assert time.thread_time() - before < 0.5, "naming each mistake takes up to ten seconds"
+
+
+@pytest.mark.parametrize("options", [{"parts": dict.fromkeys(map(str, range(2000)), 0)}, {"parts": {"a": {}}, "x": 1}])
+def test_what_is_wrong_in_options_is_named_up_to_a_number(options: dict[str, Any]) -> None:
+    spec = EvaluatorSpec(kind="weighted", options=options)
+    with pytest.raises(InvalidField, match="2000 fields are wrong" if "x" not in options else "not permitted"):
+        list(nested_specs(spec))
 
 
 def body(path: str, value: Any) -> bytes:

@@ -3,16 +3,21 @@ is at work, which does not depend on what else the machine does."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import random
+from io import BytesIO
 from typing import Any
 
+import aiohttp
 import pytest
 
 from outrider.concurrency.watchdog import Watchdog
 from outrider.lifecycle import StopReason
 from outrider.schemas import SampleList
+from outrider.service.principals import Principal
+from outrider.spec import GroupSpec
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 from .conftest import MakeWorld
@@ -39,7 +44,7 @@ async def test_a_group_with_large_files_is_read_beside_the_loop(world: MakeWorld
     text = "a line of text\n" * (1 << 18)
     body = with_files((noise, "base64"), (noise, "base64"), (text, "utf-8"))
     async with world() as w, Watchdog() as watchdog:
-        spec = await w.service.parse(body)
+        spec = await w.service.parse(GroupSpec, body)
         done = await w.service.submit(spec)
         await w.done(done.id)
     assert watchdog.stalls.held < HELD
@@ -49,7 +54,46 @@ async def test_a_group_of_many_small_parts_is_read_beside_the_loop(world: MakeWo
     spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
     spec["task"]["harness"]["options"]["do"] = [["note"] for _ in range(30_000)]
     async with world() as w, Watchdog() as watchdog:
-        await w.service.parse(json.dumps(spec).encode())
+        await w.service.parse(GroupSpec, json.dumps(spec).encode())
+    assert watchdog.stalls.held < HELD
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/groups", "/v1/groups/g-1/regrade", "/v1/sessions/s-1/regrade", "/v1/consumers/x/ack"]
+)
+async def test_no_body_of_any_call_is_read_on_the_loop(world: MakeWorld, path: str) -> None:
+    wrong = json.dumps(dict.fromkeys(map(str, range(200_000)), 0)).encode()
+    async with (
+        world(http=True) as w,
+        aiohttp.ClientSession(w.url) as http,
+        Watchdog() as watchdog,
+        http.post(path, data=BytesIO(wrong)) as reply,
+    ):
+        assert reply.status == 413, await reply.text()
+    assert watchdog.stalls.held < HELD
+
+
+async def test_one_tenant_reads_one_body_at_a_time(world: MakeWorld) -> None:
+    spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
+    small = json.dumps(spec).encode()
+    spec["task"]["harness"]["options"]["do"] = [["note"] for _ in range(30_000)]
+    large = json.dumps(spec).encode()
+    alice, bob = Principal("alice", "submit", "alice"), Principal("bob", "submit", "bob")
+    async with world() as w:
+        flood = [asyncio.create_task(w.service.parse(GroupSpec, large, alice)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await w.service.parse(GroupSpec, small + b" " * (64 << 10), bob)
+        assert sum(each.done() for each in flood) <= 2
+        await asyncio.gather(*flood)
+
+
+async def test_a_sessions_evaluator_is_made_beside_the_loop(world: MakeWorld) -> None:
+    spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
+    options = {"inputs": ["x"], "outputs": ["a" + "\n" * 1_500_000]}
+    spec["task"]["evaluator"] = {"kind": "code", "options": options}
+    async with world() as w, Watchdog() as watchdog:
+        done = await w.service.submit(await w.service.parse(GroupSpec, json.dumps(spec).encode()))
+        await w.done(done.id)
     assert watchdog.stalls.held < HELD
 
 

@@ -10,7 +10,7 @@ from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, takes
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import EngineList, EngineStatus, ServiceStatus
-from outrider.service.admission import parse_engine
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 
@@ -31,7 +31,7 @@ def engine_routes(service: Service) -> APIRouter:
     )
     async def add(request: Request) -> Response:
         """Attach an engine while sessions run. It must answer and have its model's tokenizer."""
-        engine = await service.attach_engine(parse_engine(await whole_body(request)))
+        engine = await service.attach_engine(parse_body(EngineSpec, await whole_body(request)))
         made(request, name=engine.name)
         return json_reply(engine, status=201)
 

@@ -17,7 +17,6 @@ from outrider.api.openapi import QUEUE_FULL, answers, refusals, takes
 from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
-from outrider.service.admission import parse_body
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.service.views import group_summary
@@ -50,7 +49,9 @@ def group_routes(service: Service) -> APIRouter:
     )
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""
-        group = await service.submit(await service.parse(await whole_body(request)), caller_in(request.scope))
+        caller = caller_in(request.scope)
+        spec = await service.parse(GroupSpec, await whole_body(request), caller)
+        group = await service.submit(spec, caller)
         made(request, group_id=group.id)
         return json_reply(group, status=201)
 
@@ -91,8 +92,9 @@ def group_routes(service: Service) -> APIRouter:
     )
     async def regrade(request: Request, group_id: str) -> Response:
         """Grade the sessions of a group again, as a new group that runs no agent. The old verdicts stay."""
-        asked = parse_body(RegradeSpec, await whole_body(request))
-        group = await service.regrade_group(group_id, asked, caller_in(request.scope))
+        caller = caller_in(request.scope)
+        asked = await service.parse(RegradeSpec, await whole_body(request), caller)
+        group = await service.regrade_group(group_id, asked, caller)
         made(request, group_id=group.id)
         return json_reply(group, status=201)
 
@@ -164,8 +166,9 @@ def group_routes(service: Service) -> APIRouter:
     )
     async def regrade_session(request: Request, session_id: str) -> Response:
         """Grade one session again, as a new group of one. The old verdict stays."""
-        asked = parse_body(RegradeSpec, await whole_body(request))
-        group = await service.regrade_session(session_id, asked, caller_in(request.scope))
+        caller = caller_in(request.scope)
+        asked = await service.parse(RegradeSpec, await whole_body(request), caller)
+        group = await service.regrade_session(session_id, asked, caller)
         made(request, group_id=group.id)
         return json_reply(group, status=201)
 

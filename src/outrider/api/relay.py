@@ -17,8 +17,9 @@ from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import Close, close_reason
 from outrider.errors import Conflict, OutriderError
-from outrider.service.admission import parse_engine
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
+from outrider.spec import EngineSpec
 
 
 def relay_routes(service: Service) -> APIRouter:
@@ -33,7 +34,7 @@ def relay_routes(service: Service) -> APIRouter:
         pool = service.pool_of(engine)
         try:
             if pool.engine(engine) is None:
-                await pool.add(parse_engine(msgspec.json.encode({"kind": "relay", "name": engine})))
+                await pool.add(parse_body(EngineSpec, msgspec.json.encode({"kind": "relay", "name": engine})))
             relay = pool.engine(engine)
             if not isinstance(relay, RelayEngine):
                 raise Conflict(f"engine {engine!r} is no relay", hint="give the worker another engine name")

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from outrider.errors import InvalidField
 from outrider.evaluators.options import read_options
-from outrider.spec import EvaluatorSpec, Spec
+from outrider.spec import EvaluatorSpec, Spec, complaints
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
@@ -62,7 +62,7 @@ def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> Evalua
     try:
         return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = complaints(error)[0]
         message = first["msg"].removeprefix("Value error, ")
         place = ".".join((field, *map(str, first["loc"])))
         raise InvalidField(message[:1].lower() + message[1:], field=place) from error

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
-from outrider.spec import EvaluatorSpec, Spec
+from outrider.spec import EvaluatorSpec, Spec, complaints
 
 S = TypeVar("S", bound=Spec)
 
@@ -23,7 +23,7 @@ def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
     try:
         return kind.model_validate(spec.options)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = complaints(error)[0]
         field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
         raise InvalidField(
             first["msg"].removeprefix("Value error, "),

@@ -17,7 +17,7 @@ from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import options_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec
+from outrider.spec import HarnessSpec, complaints
 
 FIELD = "task.harness"
 
@@ -79,7 +79,7 @@ def _make_agent(spec: HarnessSpec) -> Agent:
     except InvalidField:
         raise
     except ValidationError as error:
-        first = error.errors()[0]
+        first = complaints(error)[0]
         path = ".".join(str(part) for part in (f"{FIELD}.options", *first["loc"]))
         raise InvalidField(first["msg"], field=path) from error
     except Exception as error:  # the user's code may raise anything

@@ -42,13 +42,13 @@ from outrider.service.step_fields import naming_step
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
-    EngineSpec,
     GroupSpec,
     PrepareStep,
     RuntimeSpec,
     Spec,
     TaskSpec,
     Upload,
+    complaints,
     runtimes_of,
     steps_of,
 )
@@ -61,6 +61,8 @@ RUNTIME_METHODS = ("create", "available", "check_spec")
 
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
+MAX_NAMES = 1024
+"""Maximum fields of an object outside of `options`: as many as `env` may have."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders that every sandbox with its own root file system provides. A read-only mount over one would hide it."""
@@ -77,19 +79,12 @@ CHECK_SECONDS = 120.0
 """How long a submission may wait for its evaluators to be checked."""
 
 
-def parse_group(body: bytes) -> GroupSpec:
-    """Read strict JSON (no NaN, no invalid UTF-8). Raises RequestError, or InvalidField naming the field."""
-    return validate_group(_json_object(body))
-
-
-def parse_engine(body: bytes) -> EngineSpec:
-    """As `parse_group`."""
-    return _validated(EngineSpec, _json_object(body))
-
-
 def parse_body(kind: type[S], body: bytes) -> S:
-    """The spec in the body of any other request, as `parse_group`; no body stands for `{}`."""
-    return _validated(kind, _json_object(body or b"{}"))
+    """The spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). No body stands for `{}` where no field
+    is required. Raises RequestError, or InvalidField naming the field."""
+    if not body and not any(field.is_required() for field in kind.model_fields.values()):
+        body = b"{}"
+    return _validated(kind, _json_object(body))
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
@@ -114,27 +109,34 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         below: list[tuple[Location, Any]] = []
         for path, outer in level:
             if isinstance(outer, Mapping):
+                if len(outer) > MAX_NAMES and "options" not in path:
+                    raise InvalidField(
+                        f"has {len(outer)} fields; no object has more than {MAX_NAMES}", field=_shown(path)
+                    )
                 below += [((*path, name), inner) for name, inner in outer.items()]
             elif isinstance(outer, list):
                 below += [((*path, index), inner) for index, inner in enumerate(outer)]
         level = below
     if level:
-        field = ".".join(map(str, level[0][0][:4]))
-        raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+        raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=_shown(level[0][0]))
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        errors = complaints(error)
         # For a prepare step pydantic reports the complaints of every kind of step that it tried. The kind with the
         # fewest complaints is what the caller meant.
-        complaints = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        chosen = min(errors, key=lambda details: complaints[_step_kind_tried(details["loc"])])
+        counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
+        chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
         field = ".".join(part for part in parts if not part.startswith(LIST_OF))
         message = chosen["msg"].removeprefix("Value error, ")
         if chosen["type"] == "extra_forbidden":
             message = "unknown field"
         raise InvalidField(message[:1].lower() + message[1:], field=field) from error
+
+
+def _shown(location: Location) -> str:
+    return ".".join(map(str, location[:4]))
 
 
 def _step_kind_tried(location: Location) -> Location:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
@@ -23,7 +24,8 @@ from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
-from outrider.errors import InvalidField, NotFound, OutriderError, record_of
+from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
 from outrider.rootfs.store import checked_name
@@ -42,7 +44,7 @@ from outrider.schemas import (
     ServiceStatus,
     SessionView,
 )
-from outrider.service.admission import SubmissionChecks, check_bounds, check_group, check_resources, parse_group
+from outrider.service.admission import SubmissionChecks, check_bounds, check_group, check_resources, parse_body
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -54,10 +56,10 @@ from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
-from outrider.sessions.calls.body_limits import LARGE, Capacity
+from outrider.sessions.calls.body_limits import LARGE, MAX_VALUES, Capacity
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.resources import session_needs
-from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, StoredGroupSpec
+from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
@@ -65,6 +67,7 @@ from outrider.store.store import Store
 log = logging.getLogger("outrider.service")
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
 """Callbacks changed in one transaction, so that the store's other writers do not wait."""
@@ -114,6 +117,9 @@ class Service:
         self._version = version("outrider")  # now, because it is read from a file, for which there may be no descriptor
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By tenant: one request of a tenant is read, and one checked, at a time. All tenants share the threads that do
+        it, and large requests keep them for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -194,16 +200,20 @@ class Service:
             return False
         return True
 
-    async def parse(self, body: bytes) -> GroupSpec:
-        """The group in a request's body. Raises RequestError, or InvalidField naming the field."""
+    async def parse(self, kind: type[S], body: bytes, caller: Principal = LOCAL) -> S:
+        """The spec in a request's body. Raises RequestError, or InvalidField naming the field."""
 
-        def steps() -> Steps[GroupSpec]:
+        def steps() -> Steps[S]:
             if len(body) > LARGE:
-                yield from Capacity(None, images=True).checking(body)
+                try:
+                    yield from Capacity(None, images=True).checking(body)
+                except ContextOverflow as error:  # as it is called where there is a context
+                    raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
-            return parse_group(body)
+            return parse_body(kind, body)
 
-        return await self._offload.run_steps(steps())
+        async with self._turns[caller.tenant]:
+            return await self._offload.run_steps(steps())
 
     async def regrade_group(self, group_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
         """Submit a group that grades the runs of another one again; the new group. The other stays as it is. Raises as
@@ -233,20 +243,18 @@ class Service:
                 field="n",
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
-        self._allow_lists.check(spec, caller)
         if not caller.may("admin"):
             check_bounds(spec.task)
         # A service without sessions of its own is used once its nodes have come: until then nobody knows them all.
         if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self._scheduler.stats())
-        config = self.config
-        evaluators = await asyncio.to_thread(
-            check_group,
-            spec,
-            paths=self._paths,
-            endpoints=self._endpoints,
-            here=config.processes > 0,
-        )
+
+        def check() -> list[Evaluator]:
+            self._allow_lists.check(spec, caller)
+            return check_group(spec, paths=self._paths, endpoints=self._endpoints, here=self.config.processes > 0)
+
+        async with self._turns[caller.tenant]:
+            evaluators = await asyncio.to_thread(check)
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,
