@@ -1054,6 +1054,18 @@ async def test_text_is_no_message() -> None:
         assert (await raw.closed())[0] == Close.NONSENSE
 
 
+async def test_text_that_is_no_text_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    engine = relay()
+    async with (
+        relay_served(engine) as url,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"{url}/x") as websocket,
+    ):
+        await websocket.send_frame(b"\xff\xfe", aiohttp.WSMsgType.TEXT)
+        assert (await websocket.receive()).type is not aiohttp.WSMsgType.BINARY
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 async def test_a_newer_connection_of_a_worker_replaces_the_older() -> None:
     engine = relay()
     async with relay_served(engine) as url, raw_worker(url, instance="i" * 32) as old:
