@@ -315,6 +315,30 @@ def test_who_is_to_blame_for_a_call_that_was_given_up(
     assert too_long(silent, usual, answered, before) is fault
 
 
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) -> None:
+    """Its last wait is short. What is given up right after a chunk is given up for what that says."""
+    a = engine_of("a", Dripping)
+    a.seconds = 0.05
+    async with EnginePool(probing=SOON) as pool:
+        await pool.add_engine(a)
+        for number in range(KNOWN_CALLS):
+            usual = Call(pool, f"s{number}")
+            await until(usual.task.done)
+        a.seconds = 3.0
+        call = Call(pool, "s")
+        await pass_time(3.05 if stops else 3.9)
+        assert len(call.chunks) == 1
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        if stops:
+            assert call.overdue.doubts == []
+            return
+        [doubt] = call.overdue.doubts
+        with pytest.raises(EngineSilent, match="given up"):
+            await doubt()
+
+
 @pytest.mark.parametrize("given", [False, True])
 async def test_calls_given_up_in_a_row_are_one_wait_until_something_is_given(given: bool) -> None:
     """Each is given up sooner than the engine could be blamed for, and none is answered."""

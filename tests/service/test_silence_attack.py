@@ -64,7 +64,11 @@ async def assert_earned(world: World, group_id: str) -> None:
 
 
 def task_of(size: int) -> dict[str, Any]:
-    return honest({}, 60) | {"harness": {"agent": f"{__name__}:Patient", "options": {"patience": 6.0, "size": size}}}
+    """Time passes faster here than the machine is, so its limits are wide."""
+    return honest({}, 60) | {
+        "harness": {"agent": f"{__name__}:Patient", "options": {"patience": 6.0, "size": size}},
+        "limits": {"agent_seconds": 200.0, "session_seconds": 800.0},
+    }
 
 
 async def first_answer(w: World, asked: int) -> None:

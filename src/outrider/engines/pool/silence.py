@@ -92,7 +92,7 @@ class Flight:
             if isinstance(error, asyncio.CancelledError):
                 # What the session's own earlier calls had to be given first is no silence.
                 began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
-                self.given_up = GivenUp(began, now - began, self._usual())
+                self.given_up = self._given_up(began, now)
             raise
         now = loop.time()
         seconds = now - began
@@ -110,12 +110,12 @@ class Flight:
         if self._first is None:
             member.newest_answered = max(member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
-            if self._overdue is not None:
-                self._overdue.in_vain = 0.0
             self._token_due = member.pace.token_due()
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
         wait.allowance += tokens * self._token_due
+        if chunk.finish is not None and self._overdue is not None:
+            self._overdue.in_vain = 0.0
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
@@ -145,14 +145,20 @@ class Flight:
                 rest_tokens=self._tokens - self._first_tokens,
             )
 
-    def _usual(self) -> float | None:
-        """Seconds that the engine usually takes for what the consumer waits for."""
-        pace = self.member.pace
+    def _given_up(self, began: float, now: float) -> GivenUp:
+        """The consumer gives the call up, and has waited since `began` for a chunk."""
+        pace, stretch = self.member.pace, now - began
         if not pace.known:
-            return None
-        return (
-            pace.usual_token if self._tokens else pace.usual_first(self.prompt_tokens, self.request.sampling.max_tokens)
-        )
+            return GivenUp(began, stretch, None)
+        first = pace.usual_first(self.prompt_tokens, self.request.sampling.max_tokens)
+        if not self._tokens:
+            return GivenUp(began, stretch, first)
+        token = pace.usual_token
+        whole, waited = first + token * (self._tokens + 1), self.wait.waited
+        late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
+        if late and stretch >= SLOWER * token:  # else it was given up for what the last chunk said
+            return GivenUp(began, waited, whole)
+        return GivenUp(began, stretch, token)
 
     @property
     def longest_wait(self) -> float:
@@ -364,8 +370,9 @@ class Question:
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """A wait that a call's consumer gave up: when it began, its seconds, and the seconds that its engine usually takes;
-    None while these are not known."""
+    """A wait that a call's consumer gave up: when the wait for its last chunk began, seconds, and the seconds that the
+    engine usually takes; None while these are not known. The seconds are those of the last chunk, or of all chunks if
+    these were the later ones."""
 
     began: float
     waited: float
