@@ -25,6 +25,7 @@ from outrider.runtimes.guest.filesystem.paths import folder_of, is_link, make_fo
 from outrider.runtimes.guest.filesystem.restore import Restore
 from outrider.runtimes.guest.memory_watch import MemoryWatch
 from outrider.runtimes.guest.msgpack import Unpacker
+from outrider.runtimes.guest.netlink_watch import NetlinkWatch
 from outrider.runtimes.guest.next_host import NextHost
 from outrider.runtimes.guest.poll_loop import Loop
 from outrider.runtimes.guest.processes import kill_tree, read_or_empty
@@ -100,6 +101,7 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             self.bridge = Bridge(self.loop, args["bridge_port"], socket)
+            NetlinkWatch(self.loop)  # a sandbox that needs a bridge has a network of its own
         self.calls.reply(call, {})
 
     def expire(self) -> None:
