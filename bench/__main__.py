@@ -28,6 +28,7 @@ from bench import (
     graders,
     history,
     memory,
+    rate,
     report,
     routing,
     sampling,
@@ -45,6 +46,7 @@ from bench.tables import Results
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
+    "rate": rate.run,
     "turns": turns.run,
     "dialects": dialects.run,
     "floods": floods.run,

@@ -107,7 +107,7 @@ async def _turns(corpus: Corpus, points: Sequence[Point]) -> dict[str, Any]:
     """Per length of history and way of conversing the processor time of a turn and the size of its request."""
     found = []
     async with _service(corpus, points) as parking:
-        entrance = Gateway(parking.node)
+        entrance = Gateway(parking.opened.own_node)
         prefixes = iter([URL(url).path for url in parking.base_urls])
         for point in (WARM, *points):
             took: dict[str, list[Took]] = {speaker.name: [] for speaker in CONVERSING}

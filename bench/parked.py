@@ -19,25 +19,24 @@ import msgspec
 from outrider.api.server import serving
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.service.assembly import open_service
-from outrider.service.service import Service
-from outrider.sessions.node import LocalNode
+from outrider.service.assembly import Opened, open_service
 from outrider.spec import EngineSpec, GroupSpec
 
 CONTEXT_TOKENS = 1 << 20
 
 
 class ParkedAgent:
-    """Writes its session's base URL, a line, to the file descriptor in its options, then waits to be ended."""
+    """Writes its session's base URL, a line, to the named pipe in its options, then waits to be ended."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._descriptor = int(options["descriptor"])
+        self._pipe = Path(options["pipe"])
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        os.write(self._descriptor, f"{context.endpoint.base_url}\n".encode())
+        with self._pipe.open("a") as lines:
+            lines.write(f"{context.endpoint.base_url}\n")
         never: asyncio.Future[HarnessOutcome] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -45,35 +44,37 @@ class ParkedAgent:
 class Parking(msgspec.Struct, frozen=True):
     """A parked service and where its sessions' models are."""
 
-    service: Service
-    node: LocalNode
+    opened: Opened
     base_urls: tuple[str, ...]
 
 
 @asynccontextmanager
-async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int) -> AsyncIterator[Parking]:
-    """The service with so many sessions running, its store in a file."""
+async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processes: int = 1) -> AsyncIterator[Parking]:
+    """The service with so many sessions running, in so many processes, its store in a file."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         config = Config(
             port=0,
+            processes=processes,
             data=Path(data),
             plugins=PluginsConfig(allow=("*",)),
             model=ModelConfig(tokenizer=str(tokenizer), renderer="qwen3", context_tokens=CONTEXT_TOKENS),
             lanes=LanesConfig(init=sessions, run=sessions),
             engines=(engine,),
         )
-        read, write = os.pipe()
-        with os.fdopen(read) as lines, os.fdopen(write):
+        pipe = Path(data) / "urls"
+        os.mkfifo(pipe)
+        # For reading and writing: opening it waits for nobody, and it does not end when an agent closes it.
+        with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:
             async with open_service(config) as opened, serving(*opened):
-                await opened.service.submit(_group(write, sessions))
+                await opened.service.submit(_group(pipe, sessions))
                 urls = await asyncio.to_thread(lambda: tuple(lines.readline().strip() for _ in range(sessions)))
-                yield Parking(opened.service, opened.own_node, urls)
+                yield Parking(opened, urls)
 
 
-def _group(descriptor: int, sessions: int) -> GroupSpec:
+def _group(pipe: Path, sessions: int) -> GroupSpec:
     task = {
         "instruction": "Wait.",
-        "harness": {"agent": "bench.parked:ParkedAgent", "options": {"descriptor": descriptor}},
+        "harness": {"agent": "bench.parked:ParkedAgent", "options": {"pipe": str(pipe)}},
         "runtime": {"kind": "memory"},
         "evaluator": {"kind": "callable", "path": "bench.sessions:grade"},
         "limits": {"turns": 100_000, "response_tokens": 1 << 30},

@@ -1,7 +1,8 @@
 """The other processes of a benchmark: an engine behind vLLM's protocol, a service of parked sessions, and the floors.
 
     python -m bench.processes upstream TOKENIZER REPLY_TOKENS
-    python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
+    python -m bench.processes batch    TOKENIZER PROTOCOL TOKENS_PER_SECOND EVENT_TOKENS REPLY_TOKENS
+    python -m bench.processes gateway  TOKENIZER PROTOCOL UPSTREAM_URL SESSIONS PROCESSES
     python -m bench.processes proxy    UPSTREAM_URL
     python -m bench.processes relay    UPSTREAM_URL
     python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL PAUSES
@@ -25,16 +26,18 @@ import msgspec
 import uvicorn
 import uvloop
 
+from bench.batch_engine import BatchEngine
 from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
+from bench.processor_time import descendants_of, ticks_of
 from outrider.api import server
 from outrider.cli.event_loop import short_pauses
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
-from outrider.testing.engine_servers.app import engine_app, serving
+from outrider.testing.engine_servers.app import EngineProtocol, engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
 from outrider.testing.scripted_engine import ScriptedEngine
 
@@ -56,6 +59,10 @@ class Process:
         """Processor time used so far, by all its threads (proc(5), fields utime and stime)."""
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def cpu_seconds_of_all(self) -> float:
+        """Those of the processes that it has started, too."""
+        return sum(map(ticks_of, (self._pid, *descendants_of(self._pid)))) / TICKS
 
     def memory_mib(self) -> float:
         """Its resident memory now (proc(5), VmRSS)."""
@@ -89,15 +96,34 @@ async def world(corpus: Corpus, *, reply_tokens: int, sessions: int) -> AsyncIte
     async with AsyncExitStack() as stack:
         folder = str(corpus.folder)
         upstream = await stack.enter_async_context(_process(1, "upstream", folder, str(reply_tokens)))
-        gateway = await stack.enter_async_context(
-            _process(sessions, "gateway", folder, upstream.urls[0], str(sessions))
-        )
+        gateway = await stack.enter_async_context(service_of(corpus, upstream.urls[0], sessions=sessions))
         yield World(upstream, gateway)
 
 
 @asynccontextmanager
 async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Process]:
     async with _process(1, "upstream", str(corpus.folder), str(reply_tokens)) as process:
+        yield process
+
+
+@asynccontextmanager
+async def batch_engine(
+    corpus: Corpus, protocol: EngineProtocol, *, tokens_per_second: float, event_tokens: int, reply_tokens: int
+) -> AsyncIterator[Process]:
+    """An engine with the pace of a batch engine (`batch_engine.py`). Its replies are as long as a request allows, up to
+    `reply_tokens`."""
+    numbers = map(str, (tokens_per_second, event_tokens, reply_tokens))
+    async with _process(1, "batch", str(corpus.folder), protocol, *numbers) as process:
+        yield process
+
+
+@asynccontextmanager
+async def service_of(
+    corpus: Corpus, engine_url: str, *, sessions: int, protocol: EngineProtocol = "vllm", processes: int = 1
+) -> AsyncIterator[Process]:
+    """A service of parked sessions on an engine's server. Its URLs are those of its sessions."""
+    arguments = (str(corpus.folder), protocol, engine_url, str(sessions), str(processes))
+    async with _process(sessions, "gateway", *arguments) as process:
         yield process
 
 
@@ -158,10 +184,30 @@ async def _serve_upstream(folder: str, reply_tokens: str) -> None:
         await _until_told([url])
 
 
-async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
+async def _serve_batch(
+    folder: str, protocol: EngineProtocol, tokens_per_second: str, event_tokens: str, reply_tokens: str
+) -> None:
+    corpus = Corpus(Path(folder))
+    script = {
+        "replies": [{"ids": corpus.reply(int(reply_tokens))}],
+        "chunk_tokens": int(event_tokens),
+        "context_tokens": CONTEXT_TOKENS,
+    }
+    engine = BatchEngine(
+        ScriptedEngine(EngineOptions(name="batch", tokenizer=folder, options=script)),
+        tokens_per_second=float(tokens_per_second),
+        event_tokens=int(event_tokens),
+    )
+    # Without a tokenizer: what an engine spends on texts that nobody reads is not measured.
+    async with serving(engine_app(engine, protocol, ServeSettings(incremental=True))) as url:
+        await _until_told([url])
+
+
+async def _serve_gateway(folder: str, protocol: EngineProtocol, url: str, sessions: str, processes: str) -> None:
+    spec = EngineSpec(kind=protocol, url=url)
     async with (
-        parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking,
-        short_pauses(lambda: False, parking.service.failures),
+        parked(Path(folder), spec, sessions=int(sessions), processes=int(processes)) as parking,
+        short_pauses(lambda: False, parking.opened.service.failures),
     ):
         await _until_told(parking.base_urls)
 
@@ -239,6 +285,7 @@ async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
 
 ROLES: dict[str, Callable[..., Awaitable[None]]] = {
     "upstream": _serve_upstream,
+    "batch": _serve_batch,
     "gateway": _serve_gateway,
     "service": _serve_service,
     "proxy": _serve_proxy,

@@ -54,6 +54,34 @@ def _gateway(found: Any) -> list[Sheet]:
     ]
 
 
+def _rate(found: Any) -> list[Sheet]:
+    rows = [
+        (
+            f"{point['protocol']}, {point['tokens_per_second']:,} in all, {point['event_tokens']} an event",
+            str(point["at_once"]),
+            *(number(point[way]["tokens_per_second"]) for way in ("direct", "through")),
+            f"{point['ratio']:.2f}",
+            *(number(point["through"]["us_per_token"][side]) for side in ("service", "engine", "client")),
+            number(sum(point["through"]["cores"].values())),
+        )
+        for point in found["points"]
+    ]
+    parts, lengths = found["service_us"], found["reply_tokens"]
+    return [
+        Sheet(
+            title=f"Rate: tokens per second through a service of {found['processes']} processes",
+            columns=(
+                *("engine", "at once", "direct", "through", "ratio"),
+                *("CPU µs a token: service", "engine", "client", "cores taken"),
+            ),
+            rows=rows,
+            note=f"Streamed replies of {lengths[0]} to {lengths[1]} tokens. All processes share the machine. The"
+            f" service's processor time: {number(parts['call'])} µs for a call and {number(parts['token'])} µs for each"
+            " token that comes by itself, at the most clients of the first engine.",
+        )
+    ]
+
+
 def _turns(found: Any) -> list[Sheet]:
     names = ("own", "parse", "tokenizer", "engine_body", "direct", "through", "added")
     rows = [
@@ -475,6 +503,7 @@ def _routing(found: Any) -> list[Sheet]:
 
 SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "gateway": _gateway,
+    "rate": _rate,
     "turns": _turns,
     "dialects": _dialects,
     "floods": _floods,

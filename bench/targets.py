@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from bench.rate import EIGHT_TOGETHER
 from bench.sandboxes import BARE
 from bench.tables import Results, Sheet, number
 
@@ -61,6 +62,28 @@ def _processor_time(kind: str, most: float) -> Target:
     )
 
 
+def _rate(at_once: int) -> Target:
+    def of(way: str) -> Callable[[Any], float]:
+        def rate(found: Any) -> float:
+            for point in found["points"]:
+                if (point["at_once"], point["event_tokens"]) == (at_once, EIGHT_TOGETHER.event_tokens):
+                    tokens: float = point[way]["tokens_per_second"]
+                    return tokens
+            raise KeyError(at_once)
+
+        return rate
+
+    return Target(
+        name=f"tokens a second straight from an engine of 10,000, eight an event, {at_once} at once",
+        bench="rate",
+        most=1.05,
+        unit="a second",
+        of=of("direct"),
+        floor=of("through"),
+        beside="through a service of 4 processes",
+    )
+
+
 def _round_trip(found: Any) -> float:
     milliseconds: float = found["round_trip_ms"]
     return milliseconds
@@ -98,12 +121,32 @@ def _each_of_8(kind: str) -> Callable[[Any], float]:
     return lambda found: 1000 / found["kinds"][kind]["start"]["8"]["per_second"]
 
 
+def _alone(found: Any, at_once: int) -> dict[str, float]:
+    """Microseconds of a token that comes by itself, by side."""
+    for point in found["points"]:
+        if (point["protocol"], point["at_once"], point["event_tokens"]) == ("vllm", at_once, 1):
+            spent: dict[str, float] = point["through"]["us_per_token"]
+            return spent
+    raise KeyError(at_once)
+
+
 TARGETS = (
     _added("streamed", "first"),
     _added("streamed", "last"),
     _added("whole", "last"),
     _processor_time("streamed", 1.7),
     _processor_time("whole", 2.0),
+    _rate(64),
+    _rate(256),
+    Target(
+        name="a streamed token through a service of 4 processes, its part of the call included, 64 at once",
+        bench="rate",
+        most=2.5,
+        unit="µs",
+        of=lambda found: _alone(found, 64)["service"],
+        floor=lambda found: _alone(found, 64)["engine"],
+        beside="of a bare server that writes it",
+    ),
     Target(
         name="a turn's own work at 100k tokens of history",
         bench="turns",

@@ -103,7 +103,7 @@ async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], s
 
     engine = EngineSpec(kind="vllm", url=processes.upstream.urls[0])
     async with parked(corpus.folder, engine, sessions=sessions) as parking:
-        gateway = Gateway(parking.node)
+        gateway = Gateway(parking.opened.own_node)
         turns = iter([asgi_turn(gateway, URL(url).path, CALL) for url in parking.base_urls])
         return await _in_turn(corpus, points, turns, timed)
 

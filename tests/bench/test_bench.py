@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
+from bench.batch_engine import BatchEngine
 from rich.console import Console
 
 from bench import (
@@ -24,6 +26,7 @@ from bench import (
     history,
     memory,
     processor_time,
+    rate,
     report,
     sampling,
     sandboxes,
@@ -35,8 +38,10 @@ from bench import (
     tools,
     turns,
 )
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.runtimes.node_host import Host
+from outrider.testing.scripted_engine import ScriptedEngine
 from support.postgresql import programs
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +64,50 @@ async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
     assert list(found["rate"]["whole"]) == ["direct", "relay", "proxy", "gateway"]
     assert all(figures["per_second"] > 0 for figures in found["rate"]["whole"].values())
     check_shown("gateway", found)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+async def test_tokens_through_a_service_are_counted_beside_those_straight_from_the_engine() -> None:
+    engines = {rate.Engine("vllm", 2_000): (1, 4), rate.Engine("sglang", 2_000, event_tokens=8): (4,)}
+    found = await rate.measure(rate.Plan(engines, seconds=0.5))
+
+    assert [(point["protocol"], point["at_once"]) for point in found["points"]] == [
+        ("vllm", 1),
+        ("vllm", 4),
+        ("sglang", 4),
+    ]
+    for point in found["points"]:
+        assert point["ratio"] > 0
+        assert all(used > 0 for used in point["through"]["us_per_token"].values())
+    check_shown("rate", found)
+
+
+async def test_an_engine_gives_all_requests_together_so_many_tokens_a_second() -> None:
+    """A step of four requests is as long as four of one."""
+    options = {"replies": [{"ids": list(range(20))}], "chunk_tokens": 2}
+    engine = BatchEngine(
+        ScriptedEngine(EngineOptions(name="batch", options=options)), tokens_per_second=400, event_tokens=2
+    )
+
+    async def seconds(at_once: int) -> float:
+        begun = asyncio.get_running_loop().time()
+        replies = await asyncio.gather(*(read(number) for number in range(at_once)))
+        assert [sum(len(chunk.ids) for chunk in reply) for reply in replies] == [20] * at_once
+        return asyncio.get_running_loop().time() - begun
+
+    async def read(number: int) -> list[Chunk]:
+        request = GenerateRequest(
+            request_id=str(number),
+            session_key=str(number),
+            input_ids=np.arange(3, dtype=np.int32),
+            sampling=SamplingParams(max_tokens=20),
+        )
+        return [chunk async for chunk in engine.generate(request)]
+
+    alone, together = await seconds(1), await seconds(4)
+    assert alone >= 10 * 2 / 400 - 0.01
+    assert together >= 4 * 10 * 2 / 400 - 0.03
 
 
 @pytest.mark.real

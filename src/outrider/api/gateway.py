@@ -227,8 +227,9 @@ async def _stream(
                     case Completion():
                         await reply.end(b"".join(parts) + writer.close(step))
                         return
-            await reply.begin(writer.content_type)
-            await reply.more(b"".join(parts))
+            if not reply.begun:
+                await reply.begin(writer.content_type)
+            await reply.more(parts[0] if len(parts) == 1 else b"".join(parts))
     except OutriderError as error:
         if not reply.begun:
             raise

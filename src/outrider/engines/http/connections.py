@@ -149,7 +149,7 @@ class Response:
         """The bytes that have arrived since the last call; it waits for some. b"" at the end. Raises OSError when the
         connection breaks."""
         connection = self._open()
-        while not connection.has_body:
+        while not connection.body:
             if connection.complete:
                 return b""
             await connection.more()
@@ -193,7 +193,8 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._body: list[bytes] = []
+        self.body: list[bytes] = []
+        """The unread part of the answer's body; see `take_body`."""
         self._unread = 0
         self._paused = False
         self.complete = True
@@ -205,15 +206,11 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self.complete and self._lost is None and self._transport is not None and not self._paused
 
-    @property
-    def has_body(self) -> bool:
-        return bool(self._body)
-
     async def begin(self, request: Sequence[Buffer]) -> None:
         """Send a request and wait for the head of its answer."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self.status, self.headers, self._body, self._unread = 0, {}, [], 0
+        self.status, self.headers, self.body, self._unread = 0, {}, [], 0
         self.complete = self._head_complete = False
         if sum(map(len, request)) > LARGE:
             self._transport.writelines(request)
@@ -231,7 +228,7 @@ class _Connection(asyncio.Protocol):
 
     def take_body(self) -> bytes:
         """The unread part of the body."""
-        parts, self._body, self._unread = self._body, [], 0
+        parts, self.body, self._unread = self.body, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
@@ -303,7 +300,7 @@ class _Connection(asyncio.Protocol):
             self.headers = {}
 
     def on_body(self, part: bytes) -> None:
-        self._body.append(part)
+        self.body.append(part)
 
     def on_message_complete(self) -> None:
         if self._head_complete:

@@ -182,6 +182,9 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
+    alone = len(ids) == len(logprobs) == 1  # then what follows comes to the same
+    if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
+        return
     if len(ids) != len(logprobs):
         raise EngineMisbehaved(
             f"engine {engine!r} gave {len(logprobs)} log-probabilities for {len(ids)} sampled tokens"

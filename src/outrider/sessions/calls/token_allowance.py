@@ -62,7 +62,11 @@ class Allowance:
 
     def draw(self, share: Share, tokens: int) -> int:
         """For a share: how many of these tokens it may have."""
-        own = min(tokens, share.promised)
+        if tokens <= share.promised:
+            share.promised -= tokens
+            self.sampled += tokens
+            return tokens
+        own = share.promised
         share.promised -= own
         taken = own + self._take_free(tokens - own)
         self.sampled += taken

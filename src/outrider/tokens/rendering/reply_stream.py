@@ -29,6 +29,9 @@ class ReplyPart(msgspec.Struct, frozen=True):
     reasoning: str
 
 
+NOTHING = ReplyPart("", "")
+
+
 class Reply(msgspec.Struct, frozen=True):
     """A finished reply. `malformed` counts the tool calls that could not be parsed and were given as text; `rest` is
     the part of it that no `push` has returned."""
@@ -36,6 +39,18 @@ class Reply(msgspec.Struct, frozen=True):
     message: Message
     malformed: int
     rest: ReplyPart
+
+
+class _Ends:
+    """Markers that end a part of a reply, with the states that follow them."""
+
+    def __init__(self, states: dict[str, _State]) -> None:
+        self.states = states
+        self._openers = tuple({marker[:1] for marker in states})
+
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a marker, or the beginning of one, can be in the text."""
+        return any(map(text.__contains__, self._openers))
 
 
 class ReplyStream:
@@ -77,20 +92,22 @@ class ReplyStream:
             self._call_open = markup.call_open if tools else None
             self._state = _State.LEADING
             self._first = _State.REASONING if renderer.opens_reasoning(prompt_tail) else _State.CONTENT
-            self._content_ends = dict.fromkeys(self._stop, _State.STOPPED)
+            content_ends = dict.fromkeys(self._stop, _State.STOPPED)
             if self._call_open is not None:
-                self._content_ends[self._call_open] = _State.HELD
-            self._reasoning_ends = {self._think_close: _State.CONTENT, **self._content_ends}
+                content_ends[self._call_open] = _State.HELD
+            self._content_ends = _Ends(content_ends)
+            self._reasoning_ends = _Ends({self._think_close: _State.CONTENT, **content_ends})
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
         """The text and reasoning that these ids make visible."""
         known = len(self._ids)
         self._ids.extend(ids)
         if self._end is None:
-            stop = next((at for at, token in enumerate(ids) if token in self._stops), None)
-            if stop is not None:
+            if not self._stops.isdisjoint(ids):
+                stop = next(at for at, token in enumerate(ids) if token in self._stops)
                 self._end = known + stop
-            self._pending += self._decoder.push(ids[:stop])
+                ids = ids[:stop]
+            self._pending += self._decoder.push(ids)
         return self._drain(final=False)
 
     def finish(self) -> Reply:
@@ -166,40 +183,45 @@ class ReplyStream:
     def _drain(self, *, final: bool) -> ReplyPart:
         """Move the pending text through the states and emit what can no longer change its meaning. With `final`, no
         more text comes."""
-        text: list[str] = []
-        reasoning: list[str] = []
-        while True:
+        before = self._state
+        part = self._step(final=final)
+        while self._state is not before:  # a step that stays in its state has done all it can with this text
             before = self._state
-            part = ReplyPart("", "")
-            match before:
-                case _State.LEADING:  # until the text shows whether the model opens its reasoning itself
-                    stripped = self._pending.lstrip()
-                    if stripped.startswith(self._think_open):
-                        self._pending = stripped[len(self._think_open) :]
-                        self._state = _State.REASONING
-                    elif final or (stripped and not self._think_open.startswith(stripped)):
-                        self._state = self._first
-                case _State.REASONING:
-                    part = self._emit_to_marker(self._reasoning_ends, final=final)
-                case _State.CONTENT:
-                    part = self._emit_to_marker(self._content_ends, final=final)
-                case _State.HELD if self._held_from is _State.REASONING:
-                    # Reasoning that mentions a tool call is reasoning after all if its closing marker follows.
-                    shown, close, behind = self._pending.partition(self._think_close)
-                    if close:
-                        self._state, self._pending = _State.CONTENT, behind
-                        part = self._emit(_State.REASONING, shown, final=True)
-                case _State.STOPPED:
-                    self._pending = ""
-            text.append(part.text)
-            reasoning.append(part.reasoning)
-            if self._state is before:  # a step that stays in its state has done all it can with this text
-                return ReplyPart("".join(text), "".join(reasoning))
+            more = self._step(final=final)
+            part = ReplyPart(part.text + more.text, part.reasoning + more.reasoning)
+        return part
 
-    def _emit_to_marker(self, markers: dict[str, _State], *, final: bool) -> ReplyPart:
+    def _step(self, *, final: bool) -> ReplyPart:
+        match self._state:
+            case _State.CONTENT:
+                return self._emit_to_marker(self._content_ends, final=final)
+            case _State.REASONING:
+                return self._emit_to_marker(self._reasoning_ends, final=final)
+            case _State.LEADING:  # until the text shows whether the model opens its reasoning itself
+                stripped = self._pending.lstrip()
+                if stripped.startswith(self._think_open):
+                    self._pending = stripped[len(self._think_open) :]
+                    self._state = _State.REASONING
+                elif final or (stripped and not self._think_open.startswith(stripped)):
+                    self._state = self._first
+            case _State.HELD if self._held_from is _State.REASONING:
+                # Reasoning that mentions a tool call is reasoning after all if its closing marker follows.
+                shown, close, behind = self._pending.partition(self._think_close)
+                if close:
+                    self._state, self._pending = _State.CONTENT, behind
+                    return self._emit(_State.REASONING, shown, final=True)
+            case _State.STOPPED:
+                self._pending = ""
+        return NOTHING
+
+    def _emit_to_marker(self, ends: _Ends, *, final: bool) -> ReplyPart:
         """Emit up to the first marker and enter its state; without one, up to what may still become one."""
-        found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
         state = self._state
+        if not ends.may_begin_in(self._pending):  # nearly all tokens
+            shown, self._pending = self._pending, ""
+            return self._emit(state, shown, final=final)
+        markers = ends.states
+        found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
         if found:
             at, marker = min(found)
             shown, self._state = self._pending[:at].rstrip(), markers[marker]

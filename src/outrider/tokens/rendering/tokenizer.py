@@ -57,6 +57,9 @@ class Vocabulary(msgspec.Struct, frozen=True):
         end = max(known, default=-1) + 1
         return cls(end, frozenset() if len(known) == end else frozenset(range(end)) - known)
 
+    def contains(self, token_id: int) -> bool:
+        return 0 <= token_id < self.end and token_id not in self.holes
+
     def contains_all(self, ids: list[int]) -> bool:
         """Whether all of `ids`, of which there is at least one, are token ids. Written without a Python loop, because
         prompts have hundreds of thousands."""
