@@ -60,14 +60,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 ONE_BY_ONE = Engine("vllm", 10_000)
 EIGHT_TOGETHER = Engine("vllm", 10_000, event_tokens=8)
+SLOWER = Engine("vllm", 4_000)
 FULL = Plan(
     engines={
         ONE_BY_ONE: (1, 64, 256),
         EIGHT_TOGETHER: (1, 64, 256),
-        Engine("vllm", 4_000): (64,),
+        SLOWER: (64,),
         Engine("sglang", 10_000): (64,),
     },
-    seconds=1.5,
+    seconds=1.0,
 )
 QUICK = Plan(engines={ONE_BY_ONE: (1, 64), EIGHT_TOGETHER: (64,)}, seconds=0.7)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bench.rate import EIGHT_TOGETHER
+from bench.rate import EIGHT_TOGETHER, ONE_BY_ONE, SLOWER, Engine
 from bench.sandboxes import BARE
 from bench.tables import Results, Sheet, number
 
@@ -62,19 +62,17 @@ def _processor_time(kind: str, most: float) -> Target:
     )
 
 
-def _rate(at_once: int) -> Target:
+def _rate(engine: Engine, at_once: int) -> Target:
     def of(way: str) -> Callable[[Any], float]:
         def rate(found: Any) -> float:
-            for point in found["points"]:
-                if (point["at_once"], point["event_tokens"]) == (at_once, EIGHT_TOGETHER.event_tokens):
-                    tokens: float = point[way]["tokens_per_second"]
-                    return tokens
-            raise KeyError(at_once)
+            tokens: float = _point(found, engine, at_once)[way]["tokens_per_second"]
+            return tokens
 
         return rate
 
     return Target(
-        name=f"tokens a second straight from an engine of 10,000, eight an event, {at_once} at once",
+        name=f"tokens a second straight from an engine of {engine.tokens_per_second:,}, {engine.event_tokens} an event,"
+        f" {at_once} at once",
         bench="rate",
         most=1.05,
         unit="a second",
@@ -82,6 +80,23 @@ def _rate(at_once: int) -> Target:
         floor=of("through"),
         beside="through a service of 4 processes",
     )
+
+
+def _token_time(side: str) -> Callable[[Any], float]:
+    def of(found: Any) -> float:
+        spent: float = _point(found, ONE_BY_ONE, 64)["through"]["us_per_token"][side]
+        return spent
+
+    return of
+
+
+def _point(found: Any, engine: Engine, at_once: int) -> Any:
+    """Raises KeyError where this was not measured, as in a quick run."""
+    wanted = (*msgspec.structs.astuple(engine), at_once)
+    for point in found["points"]:
+        if wanted == tuple(point[name] for name in (*Engine.__struct_fields__, "at_once")):
+            return point
+    raise KeyError(wanted)
 
 
 def _round_trip(found: Any) -> float:
@@ -121,30 +136,22 @@ def _each_of_8(kind: str) -> Callable[[Any], float]:
     return lambda found: 1000 / found["kinds"][kind]["start"]["8"]["per_second"]
 
 
-def _alone(found: Any, at_once: int) -> dict[str, float]:
-    """Microseconds of a token that comes by itself, by side."""
-    for point in found["points"]:
-        if (point["protocol"], point["at_once"], point["event_tokens"]) == ("vllm", at_once, 1):
-            spent: dict[str, float] = point["through"]["us_per_token"]
-            return spent
-    raise KeyError(at_once)
-
-
 TARGETS = (
     _added("streamed", "first"),
     _added("streamed", "last"),
     _added("whole", "last"),
     _processor_time("streamed", 1.7),
     _processor_time("whole", 2.0),
-    _rate(64),
-    _rate(256),
+    _rate(EIGHT_TOGETHER, 64),
+    _rate(EIGHT_TOGETHER, 256),
+    _rate(SLOWER, 64),
     Target(
         name="a streamed token through a service of 4 processes, its part of the call included, 64 at once",
         bench="rate",
         most=2.5,
         unit="µs",
-        of=lambda found: _alone(found, 64)["service"],
-        floor=lambda found: _alone(found, 64)["engine"],
+        of=_token_time("service"),
+        floor=_token_time("engine"),
         beside="of a bare server that writes it",
     ),
     Target(
