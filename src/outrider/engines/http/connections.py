@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
             self._lose(ConnectionError(f"the answer is not HTTP: {error}"))
             self.abort()
             return
-        if self._unread > HIGH_WATER and not self._body and not self.complete:
+        if self._unread > HIGH_WATER and not self.body and not self.complete:
             # A head or trailers without end, say: nobody takes them, so reading would stop for ever.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
