@@ -26,7 +26,7 @@ def test_the_page_of_results_is_made_of_the_newest_results() -> None:
 def test_a_stale_figure_and_a_missing_row_are_seen() -> None:
     table = README.partition(report.BEGIN)[2].partition(report.END)[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(TARGETS)
+    assert len(rows) == len([target for target in TARGETS if target.bench in NEWEST.results])
     for row in rows:
         stale = row[: -len("yes |")] + "??? |"
         for page in (README.replace(f"{row}\n", ""), README.replace(row, stale)):
