@@ -234,7 +234,7 @@ async def test_answers_that_hang_neither_hold_up_nor_outlive_others(
         await asyncio.sleep(0)
         behind = await asyncio.gather(*(grade(f"\\boxed{{{2 * n}/{n}+3}}", "5") for n in range(1, right + 1)))
         assert [verdict.reward for verdict in behind] == [1.0] * right
-        assert sum(one.done() for one in slow) < number / 4
+        assert sum(one.done() for one in slow) <= number / 4
     assert seconds_of_checks(zygote) - used < 1.2 * (number * (QUICK_SECONDS + seconds) + right * QUICK_SECONDS)
     assert idle_seconds() - idle < processors * 1.0
     assert (await grade("\\boxed{5}", "5")).reward == 1.0
