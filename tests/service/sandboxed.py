@@ -63,7 +63,8 @@ def in_the_middle_of_a_reply(rng: random.Random) -> GroupSpec:
 
 
 def program_fails(rng: random.Random) -> GroupSpec:
-    return in_bash(f"exit {rng.choice((126, 127))}", max_attempts=rng.randint(1, 2))
+    harness = program(f"exit {rng.choice((126, 127))}") | {"nonzero_exit": "error"}
+    return on_namespace(harness=harness, max_attempts=rng.randint(1, 2))
 
 
 def program_crashes(rng: random.Random) -> GroupSpec:

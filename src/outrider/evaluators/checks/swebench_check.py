@@ -165,10 +165,15 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
     """swebench's report. It reads the log from a file, and this process has none."""
+    prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
+    classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
     grading.classify_logs = lambda path: classify_text(log)
-    prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
-    report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
+    try:
+        report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
+    finally:  # who uses the library in the same process, as a benchmark does, reads files with it
+        del grading.open
+        grading.classify_logs = classify_logs
     return report
 
 
