@@ -69,13 +69,13 @@ async def _measured(plan: Plan, processes: World) -> dict[str, Any]:
     async with Client() as client, asyncio.TaskGroup() as group:
         innocent = [group.create_task(_calling(client, url, calls)) for url in gateway.urls[:INNOCENT]]
         await asyncio.sleep(plan.calm_seconds)
-        calm, memory, stalls = list(calls), gateway.memory_mib(), await _stalls(gateway.urls[0])
+        calm, memory, stalls = list(calls), gateway.memory_mib(), await _stalls(gateway.control)
         calls.clear()
         floods = []
         for kind in plan.kinds:
-            began, before = time.perf_counter(), await _stalls(gateway.urls[0])
+            began, before = time.perf_counter(), await _stalls(gateway.control)
             statuses = await asyncio.gather(*(_flooding(url, kind, plan.sizes) for url in gateway.urls[INNOCENT:]))
-            after = await _stalls(gateway.urls[0])
+            after = await _stalls(gateway.control)
             during = [call for call in calls if call.began >= began]
             floods.append(
                 {
@@ -90,7 +90,7 @@ async def _measured(plan: Plan, processes: World) -> dict[str, Any]:
             )
         for task in innocent:
             task.cancel()
-    after = await _stalls(gateway.urls[0])
+    after = await _stalls(gateway.control)
     return {
         "sessions": INNOCENT,
         "attackers": ATTACKERS,

@@ -42,9 +42,10 @@ class ParkedAgent:
 
 
 class Parking(msgspec.Struct, frozen=True):
-    """A parked service and where its sessions' models are."""
+    """A parked service, where its control API is, and where its sessions' models are."""
 
     opened: Opened
+    url: str
     base_urls: tuple[str, ...]
 
 
@@ -65,10 +66,10 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processe
         os.mkfifo(pipe)
         # For reading and writing: opening it waits for nobody, and it does not end when an agent closes it.
         with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:
-            async with open_service(config) as opened, serving(*opened):
+            async with open_service(config) as opened, serving(*opened) as url:
                 await opened.service.submit(_group(pipe, sessions))
                 urls = await asyncio.to_thread(lambda: tuple(lines.readline().strip() for _ in range(sessions)))
-                yield Parking(opened, urls)
+                yield Parking(opened, url, urls)
 
 
 def _group(pipe: Path, sessions: int) -> GroupSpec:

@@ -48,10 +48,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Process:
-    """A running one."""
+    """A running one. `control` is the control API of a service of parked sessions."""
 
     def __init__(self, child: asyncio.subprocess.Process, urls: tuple[str, ...]) -> None:
         self.urls = urls
+        self.control = ""
         self.kill = child.kill
         self._pid = child.pid
 
@@ -123,7 +124,9 @@ async def service_of(
 ) -> AsyncIterator[Process]:
     """A service of parked sessions on an engine's server. Its URLs are those of its sessions."""
     arguments = (str(corpus.folder), protocol, engine_url, str(sessions), str(processes))
-    async with _process(sessions, "gateway", *arguments) as process:
+    async with _process(sessions + 1, "gateway", *arguments) as process:
+        *urls, process.control = process.urls
+        process.urls = tuple(urls)
         yield process
 
 
@@ -209,7 +212,7 @@ async def _serve_gateway(folder: str, protocol: EngineProtocol, url: str, sessio
         parked(Path(folder), spec, sessions=int(sessions), processes=int(processes)) as parking,
         short_pauses(lambda: False, parking.opened.service.failures),
     ):
-        await _until_told(parking.base_urls)
+        await _until_told([*parking.base_urls, parking.url])
 
 
 async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: str, pauses: str = "") -> None:

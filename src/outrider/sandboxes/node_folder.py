@@ -173,9 +173,10 @@ class NodeFolder:
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-            with contextlib.suppress(OSError):  # `remove_tree` logs what cannot be removed
-                # The lock file goes last: a folder without one, left by a kill meanwhile, would never be swept.
-                for entry in os.scandir(self.path):
+            # `remove_tree` logs what cannot be removed. The lock file goes last: a folder without one, left by a kill
+            # meanwhile, would never be swept.
+            with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+                for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         remove_tree(Path(entry.path))
                     elif entry.name != LOCK:
