@@ -51,7 +51,7 @@ class Parking(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processes: int = 1) -> AsyncIterator[Parking]:
-    """The service with so many sessions running, in so many processes, its store in a file."""
+    """A service that runs `sessions` in `processes`. Its store is a file."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         config = Config(
             port=0,
@@ -64,7 +64,7 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processe
         )
         pipe = Path(data) / "urls"
         os.mkfifo(pipe)
-        # For reading and writing: opening it waits for nobody, and it does not end when an agent closes it.
+        # Opened for reading and writing, a pipe waits for no other end and stays open when an agent closes its own.
         with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:
             async with open_service(config) as opened, serving(*opened) as url:
                 await opened.service.submit(_group(pipe, sessions))

@@ -62,7 +62,7 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def cpu_seconds_of_all(self) -> float:
-        """Those of the processes that it has started, too."""
+        """Processor seconds of this process and of those that it has started."""
         return sum(map(ticks_of, (self._pid, *descendants_of(self._pid)))) / TICKS
 
     def memory_mib(self) -> float:

@@ -39,7 +39,7 @@ PROCESSES = 4
 PROMPT_CHARACTERS = 2048
 REPLY_TOKENS = range(50, 151)
 SHORT_REPLY = 10
-"""Tokens of the replies with which the cost of a call is told from that of its tokens."""
+"""Tokens of a second, shorter kind of reply: the difference separates the cost of a call from that of a token."""
 ROUTES: dict[EngineProtocol, str] = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
@@ -162,7 +162,7 @@ class Requests:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What had happened at a time: bytes that had arrived, calls that had ended, processor seconds of each side."""
+    """Totals at one time: bytes that have arrived, calls that have ended, processor seconds of each side."""
 
     at: float
     arrived: int

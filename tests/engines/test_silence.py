@@ -104,6 +104,13 @@ async def known(pool: EnginePool, sessions: str = "warm") -> None:
         pool.release(f"{sessions}{number}")
 
 
+async def known_slowly(pool: EnginePool) -> None:
+    """As `known`, for an engine whose calls take some of the loop's time."""
+    for number in range(KNOWN_CALLS):
+        call = Call(pool, f"s{number}")
+        await until(call.task.done)
+
+
 async def test_before_the_first_token_the_call_goes_elsewhere() -> None:
     a, b = engine_of("a"), engine_of("b")
     async with EnginePool(probing=SOON) as pool:
@@ -272,9 +279,7 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
     a.seconds = 1.0
     async with EnginePool(probing=SOON) as pool:
         await pool.add_engine(a)
-        for number in range(KNOWN_CALLS):
-            usual = Call(pool, f"s{number}")
-            await until(usual.task.done)
+        await known_slowly(pool)
         if hangs:
             a.hang()
         else:
@@ -322,9 +327,7 @@ async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) ->
     a.seconds = 0.05
     async with EnginePool(probing=SOON) as pool:
         await pool.add_engine(a)
-        for number in range(KNOWN_CALLS):
-            usual = Call(pool, f"s{number}")
-            await until(usual.task.done)
+        await known_slowly(pool)
         a.seconds = 3.0
         call = Call(pool, "s")
         await pass_time(3.05 if stops else 3.9)
@@ -346,9 +349,7 @@ async def test_calls_given_up_in_a_row_are_one_wait_until_something_is_given(giv
     a.seconds = 0.5
     async with EnginePool(probing=SOON) as pool:
         await pool.add_engine(a)
-        for number in range(KNOWN_CALLS):
-            usual = Call(pool, f"s{number}")
-            await until(usual.task.done)
+        await known_slowly(pool)
         calls = [Call(pool, "s")]
         overdue = calls[0].overdue
         for number in range(3):

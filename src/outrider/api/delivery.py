@@ -36,7 +36,8 @@ def delivery_routes(service: Service) -> APIRouter:
     @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView, Conflict))
     async def acknowledge(name: Name, request: Request, tenant: Tenant = None) -> Response:
         """Acknowledge groups: the consumer reads on after them. Its position moves back only with `rewind`."""
-        spec = await service.parse(AckSpec, await whole_body(request) or b"{}", caller_in(request.scope))
+        body = await whole_body(request) or b"{}"  # without one, the refusal names the field that is missing
+        spec = await service.parse(AckSpec, body, caller_in(request.scope))
         owner = _owner(request, name, tenant)
         moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
         return json_reply(consumer_view(moved))
