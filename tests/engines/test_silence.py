@@ -14,7 +14,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.overdue import Overdue, Wait
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
+from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import too_long
 from outrider.errors import EngineSilent, EngineUnavailable
@@ -382,26 +382,6 @@ async def test_a_call_given_up_when_it_was_overdue_is_the_engines_fault() -> Non
         [doubt] = call.overdue.doubts
         with pytest.raises(EngineSilent, match="given up"):
             await doubt()
-
-
-def test_the_pace_of_an_engine_hardly_moves_while_it_misbehaves() -> None:
-    pace = Pace()
-    assert pace.first_due(LIMITS, 0, 10) == LIMITS.unknown
-    for _ in range(200):
-        pace.note(first=0.1, prompt_tokens=100, first_tokens=1, rest=1.0, rest_tokens=100)
-    usual = pace.first_due(LIMITS, 100, 10), pace.token_due()
-    for _ in range(50):
-        pace.note(first=45.0, prompt_tokens=100, first_tokens=1, rest=45.0, rest_tokens=1)
-    assert (pace.first_due(LIMITS, 100, 10), pace.token_due()) == usual
-
-
-def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later() -> None:
-    pace = Pace()
-    for _ in range(20):
-        pace.note(first=8.0, prompt_tokens=100, first_tokens=800, rest=0.0, rest_tokens=0)
-    assert pace.first_due(LIMITS, 100_000, 800) > 50
-    assert pace.first_due(LIMITS, 100, 8000) >= 8 * 8  # eight times the longest that it has given lately
-    assert pace.whole_reply(8000) == 80
 
 
 def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from itertools import count
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +14,7 @@ import pytest
 from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
 from outrider.engines.pool.affinity import Member
-from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace
+from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
 from outrider.errors import EngineSilent, EngineUnavailable
@@ -369,11 +368,3 @@ async def test_a_follower_that_doubts_a_frozen_engine_does_not_keep_others_from_
         await answered(call)
         a.revive()
         await until(lambda: pool.status()[0].ok)
-
-
-def test_an_engine_of_whole_replies_that_hangs_is_due_by_the_replies_that_it_gave() -> None:
-    pace, lengths = Pace(), count(400, 10)
-    for _ in range(40):
-        tokens = next(lengths)
-        pace.note(first=tokens * 0.02, prompt_tokens=100, first_tokens=tokens, rest=0.0, rest_tokens=0)
-    assert pace.first_due(LIMITS, 100, 100_000) < 200

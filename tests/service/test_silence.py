@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,3 +199,43 @@ async def test_an_agent_that_leaves_a_call_which_would_be_answered_is_graded(wor
         verdict = result_of(session).verdict
         assert verdict is not None
         assert verdict.reward == 0.0
+
+
+def drip(engine: Any, seconds: float) -> None:
+    """From now on the engine gives a chunk every so many seconds; 0: as always."""
+    usual = type(engine).generate
+
+    async def generate(request: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(usual(engine, request)) as chunks:
+            async for chunk in chunks:
+                await asyncio.sleep(seconds)
+                yield chunk
+
+    engine.generate = generate if seconds else partial(usual, engine)
+
+
+@pytest.mark.parametrize(("earlier", "client"), [(True, "waits"), *((False, client) for client in CLIENTS)])
+async def test_an_engine_that_drips_when_the_service_starts(world: MakeWorld, earlier: bool, client: str) -> None:
+    """Of its own calls the service learns that the engine is slow. It remembers, or assumes, that it should not be."""
+    if earlier:
+        async with world([SAY]) as w:
+            await warm(w)
+            async with asyncio.timeout(20):
+                while not await w.service.store.engine_paces():
+                    await some_time(0.5)
+    async with world([SAY]) as w:
+        drip(w.engine, 4.0)
+        groups = [await w.submit(n=2, **honest(CLIENTS[client], 60))]
+        for _ in range(4 * earlier):
+            await some_time(15)
+            groups.append(await w.submit(n=2, **honest(CLIENTS[client], 60)))
+        await some_time(15)
+        drip(w.engine, 0.0)
+        for submitted in groups:
+            await settled(w, submitted.id, 400)
+            for session in (await w.done(submitted.id)).sessions:
+                result = result_of(session)
+                assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+                assert result.verdict is not None
+                assert result.verdict.reward == 1.0
+        w.assert_quiet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -225,6 +226,17 @@ async def test_drained_nodes_are_remembered(tmp_path: Path) -> None:
         assert await store.drained_nodes() == {"a", "b"}
         await store.set_drained("a", False)
         assert await store.drained_nodes() == {"b"}
+
+
+async def test_paces_of_engines_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.store.store.MOST_PACES", 2)
+    now = itertools.count()
+    async with Store(SqliteDatabase(tmp_path / "outrider.db"), clock=lambda: float(next(now))) as store:
+        await store.keep_engine_paces({"a": "1", "b": "1"})
+        await store.keep_engine_paces({"b": "2"})
+        assert await store.engine_paces() == {"a": "1", "b": "2"}
+        await store.keep_engine_paces({"c": "3"})
+        assert await store.engine_paces() == {"b": "2", "c": "3"}  # the newest
 
 
 async def test_sessions_of_an_earlier_version_are_queued_on(tmp_path: Path) -> None:

@@ -364,10 +364,13 @@ def checked_stats(name: str, report: Report) -> NodeStats:
     return msgspec.structs.replace(stats, name=name, drained=False, failing=failing)
 
 
-def shortened_uses(engines: Mapping[str, EngineUse]) -> dict[str, EngineUse]:
-    """What a node has on engines, with the texts cut that the status shows."""
+def believed_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
+    """What a node has on engines, with the texts cut that the status shows. How long an engine takes is not believed of
+    a `stranger`, for other nodes' sessions are judged by it."""
     return {
-        name: use if use.suspect is None else msgspec.structs.replace(use, suspect=use.suspect[:MAX_TEXT])
+        name: msgspec.structs.replace(
+            use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace
+        )
         for name, use in engines.items()
     }
 

@@ -44,10 +44,10 @@ from outrider.nodes.claims import (
     RESULT_RULES,
     TURN_RULES,
     Given,
+    believed_uses,
     check,
     checked_stats,
     shortened,
-    shortened_uses,
 )
 from outrider.nodes.messages import (
     TO_SERVICE,
@@ -418,7 +418,7 @@ class Connection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    self._pool(used.model).note_uses(self._name, shortened_uses(used.engines))
+                    self._pool(used.model).note_uses(self._name, believed_uses(used.engines, stranger=self._dialled))
             case Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # it has only begun to follow

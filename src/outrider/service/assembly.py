@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import Config
 from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
+from outrider.engines.pool.pace import RememberedPace
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
@@ -30,6 +31,7 @@ from outrider.nodes.telling import Telling
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.warm_pool import WarmLimits
+from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
@@ -120,7 +122,9 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             await retry_store(lambda: store.keep_policy(known.version, known.weights), failures)
 
         known = None if kept is None else KnownPolicy(kept.version, kept.weights)
-        models = await stack.enter_async_context(open_models(config, known=known, keep=keep))
+        paces = await remembered_paces(store)
+        models = await stack.enter_async_context(open_models(config, known=known, keep=keep, paces=paces))
+        await stack.enter_async_context(remember_paces(store, models.pools.values(), paces, failures))
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
         parts = ServiceParts(store, artifacts, models.pools, resources, failures)
@@ -182,10 +186,12 @@ async def open_models(
     *,
     known: KnownPolicy | None = None,
     keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
+    paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
     """The models of the settings, with engine pools that are still empty. `known` and `keep` let the policy's version
-    outlive them. With `leader`, each pool follows that of the same model in another process."""
+    outlive them, and `paces` are those that engines had in an earlier service. With `leader`, each pool follows that of
+    the same model in another process."""
     if config.model.tokenizer is None:
         raise InvalidField(
             "no tokenizer is set",
@@ -211,6 +217,7 @@ async def open_models(
                 check=TokenizerCheck(tokenizer, frozen=serves),
                 known=None if serves else known,
                 keep=None if serves else keep,
+                paces=paces,
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)

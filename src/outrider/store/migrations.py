@@ -393,6 +393,10 @@ MIGRATIONS: Migrations = (
         """CREATE INDEX queue_shares_evaluations ON queue_shares (tenant, priority, served, since, bucket)
             WHERE waiting = 1 AND evaluation = 1""",
     ),
+    (
+        # `pace` is JSON: how long the engine usually takes (`RememberedPace`).
+        "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
+    ),
 )
 SEALING = 12
 """The version from which on tasks are encrypted."""

@@ -42,6 +42,8 @@ from outrider.trajectory import SessionResult, Turn
 
 SEALED_AT_ONCE = 100
 """Groups whose specs one transaction encrypts, when a database of an older version is opened."""
+MOST_PACES = 1000
+"""Engines whose pace is remembered. Where engines come and go, so do their names."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
 
@@ -458,6 +460,23 @@ class Store:
         sql = """INSERT INTO policy (id, version, weights) VALUES (1, ?, ?)
                  ON CONFLICT (id) DO UPDATE SET version = excluded.version, weights = excluded.weights"""
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
+
+    async def engine_paces(self) -> dict[str, str]:
+        """How long engines took, as it was kept last, by the engine's name."""
+        return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
+
+    async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
+        """Keep the paces of these engines, and of no more than `MOST_PACES` in all: the newest."""
+        now = self._clock()
+        sql = """INSERT INTO engine_paces (engine, pace, kept) VALUES (?, ?, ?)
+                 ON CONFLICT (engine) DO UPDATE SET pace = excluded.pace, kept = excluded.kept"""
+
+        async def body(tx: Connection) -> None:
+            await tx.execute_many(sql, [(engine, pace, now) for engine, pace in paces.items()])
+            newest = "SELECT engine FROM engine_paces ORDER BY kept DESC LIMIT ?"
+            await tx.execute(f"DELETE FROM engine_paces WHERE engine NOT IN ({newest})", (MOST_PACES,))
+
+        await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
         """Make a move of lifecycle.MOVES. Raises Conflict for any other, and for those that have their own method

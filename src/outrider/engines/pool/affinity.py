@@ -18,7 +18,7 @@ import msgspec
 from outrider.concurrency.overdue import loop_time
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import AnyRequest, AwaitsWorkers, ChatEngine, Engine, EngineHealth, TakesConstraints
-from outrider.engines.pool.pace import Pace
+from outrider.engines.pool.pace import Pace, PaceSummary
 from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
@@ -70,6 +70,8 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     misbehaved: Count = 0
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+    pace: PaceSummary | None = None
+    """How long the engine takes there, once that is known."""
 
     @property
     def load(self) -> float:
@@ -222,7 +224,13 @@ class Member:
             misbehaved=self.misbehaved,
             suspect=self.suspect,
             version=self.version,
+            pace=self.pace.summary,
         )
+
+    def known_pace(self) -> PaceSummary | None:
+        """How long it takes by what was seen of most calls, here or in a follower; None if that is not known yet."""
+        all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
+        return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
     def status(self) -> EngineStatus:
         all_uses = (self.use(), *self.uses.values())

@@ -1,4 +1,4 @@
-"""How long an engine takes for what it is asked, by its last calls, and when a wait for it is overdue.
+"""How long an engine takes for what it is asked, by its calls of the last minutes, and when a wait for it is overdue.
 
 The module is pure: it reads no clock and waits for nothing.
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 REMEMBERED_CALLS = 256
-"""Calls whose pace is remembered. The median of so many hardly moves while an engine misbehaves for a minute."""
+"""Calls whose pace is remembered."""
 KNOWN_CALLS = 8
 """Calls after which an engine's pace is known."""
+LEARNING_SECONDS = 1.0
+"""Once the pace is known, one call is remembered in so many seconds. So the medians follow the engine over minutes, and
+hardly move while it misbehaves for one, however many calls it serves."""
+ESTABLISHED_CALLS = 128
+"""A pace that has just become known, or was known earlier, weighs as much as so many calls."""
 SUMMED_UP_EVERY = 16
 """Calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
@@ -28,9 +34,14 @@ WHOLE_TOKENS = 32
 """An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
 
 
+UNKNOWN_TOKEN_SECONDS = 1 / 64
+"""Seconds that a later token is taken to need from an engine whose pace is not known yet."""
+
+
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds. `least`: no wait below it is overdue. `unknown`: allowance for the first token of an engine whose
-    pace is not known yet, which may have to compile or to load something first. `check`: in which a silent engine must
+    """In seconds. `least`: no wait below it is overdue. `unknown`: so many seconds after a wait for a first token is
+    overdue, an engine of unknown pace is asked whether it works: it may have to compile or to load something first.
+    `unknown_token`: the same for later tokens, for each that it has given. `check`: in which a silent engine must
     give one token; `first_check` for one that has given nothing yet; `longest_check` for one that has a long prompt to
     read. `lost`: overdue seconds after which a call is taken for lost that an engine gives nothing, while it
     gives others something. `slow`: overdue seconds, over a whole call, after which the call goes elsewhere. `tick`:
@@ -38,6 +49,7 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     least: float = 3.0
     unknown: float = 60.0
+    unknown_token: float = 1.0
     check: float = 15.0
     first_check: float = 180.0
     longest_check: float = 600.0
@@ -49,56 +61,127 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
 LIMITS = SilenceLimits()
 
 
-class Pace:
-    """How long an engine took for its last calls: medians of the seconds to the first chunk, of the same for each token
-    of prompt, of the seconds for each later token, and of the tokens and seconds of first chunks."""
+Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
-    def __init__(self) -> None:
-        self._calls: deque[tuple[float, float, float, int, int]] = deque(maxlen=REMEMBERED_CALLS)
+
+class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an engine takes: medians over its calls. `first`: seconds to the first chunk. `first_per_prompt_token`:
+    the same, divided by the tokens of the prompt. `per_token`: seconds for each later token. `first_tokens`: tokens of
+    the first chunk. `longest`: tokens of the longest reply. `calls`: calls that were looked at."""
+
+    first: Measure
+    first_per_prompt_token: Measure
+    per_token: Measure
+    first_tokens: Measure
+    longest: Measure
+    calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+    def resembles(self, other: PaceSummary) -> bool:
+        """Whether both say nearly the same, so that nothing is lost if only one of them is kept."""
+        pairs = ((self.first, other.first), (self.per_token, other.per_token), (self.longest, other.longest))
+        return all(max(pair) <= 1.25 * min(pair) for pair in pairs)
+
+
+class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
+    """The pace of an engine, for a later service that has the engine of that kind and URL under the same name."""
+
+    kind: str
+    url: str | None
+    pace: PaceSummary
+
+
+class _Call(NamedTuple):
+    """One call; the fields are those of `PaceSummary`."""
+
+    first: float
+    first_per_prompt_token: float
+    per_token: float
+    first_tokens: float
+    tokens: float
+
+
+class Pace:
+    """How long an engine takes for what it is asked, by its calls of the last minutes. `known`: the pace as it was
+    known earlier, or in another process."""
+
+    def __init__(self, known: PaceSummary | None = None) -> None:
+        self.summary: PaceSummary | None = None
+        """None until it is known."""
+        self._calls: deque[_Call] = deque(maxlen=REMEMBERED_CALLS)
+        self._count = 0
         self._new = 0
-        self._longest = 0
-        self._first = self._first_per_prompt_token = self._per_token = 0.0
-        self._first_tokens = 0.0
+        self._learned = 0.0
+        if known is not None:
+            self.take_over(known)
 
     @property
     def known(self) -> bool:
-        return len(self._calls) >= KNOWN_CALLS
+        return self.summary is not None
 
-    def note(self, *, first: float, prompt_tokens: int, first_tokens: int, rest: float, rest_tokens: int) -> None:
-        """A call that got tokens: seconds to the first chunk and after it, and the tokens of prompt and reply."""
-        per_token = rest / rest_tokens if rest_tokens else first / max(1, first_tokens)
-        self._calls.append((first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens))
+    def take_over(self, known: PaceSummary) -> None:
+        """Start from a pace that is known elsewhere. Only while none is known here."""
+        call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
+        self._calls.extend([call] * ESTABLISHED_CALLS)
+        self._count = known.calls
+        self._sum_up()
+
+    def note(
+        self, now: float, *, first: float, prompt_tokens: int, first_tokens: int, rest: float, rest_tokens: int
+    ) -> None:
+        """A call got tokens and has ended at `now` (seconds of any clock that only moves on). `first`, `rest`: seconds
+        to the first chunk, and after it. The tokens are those of the prompt, of the first chunk and of the others."""
+        if self.known and now < self._learned + LEARNING_SECONDS:
+            return
+        self._learned = now
+        self._count += 1
         self._new += 1
-        if self._new >= SUMMED_UP_EVERY or len(self._calls) <= SUMMED_UP_EVERY:
-            self._new = 0
-            firsts, per_prompt, per_token_all, first_tokens_all, all_tokens = zip(*self._calls, strict=True)
-            self._first, self._first_per_prompt_token = median(firsts), median(per_prompt)
-            self._per_token, self._first_tokens = median(per_token_all), median(first_tokens_all)
-            self._longest = max(all_tokens)
+        per_token = rest / rest_tokens if rest_tokens else first / max(1, first_tokens)
+        self._calls.append(
+            _Call(first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens)
+        )
+        if not self.known and len(self._calls) == KNOWN_CALLS:
+            self._calls.extend(list(self._calls) * (ESTABLISHED_CALLS // KNOWN_CALLS - 1))
+            self._sum_up()
+        elif self.known and self._new >= SUMMED_UP_EVERY:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        self._new = 0
+        first, first_per_prompt_token, per_token, first_tokens, tokens = zip(*self._calls, strict=True)
+        self.summary = PaceSummary(
+            first=median(first),
+            first_per_prompt_token=median(first_per_prompt_token),
+            per_token=median(per_token),
+            first_tokens=median(first_tokens),
+            longest=max(tokens),
+            calls=self._count,
+        )
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
         """Seconds in which the first chunk of a call is due."""
-        if not self.known:
-            return limits.unknown + 10 * prompt_tokens / PREFILL_TOKENS_PER_SECOND
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
         """Seconds that the first chunk of such a call usually takes, if none of its prompt is cached."""
-        usual = max(self._first, self._first_per_prompt_token * prompt_tokens)
-        if self._first_tokens > WHOLE_TOKENS:
+        new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
+        if (known := self.summary) is None:
+            return new
+        usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
+        if known.first_tokens > WHOLE_TOKENS:
             # Clients ask for as many tokens as the context holds, and get few of them.
-            usual = max(usual, self._per_token * min(max_tokens, self._longest))
-        return usual + prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
+            usual = max(usual, known.per_token * min(max_tokens, known.longest))
+        return usual + new
 
     def whole_reply(self, max_tokens: int) -> float:
         """Seconds that a reply of so many tokens takes, if it comes in one piece; 0 from an engine that streams."""
-        return self._per_token * max_tokens if self._first_tokens > WHOLE_TOKENS else 0.0
+        whole = self.summary is not None and self.summary.first_tokens > WHOLE_TOKENS
+        return self.usual_token * max_tokens if whole else 0.0
 
     def token_due(self) -> float:
         """Seconds in which each later token is due."""
-        return MUCH_SLOWER * self._per_token if self.known else 1.0
+        return MUCH_SLOWER * self.usual_token
 
     @property
     def usual_token(self) -> float:
         """Seconds that each later token usually takes."""
-        return self._per_token
+        return UNKNOWN_TOKEN_SECONDS if self.summary is None else self.summary.per_token

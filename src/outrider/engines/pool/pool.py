@@ -41,7 +41,7 @@ from outrider.engines.base import (
 from outrider.engines.pool.affinity import Affinity, EngineUse, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
-from outrider.engines.pool.pace import LIMITS, SilenceLimits
+from outrider.engines.pool.pace import LIMITS, RememberedPace, SilenceLimits
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health, overflow_fault
 from outrider.engines.pool.request_checks import check_ids
@@ -162,7 +162,8 @@ class EnginePool:
     `text` makes a decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may refuse
     an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
     seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
-    `known` and `keep` let the policy's version outlive the pool (`Policy`).
+    `known` and `keep` let the policy's version outlive the pool (`Policy`). `paces` are those of engines as an earlier
+    pool has left them (`paces()`), by the engine's name.
 
     Pools of other processes may follow this one (`follower.py`): `state_changed` is called whenever `state` may have
     changed, and `note_uses` tells what a follower has on the engines. A pool that itself follows another is made with
@@ -185,6 +186,7 @@ class EnginePool:
         look_seconds: float = LOOK_SECONDS,
         known: KnownPolicy | None = None,
         keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
+        paces: Mapping[str, RememberedPace] = {},
         follows: MakesPolicy | None = None,
     ) -> None:
         self.state_changed: Callable[[], None] = lambda: None
@@ -197,6 +199,7 @@ class EnginePool:
         self._patience = patience
         self._probing = probing
         self._look_seconds = look_seconds
+        self._remembered = paces
         self._members: dict[str, Member] = {}
         self._listings: dict[str, Listing] = {}
         self._departures: set[asyncio.Task[None]] = set()
@@ -300,6 +303,8 @@ class EnginePool:
         member.health, member.draining = state.health, state.draining
         member.version = max(member.version, state.version)
         member.read_constraints()
+        if state.pace is not None and not member.pace.known:
+            member.pace.take_over(state.pace)
         if state.ok and not member.ok:
             member.probe_now.set()
         elif member.ok and not state.ok:
@@ -339,6 +344,18 @@ class EnginePool:
             if use is not None and use.version > max(member.version, member.looked_for):
                 member.looked_for = use.version
                 self.doubt(name)
+            if use is not None and use.pace is not None and not member.pace.known:
+                member.pace.take_over(use.pace)
+                self.state_changed()
+
+    def paces(self) -> dict[str, RememberedPace]:
+        """How long each engine takes of which that is known, by its name."""
+        known = {name: (member, member.known_pace()) for name, member in self._members.items()}
+        return {
+            name: RememberedPace(kind=member.kind, url=member.url, pace=pace)
+            for name, (member, pace) in known.items()
+            if pace is not None
+        }
 
     def loads(self, followers: Sequence[str]) -> list[dict[str, float]]:
         """For each of these followers, how much load each engine has from the others."""
@@ -717,6 +734,9 @@ class EnginePool:
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves, spec=spec)
         member.version = self.policy.version_of(engine, health)
+        earlier = self._remembered.get(member.name)
+        if earlier is not None and (earlier.kind, earlier.url) == (kind, url):
+            member.pace.take_over(earlier.pace)
         self._members[member.name] = member
         if not health.ok:
             member.detail = health.detail

@@ -12,6 +12,7 @@ import msgspec
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import EngineHealth, KnownVersions, RemembersVersions
+from outrider.engines.pool.pace import PaceSummary
 from outrider.schemas import PolicyPause
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -38,6 +39,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     versions: KnownVersions | None
     awaits_workers: bool = False
     """See `AwaitsWorkers`."""
+    pace: PaceSummary | None = None
+    """For followers that do not know it yet."""
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,4 +81,5 @@ def state_of(member: Member) -> EngineState:
         draining=member.draining,
         version=member.version,
         versions=engine.versions if isinstance(engine, RemembersVersions) else None,
+        pace=member.known_pace(),
     )

@@ -19,7 +19,13 @@ import msgspec
 from outrider.concurrency.overdue import Overdue, Wait, loop_time
 from outrider.engines.base import AnyRequest, ChatChunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.affinity import Member
-from outrider.engines.pool.pace import LIMITS, MUCH_SLOWER, SLOW_PREFILL_TOKENS_PER_SECOND, SilenceLimits
+from outrider.engines.pool.pace import (
+    LIMITS,
+    MUCH_SLOWER,
+    PREFILL_TOKENS_PER_SECOND,
+    SLOW_PREFILL_TOKENS_PER_SECOND,
+    SilenceLimits,
+)
 from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
@@ -58,7 +64,7 @@ class Flight:
         first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
         self.wait = Wait(f"engine {member.name!r}", first_due, queued=True)
         self.began = loop_time()
-        self._least = limits.least
+        self._limits, self._least = limits, limits.least
         self._loop = asyncio.get_running_loop()
         self._token_due = 0.0
         self._next = chunks.__anext__
@@ -68,6 +74,8 @@ class Flight:
         self._first: float | None = None
         self._first_tokens = 0
         self._tokens = 0
+        self.forgiven = 0.0
+        """Overdue seconds that an engine of unknown pace took for the first chunk."""
         self.given_up: GivenUp | None = None
         """The wait that the consumer has given up, if it gave one up."""
         if overdue is not None:
@@ -111,6 +119,7 @@ class Flight:
             member.newest_answered = max(member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
+            self.forgiven = 0.0 if member.pace.known else wait.overdue
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
         wait.allowance += tokens * self._token_due
@@ -138,6 +147,7 @@ class Flight:
             self._overdue.remove(self.wait)
         if self._first is not None:
             self.member.pace.note(
+                loop_time(),
                 first=self._first,
                 prompt_tokens=self.prompt_tokens,
                 first_tokens=self._first_tokens,
@@ -164,8 +174,18 @@ class Flight:
     def longest_wait(self) -> float:
         """Seconds that the consumer may have waited in all before the call can be lost."""
         if self.begun:
-            return self.wait.allowance
-        return max(self.wait.allowance, 2 * self.member.pace.whole_reply(self.request.sampling.max_tokens))
+            return self.wait.allowance + self.grace
+        whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
+        return max(self.wait.allowance, 2 * whole) + self.grace
+
+    @property
+    def grace(self) -> float:
+        """Seconds beyond what is due in which an engine of unknown pace is not doubted."""
+        if self.member.pace.known:
+            return 0.0
+        if self.begun:
+            return self._limits.unknown_token * self._tokens
+        return self._limits.unknown + 9 * self.prompt_tokens / PREFILL_TOKENS_PER_SECOND
 
     @property
     def begun(self) -> bool:
@@ -268,9 +288,9 @@ class SilenceWatch:
 
     def _look(self, flight: Flight, now: float) -> None:
         member, wait = flight.member, flight.wait
-        if wait.since is None or member.removed or now < wait.due():
+        if wait.since is None or member.removed or now < wait.due() + flight.grace:
             return
-        overdue = wait.overdue_by(now)
+        overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
             # No engine may be asked for a token now, and the pause may wait for this call, which can go on after it.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
@@ -331,7 +351,8 @@ class SilenceWatch:
         seconds = self.limits.check if member.newest_answered else self.limits.first_check
         waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
         reading = min(max(waiting, default=0) / SLOW_PREFILL_TOKENS_PER_SECOND, self.limits.longest_check)
-        return max(seconds, reading, member.pace.first_due(self.limits, 0, 1))
+        due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
+        return max(seconds, reading, due)
 
     async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
         """Whether an engine gives a token, of which a call was given up that nothing was given."""

@@ -1,0 +1,58 @@
+"""Remembers how long engines usually take, beyond the end of the service.
+
+A service that is started while an engine is silent or drips would otherwise take that for the engine's usual pace, and
+blame agents for what the engine did. What a pace is, `engines/pool/pace.py` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from outrider.concurrency.chores import Chores, Failures
+from outrider.engines.pool.pace import RememberedPace
+from outrider.engines.pool.pool import EnginePool
+from outrider.store.store import Store
+
+log = logging.getLogger("outrider.engine")
+
+LOOK_SECONDS = 1.0
+"""So often it is looked for paces that have become known, or have changed."""
+
+
+async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
+    """Of engines that earlier services had, by name."""
+    found = dict[str, RememberedPace]()
+    for engine, pace in (await store.engine_paces()).items():
+        try:
+            found[engine] = msgspec.json.decode(pace, type=RememberedPace)
+        except msgspec.DecodeError:  # of another version: it is learned again
+            log.warning("the remembered pace of engine %s cannot be read", engine)
+    return found
+
+
+@asynccontextmanager
+async def remember_paces(
+    store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
+) -> AsyncIterator[None]:
+    """Within the block, keep the paces of the pools' engines in the store. `known` are those that it has."""
+    kept = dict(known)
+
+    async def keep() -> None:
+        paces = {name: pace for pool in pools for name, pace in pool.paces().items()}
+        changed = {name: pace for name, pace in paces.items() if not _is_kept(pace, kept.get(name))}
+        if changed:
+            await store.keep_engine_paces({name: msgspec.json.encode(pace).decode() for name, pace in changed.items()})
+            kept.update(changed)
+
+    async with Chores(failures) as chores:
+        chores.begin("remember engines' paces", keep, every=LOOK_SECONDS)
+        yield
+
+
+def _is_kept(pace: RememberedPace, kept: RememberedPace | None) -> bool:
+    same = kept is not None and (pace.kind, pace.url) == (kept.kind, kept.url)
+    return same and kept is not None and pace.pace.resembles(kept.pace)

@@ -1,0 +1,144 @@
+"""The pace of an engine: what is learned, how slowly, and what is remembered."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.engines.base import EngineOptions
+from outrider.engines.pool.affinity import EngineUse
+from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
+from outrider.engines.pool.pool import EnginePool
+from outrider.nodes.claims import believed_uses
+from outrider.testing.scripted_engine import ScriptedEngine
+
+USUAL: dict[str, Any] = {"first": 0.1, "prompt_tokens": 100, "first_tokens": 1, "rest": 1.0, "rest_tokens": 100}
+DRIP: dict[str, Any] = {"first": 4.0, "prompt_tokens": 100, "first_tokens": 1, "rest": 400.0, "rest_tokens": 100}
+SLOW = PaceSummary(first=9.0, first_per_prompt_token=0.0, per_token=1.0, first_tokens=1, longest=100, calls=300)
+
+
+def learned(pace: Pace, call: dict[str, Any], *, since: float, seconds: float, calls_per_second: int) -> float:
+    """Let the pace look at calls for some seconds; the time at which they end."""
+    for number in range(int(seconds * calls_per_second)):
+        pace.note(since + number / calls_per_second, **call)
+    return since + seconds
+
+
+def dues(pace: Pace) -> tuple[float, float]:
+    return pace.first_due(LIMITS, 100, 10), pace.token_due()
+
+
+@pytest.mark.parametrize("calls_per_second", [1, 200])
+def test_the_pace_of_an_engine_does_not_move_while_it_misbehaves_for_a_minute(calls_per_second: int) -> None:
+    pace = Pace()
+    now = learned(pace, USUAL, since=0, seconds=600, calls_per_second=calls_per_second)
+    usual = dues(pace)
+    now = learned(pace, DRIP, since=now, seconds=60, calls_per_second=calls_per_second)
+    assert dues(pace) == usual
+    learned(pace, DRIP, since=now, seconds=300, calls_per_second=calls_per_second)  # it has become slower for good
+    assert dues(pace) > usual
+
+
+def test_a_pace_that_has_just_become_known_does_not_move_sooner() -> None:
+    pace = Pace()
+    for number in range(KNOWN_CALLS):
+        assert not pace.known
+        pace.note(number / 100, **USUAL)
+    assert pace.known
+    usual = dues(pace)
+    learned(pace, DRIP, since=1.0, seconds=60, calls_per_second=10)
+    assert dues(pace) == usual
+
+
+def test_a_remembered_pace_is_that_of_the_earlier_service() -> None:
+    earlier = Pace()
+    learned(earlier, USUAL, since=0, seconds=100, calls_per_second=2)
+    assert earlier.summary is not None
+    pace = Pace(msgspec.json.decode(msgspec.json.encode(earlier.summary), type=PaceSummary))
+    assert dues(pace) == dues(earlier)
+    learned(pace, DRIP, since=1000.0, seconds=60, calls_per_second=10)
+    assert dues(pace) == dues(earlier)
+
+
+def test_an_unknown_engine_has_no_more_time_at_the_sessions_cost_than_a_fast_one() -> None:
+    pace = Pace()
+    assert pace.first_due(LIMITS, 0, 10) == LIMITS.least
+    assert pace.first_due(LIMITS, 4000, 10) == LIMITS.least + 2
+    assert pace.token_due() < 0.2
+
+
+def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later() -> None:
+    pace = Pace()
+    whole = {"first": 8.0, "prompt_tokens": 100, "first_tokens": 800, "rest": 0.0, "rest_tokens": 0}
+    learned(pace, whole, since=0, seconds=20, calls_per_second=1)
+    assert pace.first_due(LIMITS, 100_000, 800) > 50
+    assert pace.first_due(LIMITS, 100, 8000) >= 8 * 8  # eight times the longest that it has given lately
+    assert pace.whole_reply(8000) == 80
+
+
+def test_an_engine_of_whole_replies_that_hangs_is_due_by_the_replies_that_it_gave() -> None:
+    pace, lengths = Pace(), count(400, 10)
+    for now in range(40):
+        tokens = next(lengths)
+        pace.note(now, first=tokens * 0.02, prompt_tokens=100, first_tokens=tokens, rest=0.0, rest_tokens=0)
+    assert pace.first_due(LIMITS, 100, 100_000) < 200
+
+
+def test_paces_resemble_each_other_if_they_differ_by_less_than_a_quarter() -> None:
+    assert SLOW.resembles(msgspec.structs.replace(SLOW, first=10.0, calls=0))
+    assert not SLOW.resembles(msgspec.structs.replace(SLOW, first=12.0))
+    assert not SLOW.resembles(msgspec.structs.replace(SLOW, per_token=0.0))
+
+
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(EngineOptions(name="a"))
+
+
+async def test_a_pool_starts_from_what_is_remembered_of_the_same_engine() -> None:
+    remembered = RememberedPace(kind="in-process", url=None, pace=SLOW)
+    async with EnginePool(paces={"a": remembered}) as pool:
+        await pool.add_engine(engine())
+        assert pool.paces() == {"a": remembered}
+    async with EnginePool(paces={"a": msgspec.structs.replace(remembered, url="http://127.0.0.1:1")}) as pool:
+        await pool.add_engine(engine())
+        assert pool.paces() == {}  # it was another one, of the same name
+
+
+async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_others() -> None:
+    async with EnginePool() as pool:
+        await pool.add_engine(engine())
+        changes = list[None]()
+        pool.state_changed = lambda: changes.append(None)
+        pool.note_uses("one", {"a": EngineUse(pace=SLOW)})
+        assert pool.paces()["a"].pace == SLOW
+        assert changes == [None]
+        [state] = pool.state().engines
+        assert state.pace == SLOW
+        newer = msgspec.structs.replace(SLOW, per_token=2.0, calls=400)
+        pool.note_uses("one", {"a": EngineUse(pace=newer)})
+        assert pool.paces()["a"].pace == newer
+        pool.note_uses("one", {})
+        assert pool.paces()["a"].pace == SLOW  # what it had said first
+
+
+async def test_a_follower_takes_the_pace_over_unless_it_knows_it() -> None:
+    async with EnginePool() as leader, EnginePool() as follower:
+        await leader.add_engine(engine())
+        [state] = leader.state().engines
+        await follower.adopt(state, engine())
+        follower.obey(msgspec.structs.replace(state, pace=SLOW))
+        assert follower.uses()["a"].pace == SLOW
+        follower.obey(msgspec.structs.replace(state, pace=msgspec.structs.replace(SLOW, per_token=2.0)))
+        assert follower.uses()["a"].pace == SLOW
+
+
+def test_the_pace_that_a_node_of_somebody_elses_reports_is_not_believed() -> None:
+    uses = {"a": EngineUse(pace=SLOW, suspect="x" * 100_000, in_flight=3)}
+    own, strange = (believed_uses(uses, stranger=stranger)["a"] for stranger in (False, True))
+    assert own.pace == SLOW
+    assert strange.pace is None
+    assert strange.in_flight == 3
+    assert len(strange.suspect or "") < 10_000
