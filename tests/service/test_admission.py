@@ -294,7 +294,7 @@ def test_what_is_wrong_a_thousand_times_is_refused_like_what_is_wrong_once(wrong
     before = time.thread_time()
     with pytest.raises(InvalidField):
         parse_body(GroupSpec, raw)
-    assert time.thread_time() - before < 0.5, "naming each mistake takes up to ten seconds"
+    assert time.thread_time() - before < 2, "naming each mistake takes up to ten seconds"
 
 
 @pytest.mark.parametrize("options", [{"parts": dict.fromkeys(map(str, range(2000)), 0)}, {"parts": {"a": {}}, "x": 1}])

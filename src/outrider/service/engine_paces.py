@@ -49,7 +49,7 @@ async def remember_paces(
             kept.update(changed)
 
     async with Chores(failures) as chores:
-        chores.begin("remember engines' paces", keep, every=LOOK_SECONDS)
+        chores.begin("remember paces", keep, every=LOOK_SECONDS)
         yield
 
 
