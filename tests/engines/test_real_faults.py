@@ -432,6 +432,20 @@ async def test_a_generation_that_goes_on_over_an_update_uses_no_old_keys(tmp_pat
         chunks = await reply
         assert chunks[-1].versions == (VersionSpan(0, 0, 9), VersionSpan(2, 9, 41))
         assert (world.cache.stale, len(set(world.cache.salts))) == (0, 2)
+        (status,) = world.pool.status()
+        assert (status.ok, status.failures) == (True, 0)
+
+
+async def test_a_stream_without_a_finish_is_a_failure_where_no_pause_of_ours_aborts_it(tmp_path: Path) -> None:
+    engine = StampingEngine(write_tokenizer(tmp_path), length=40)
+    async with live("vllm-0.26", tmp_path, engine) as world:
+        engine.hold(9)
+        reply = asyncio.ensure_future(collect(world.adapter.generate(request())))
+        await engine.held.wait()
+        await post(world, "/pause?mode=abort")  # somebody else's
+        engine.release()
+        with pytest.raises(EngineUnavailable, match="ended its stream before"):
+            await reply
 
 
 @pytest.mark.parametrize("server", ["vllm", "vllm-0.26"])

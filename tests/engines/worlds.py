@@ -47,7 +47,10 @@ World = Literal[
 SETTINGS: dict[World, tuple[Literal["vllm", "sglang"], dict[str, Any]]] = {
     "vllm": ("vllm", {}),
     "vllm-0.31": ("vllm", {"text_token_ids": True}),
-    "vllm-0.26": ("vllm", {"text_token_ids": True, "labels": False, "cached_token_counts": False}),
+    "vllm-0.26": (
+        "vllm",
+        {"text_token_ids": True, "labels": False, "cached_token_counts": False, "finishes_aborted": False},
+    ),
     "vllm-completions": ("vllm", {"generate_route": False}),
     "sglang": ("sglang", {}),
     "sglang-incremental": ("sglang", {"incremental": True}),

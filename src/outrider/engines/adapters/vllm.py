@@ -165,7 +165,9 @@ class VLLMEngine:
                 if route == GENERATE and not reader.begun and (missing or isinstance(error, _NotStreamed)):
                     route = COMPLETIONS
                     continue
-                if isinstance(error, WasCut):
+                # A server (0.26) ends many of the streams that a pause aborts properly, but without a finish.
+                aborted = reader.unfinished and self._gate.closed
+                if aborted or isinstance(error, WasCut):
                     reader.abort()
                 # A connection that breaks behind the finish is no failure: only a usage count was still to come.
                 elif not (reader.finished and isinstance(error, EngineUnavailable)):
@@ -354,6 +356,7 @@ class _VLLMReader:
         self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self.begun = False
+        self.unfinished = False  # the stream has ended properly, and before the generation
         self._length = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -371,8 +374,8 @@ class _VLLMReader:
         return self._asked.cache_salt
 
     def abort(self) -> None:
-        """The request was given up before its first token."""
-        self._last = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
+        """The generation was given up, before its first token or behind some."""
+        self._last = self._finishing(FinishReason.ABORT)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
         """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
@@ -403,6 +406,7 @@ class _VLLMReader:
         if not self.begun:
             raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
         if self._last is None:
+            self.unfinished = True
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
 
     def last(self) -> Chunk:
@@ -430,19 +434,15 @@ class _VLLMReader:
         self._length += len(ids)
         self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
         if choice.finish_reason is not None:
-            versions = self._versions or self._ask_versions()
-            self._last = Chunk(
-                ids=[],
-                logprobs=[],
-                finish=finish_of(choice.finish_reason, self._engine),
-                stop_match=choice.stop_reason,
-                versions=spans_of(
-                    choice.weight_versions,
-                    length=self._length,
-                    version=versions.served,
-                    unlabelled=versions.unlabelled,
-                ),
-            )
+            finish = finish_of(choice.finish_reason, self._engine)
+            self._last = self._finishing(finish, choice.stop_reason, choice.weight_versions)
+
+    def _finishing(
+        self, finish: FinishReason, stop_match: int | str | None = None, labels: list[LabelSpan] | None = None
+    ) -> Chunk:
+        versions = self._versions or self._ask_versions()
+        spans = spans_of(labels, length=self._length, version=versions.served, unlabelled=versions.unlabelled)
+        return Chunk(ids=[], logprobs=[], finish=finish, stop_match=stop_match, versions=spans)
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:

@@ -32,6 +32,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
     `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False has no label of
     the weights and no spans, as 0.26; `cached_token_counts` False is a server without `--enable-prompt-tokens-details`;
+    `finishes_aborted` False ends what a pause has aborted without a finish, as 0.26 often does;
     `dev_mode` False has no route to pause, label or load weights; `refuses_while_paused` answers 503 then, as 0.33
     does. SGLang: `incremental` streams deltas as with `--incremental-streaming-output`; `spans` reports
     `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is looked in and filled.
@@ -43,6 +44,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     text_token_ids: bool = False
     labels: bool = True
     cached_token_counts: bool = True
+    finishes_aborted: bool = True
     dev_mode: bool = True
     refuses_while_paused: bool = False
     incremental: bool = False

@@ -27,6 +27,7 @@ from outrider.engines.base import (
 from outrider.errors import EngineError, EngineRejected, EngineUnavailable
 from outrider.testing.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
 from outrider.tokens.rendering.tokenizer import TextStream
+from outrider.trajectory import FinishReason
 
 PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
 DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
@@ -207,6 +208,8 @@ class ServedVLLM:
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
                     reply.count(chunk)
+                    if chunk.finish is FinishReason.ABORT and not self.settings.finishes_aborted:
+                        chunk = msgspec.structs.replace(chunk, finish=None)
                     if body.stream:
                         await call.event(reply.event(chunk))
                     else:
