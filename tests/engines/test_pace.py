@@ -15,8 +15,15 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.nodes.claims import believed_uses
 from outrider.testing.scripted_engine import ScriptedEngine
 
-USUAL: dict[str, Any] = {"first": 0.1, "prompt_tokens": 100, "first_tokens": 1, "rest": 1.0, "rest_tokens": 100}
-DRIP: dict[str, Any] = {"first": 4.0, "prompt_tokens": 100, "first_tokens": 1, "rest": 400.0, "rest_tokens": 100}
+USUAL: dict[str, Any] = {
+    "first": 0.1,
+    "prompt_tokens": 100,
+    "first_tokens": 1,
+    "rest": 1.0,
+    "rest_tokens": 100,
+    "overdue": False,
+}
+DRIP = USUAL | {"first": 4.0, "rest": 400.0, "overdue": True}
 SLOW = PaceSummary(first=9.0, first_per_prompt_token=0.0, per_token=1.0, first_tokens=1, longest=100, calls=300)
 
 
@@ -53,6 +60,23 @@ def test_a_pace_that_has_just_become_known_does_not_move_sooner() -> None:
     assert dues(pace) == usual
 
 
+def test_a_pace_is_not_learned_of_calls_during_a_silence_but_of_a_slow_engine() -> None:
+    pace = Pace()
+    now = learned(pace, USUAL, since=0, seconds=4, calls_per_second=1)
+    now = learned(pace, DRIP, since=now, seconds=100, calls_per_second=10)
+    assert not pace.known
+    now = learned(pace, USUAL, since=now, seconds=4, calls_per_second=1)
+    assert pace.usual_token == 0.01
+    slow = Pace()
+    learned(slow, DRIP, since=0, seconds=160, calls_per_second=1)
+    assert slow.usual_token == 4.0
+    seldom = Pace()
+    for now in range(0, 8 * 60, 60):
+        assert not seldom.known
+        seldom.note(now, **DRIP)
+    assert seldom.usual_token == 4.0
+
+
 def test_a_remembered_pace_is_that_of_the_earlier_service() -> None:
     earlier = Pace()
     learned(earlier, USUAL, since=0, seconds=100, calls_per_second=2)
@@ -72,8 +96,8 @@ def test_an_unknown_engine_has_no_more_time_at_the_sessions_cost_than_a_fast_one
 
 def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later() -> None:
     pace = Pace()
-    whole = {"first": 8.0, "prompt_tokens": 100, "first_tokens": 800, "rest": 0.0, "rest_tokens": 0}
-    learned(pace, whole, since=0, seconds=20, calls_per_second=1)
+    whole = {"first": 8.0, "prompt_tokens": 100, "first_tokens": 800, "rest": 0.0, "rest_tokens": 0, "overdue": True}
+    learned(pace, whole, since=0, seconds=130, calls_per_second=1)
     assert pace.first_due(LIMITS, 100_000, 800) > 50
     assert pace.first_due(LIMITS, 100, 8000) >= 8 * 8  # eight times the longest that it has given lately
     assert pace.whole_reply(8000) == 80
@@ -81,9 +105,10 @@ def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later(
 
 def test_an_engine_of_whole_replies_that_hangs_is_due_by_the_replies_that_it_gave() -> None:
     pace, lengths = Pace(), count(400, 10)
-    for now in range(40):
+    for now in range(0, 400, 10):
         tokens = next(lengths)
-        pace.note(now, first=tokens * 0.02, prompt_tokens=100, first_tokens=tokens, rest=0.0, rest_tokens=0)
+        whole = {"first": tokens * 0.02, "first_tokens": tokens, "rest": 0.0, "rest_tokens": 0}
+        pace.note(now, **USUAL | whole | {"overdue": not pace.known})
     assert pace.first_due(LIMITS, 100, 100_000) < 200
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from outrider.engines.relay.messages import Close, encode
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
-from outrider.nodes.elsewhere import _copies, setup_elsewhere
+from outrider.nodes.elsewhere import _copies, own_folder, setup_elsewhere
 from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import Hello, Ready
 from outrider.nodes.remote_node import ServiceParts, _without_local
@@ -170,6 +171,20 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
     assert [path.name for path in copy.iterdir()] == ["tokenizer.json"]
     assert copy.parts[-2:] == ("Qwen", "Qwen3-8B") or "Qwen" not in folder
     assert [path.name for path in tmp_path.iterdir()] == ["copies"]
+
+
+def test_only_folders_of_dead_nodes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of a dead node's process may be another's by now; a living node's may be unknown in this container."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, elsewhere = tmp_path / f"outrider-node-{os.getpid()}-a", tmp_path / "elsewhere"
+    for folder in (dead, elsewhere):
+        folder.mkdir()
+        (folder / "file").touch()
+    (tmp_path / "outrider-node-link").symlink_to(elsewhere)
+    with own_folder() as living, own_folder() as other:
+        assert (living.is_dir(), other.is_dir(), dead.exists()) == (True, True, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "outrider-node-link"]
+    assert (elsewhere / "file").exists()
 
 
 class Dialling:

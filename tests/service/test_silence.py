@@ -36,12 +36,13 @@ SILENCES = ("engine hangs", "engine hangs in a reply", "engine is away", "store 
 
 class Honest:
     """Calls its model CALLS times and then has done its work. `patience`: seconds in which a call must be answered;
-    `tries`: calls for one answer; `then`: what it does without one."""
+    `tries`: calls for one answer; `then`: what it does without one; `rests`: seconds between its calls."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._patience: float | None = options.get("patience")
         self._tries: int = options.get("tries", 1)
         self._then: str = options.get("then", "leave")
+        self._rests: float = options.get("rests", 0.0)
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
@@ -55,6 +56,7 @@ class Honest:
                     raise HarnessError("the model did not answer")
                 return HarnessOutcome(log_tail="gave up")
             messages += [reply, Message(role=Role.USER, content="go on")]
+            await asyncio.sleep(self._rests)
         return HarnessOutcome(answer="done")
 
     async def _reply(self, context: HarnessContext, messages: list[Message]) -> Message | None:
@@ -84,7 +86,7 @@ def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
     return {
         "harness": {"agent": "service.test_silence:Honest", "options": dict(client)},
         "evaluator": {"kind": "callable", "path": "service.test_silence:did_it"},
-        "limits": {"agent_seconds": 10.0, "session_seconds": 40.0},
+        "limits": {"agent_seconds": 10.0 + 3 * client.get("rests", 0.0), "session_seconds": 60.0},
         "max_attempts": attempts,
     }
 
@@ -212,6 +214,32 @@ def drip(engine: Any, seconds: float) -> None:
                 yield chunk
 
     engine.generate = generate if seconds else partial(usual, engine)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str) -> None:
+    """It is not learned as usual by the many calls that end with it: the next one is a silence, too."""
+    async with world([SAY]) as w:
+        silence = Silence(w, "engine hangs")
+        groups = [await w.submit(n=8, **honest({}, 60))]
+        await some_time(30)
+        silence.heal()
+        await settled(w, groups[0].id, 400)
+        replies = len(w.engine.requests)
+        groups.append(await w.submit(n=3, **honest(CLIENTS[client] | {"rests": 5.0}, 60)))
+        while len(w.engine.requests) < replies + 3:
+            await some_time(0.5)
+        silence = Silence(w, "engine hangs")
+        await some_time(20)
+        silence.heal()
+        for submitted in groups:
+            await settled(w, submitted.id, 400)
+            for session in (await w.done(submitted.id)).sessions:
+                result = result_of(session)
+                assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+                assert result.verdict is not None
+                assert result.verdict.reward == 1.0
+        w.assert_quiet()
 
 
 @pytest.mark.parametrize(("earlier", "client"), [(True, "waits"), *((False, client) for client in CLIENTS)])

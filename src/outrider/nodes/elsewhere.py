@@ -7,11 +7,12 @@ of its files is as on the service's machine, unless the machine says otherwise; 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,8 +66,8 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
     """What the node is, of what the service has told and what it knows itself; with the tokenizers in a folder that
     lasts as long as the block."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
-        copies = await asyncio.to_thread(_copies, told.folders, Path(folder))
+    with own_folder() as folder:
+        copies = await asyncio.to_thread(_copies, told.folders, folder)
 
         def with_copy(model: M) -> M:
             return model.model_copy(update={"tokenizer": model.tokenizer and copies[model.tokenizer]})
@@ -84,6 +85,42 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
         )
 
 
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder that is locked for as long as the block runs, and is then removed. What killed processes have left
+    beside it is removed, too: a folder without a lock is nobody's."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if (lock := _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # None if another node took the folder for a dead one's before it was locked here.
+        if (lock := _locked(folder, fcntl.LOCK_EX)) is not None:
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """A descriptor that holds the folder's lock. None if it cannot be had, or the folder is gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how)
+        if os.path.samestat(os.fstat(lock), os.stat(folder)):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
 def host_id() -> str:
     """The same on one machine and network as long as the machine is up, and nowhere else."""
     try:
@@ -94,11 +131,7 @@ def host_id() -> str:
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
     """By the folder of the service, one here with the same files. Its last two names are the same: they may say which
-    model it is. What killed processes have left beside it is removed."""
-    for left in into.parent.glob(f"{PREFIX}*"):
-        pid = left.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+    model it is."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

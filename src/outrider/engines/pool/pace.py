@@ -14,12 +14,14 @@ import msgspec
 REMEMBERED_CALLS = 256
 """Calls whose pace is remembered."""
 KNOWN_CALLS = 8
-"""Calls after which an engine's pace is known."""
+"""Calls that were not overdue, after which an engine's pace is known."""
 LEARNING_SECONDS = 1.0
-"""Once the pace is known, one call is remembered in so many seconds. So the medians follow the engine over minutes, and
-hardly move while it misbehaves for one, however many calls it serves."""
+"""Of overdue calls, and of all once the pace is known, one is remembered in so many seconds. So the medians follow the
+engine over minutes, and hardly move while it misbehaves for one, however many calls it serves."""
 ESTABLISHED_CALLS = 128
 """A pace that has just become known, or was known earlier, weighs as much as so many calls."""
+SLOW_SECONDS = 120.0
+"""An engine of unknown pace whose calls are all overdue is a slow one when that has lasted for so long."""
 SUMMED_UP_EVERY = 16
 """Calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
@@ -110,7 +112,10 @@ class Pace:
         self._calls: deque[_Call] = deque(maxlen=REMEMBERED_CALLS)
         self._count = 0
         self._new = 0
-        self._learned = 0.0
+        self._good: list[_Call] = []
+        """Calls that were not overdue, until the pace is known."""
+        self._began = self._learned = float("-inf")
+        """When the first call was learned from, and when the last."""
         if known is not None:
             self.take_over(known)
 
@@ -121,29 +126,50 @@ class Pace:
     def take_over(self, known: PaceSummary) -> None:
         """Start from a pace that is known elsewhere. Only while none is known here."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
-        self._calls.extend([call] * ESTABLISHED_CALLS)
         self._count = known.calls
-        self._sum_up()
+        self._establish([call])
 
     def note(
-        self, now: float, *, first: float, prompt_tokens: int, first_tokens: int, rest: float, rest_tokens: int
+        self,
+        now: float,
+        *,
+        overdue: bool,
+        first: float,
+        prompt_tokens: int,
+        first_tokens: int,
+        rest: float,
+        rest_tokens: int,
     ) -> None:
-        """A call got tokens and has ended at `now` (seconds of any clock that only moves on). `first`, `rest`: seconds
-        to the first chunk, and after it. The tokens are those of the prompt, of the first chunk and of the others."""
-        if self.known and now < self._learned + LEARNING_SECONDS:
+        """A call got tokens and has ended at `now` (seconds of any clock that only moves on). `overdue`: whether any of
+        them came later than is due. `first`, `rest`: seconds to the first chunk, and after it. The tokens are those of
+        the prompt, of the first chunk and of the others."""
+        if (self.known or overdue) and now < self._learned + LEARNING_SECONDS:
             return
         self._learned = now
         self._count += 1
         self._new += 1
         per_token = rest / rest_tokens if rest_tokens else first / max(1, first_tokens)
-        self._calls.append(
-            _Call(first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens)
-        )
-        if not self.known and len(self._calls) == KNOWN_CALLS:
-            self._calls.extend(list(self._calls) * (ESTABLISHED_CALLS // KNOWN_CALLS - 1))
-            self._sum_up()
-        elif self.known and self._new >= SUMMED_UP_EVERY:
-            self._sum_up()
+        call = _Call(first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens)
+        self._calls.append(call)
+        if self.known:
+            if self._new >= SUMMED_UP_EVERY:
+                self._sum_up()
+            return
+        if len(self._calls) == 1:
+            self._began = now
+        if not overdue:
+            self._good.append(call)
+        if len(self._good) == KNOWN_CALLS:
+            self._establish(self._good)
+        elif len(self._calls) >= KNOWN_CALLS and now >= self._began + SLOW_SECONDS:
+            self._establish(list(self._calls))
+
+    def _establish(self, calls: list[_Call]) -> None:
+        """The pace is that of these calls."""
+        self._calls.clear()
+        self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
+        self._good.clear()
+        self._sum_up()
 
     def _sum_up(self) -> None:
         self._new = 0

@@ -148,6 +148,7 @@ class Flight:
         if self._first is not None:
             self.member.pace.note(
                 loop_time(),
+                overdue=self.wait.overdue > 0,
                 first=self._first,
                 prompt_tokens=self.prompt_tokens,
                 first_tokens=self._first_tokens,
@@ -404,33 +405,29 @@ async def _vouch(engine: str, given_up: GivenUp, question: Question | None, befo
     """Raises EngineUnavailable if the engine was at fault when a client gave its call up. `before`: seconds of the
     calls in a row that it had given up before that one."""
     silent = given_up.waited
-    answered: float | None = None
     if question is not None:
         if question.task is not None:
             await asyncio.wait([question.task])  # raises nothing that the question has met
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
-            answered = question.answered
-            silent += answered
+            silent += question.answered
         else:
             raise question.error or EngineUnavailable(f"engine {engine!r} was not heard again after a call")
-    if too_long(silent, given_up.usual, answered, before):
+    if too_long(silent, given_up.usual, before):
         others = f", and {before:.1f} s while others did before it" if before else ""
         raise EngineSilent(
             f"engine {engine!r} gave nothing for {silent:.1f} s while a call waited that was then given up{others}"
         )
 
 
-def too_long(silent: float, usual: float | None, answered: float | None, before: float = 0.0) -> bool:
-    """Whether an engine that was silent for so many seconds, to a call that was given up, was at fault. `answered` is
-    how many seconds it took for one token afterwards, if it was asked; `before` are the seconds of the calls in a row
-    that were given up before. An engine of which nothing is known yet is at fault sooner rather than its agent."""
-    if usual is not None:
-        return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
-    if answered is not None:
-        return silent + before - answered > LIMITS.least + MUCH_SLOWER * answered
-    return silent + before > LIMITS.least
+def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
+    """Whether an engine that was silent for so many seconds, to a call that was given up, was at fault. `before` are
+    the seconds of the calls in a row that were given up before. An engine of which nothing is known yet is at fault
+    sooner rather than its agent."""
+    if usual is None:
+        return silent + before > LIMITS.least
+    return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
 
 
 def _about_tokens(chunk: ChatChunk) -> int:
