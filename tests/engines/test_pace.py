@@ -15,6 +15,8 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.nodes.claims import believed_uses
 from outrider.testing.scripted_engine import ScriptedEngine
 
+from .test_silence import Call, engine_of, until
+
 USUAL: dict[str, Any] = {
     "first": 0.1,
     "prompt_tokens": 100,
@@ -130,6 +132,18 @@ async def test_a_pool_starts_from_what_is_remembered_of_the_same_engine() -> Non
     async with EnginePool(paces={"a": msgspec.structs.replace(remembered, url="http://127.0.0.1:1")}) as pool:
         await pool.add_engine(engine())
         assert pool.paces() == {}  # it was another one, of the same name
+
+
+async def test_an_engine_that_hangs_from_the_start_is_found_out_sooner_if_its_pace_is_remembered() -> None:
+    usual = msgspec.structs.replace(SLOW, first=0.1)
+    async with EnginePool(paces={"a": RememberedPace(kind="in-process", url=None, pace=usual)}) as pool:
+        hanging = engine_of("a")
+        await pool.add_engine(hanging)
+        hanging.hang()
+        call = Call(pool, "s")
+        await until(lambda: not pool.status()[0].ok, 2 * (LIMITS.least + LIMITS.check))
+        hanging.revive()
+        await call.task
 
 
 async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_others() -> None:

@@ -347,9 +347,10 @@ class SilenceWatch:
             member.check = None
 
     def _check_seconds(self, member: Member) -> float:
-        """In which an engine must give one token. It may have to read a prompt first, or, before it has given anything,
-        to compile or load something."""
-        seconds = self.limits.check if member.newest_answered else self.limits.first_check
+        """In which an engine must give one token. It may have to read a prompt first, or, if nothing is known of it and
+        it has given nothing, to compile or load something."""
+        known = member.pace.known or member.newest_answered
+        seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
         reading = min(max(waiting, default=0) / SLOW_PREFILL_TOKENS_PER_SECOND, self.limits.longest_check)
         due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
