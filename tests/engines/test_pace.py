@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from itertools import count
 from typing import Any
 
 import msgspec
 import pytest
 
+from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
 from outrider.engines.pool.pool import EnginePool
 from outrider.nodes.claims import believed_uses
 from outrider.testing.scripted_engine import ScriptedEngine
+from support.clock import pass_time
 
-from .test_silence import Call, engine_of, until
+from .test_silence import Call, Dripping, engine_of, known, request, until
 
 USUAL: dict[str, Any] = {
     "first": 0.1,
@@ -65,18 +68,61 @@ def test_a_pace_that_has_just_become_known_does_not_move_sooner() -> None:
 def test_a_pace_is_not_learned_of_calls_during_a_silence_but_of_a_slow_engine() -> None:
     pace = Pace()
     now = learned(pace, USUAL, since=0, seconds=4, calls_per_second=1)
-    now = learned(pace, DRIP, since=now, seconds=100, calls_per_second=10)
+    now = learned(pace, DRIP, since=now + 3600, seconds=100, calls_per_second=10)
     assert not pace.known
-    now = learned(pace, USUAL, since=now, seconds=4, calls_per_second=1)
+    now = learned(pace, USUAL, since=now, seconds=1, calls_per_second=1)
+    now = learned(pace, DRIP, since=now, seconds=100, calls_per_second=10)  # the next silence
+    assert not pace.known
+    now = learned(pace, USUAL, since=now, seconds=3, calls_per_second=1)
     assert pace.usual_token == 0.01
     slow = Pace()
-    learned(slow, DRIP, since=0, seconds=160, calls_per_second=1)
+    learned(slow, DRIP, since=0, seconds=130, calls_per_second=1)
     assert slow.usual_token == 4.0
-    seldom = Pace()
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_slow_engine_that_is_seldom_asked_is_known_after_a_few_calls(remembered: bool) -> None:
+    """Another one than that whose pace was remembered, perhaps."""
+    pace = Pace()
+    if remembered:
+        learned(pace, USUAL, since=0, seconds=20, calls_per_second=1)
+        pace = Pace(pace.summary)
     for now in range(0, 8 * 60, 60):
-        assert not seldom.known
-        seldom.note(now, **DRIP)
-    assert seldom.usual_token == 4.0
+        assert pace.usual_token < 4.0
+        pace.note(now, **DRIP)
+    assert pace.usual_token == 4.0
+
+
+def test_an_engine_that_was_fast_here_is_not_soon_taken_for_a_slow_one() -> None:
+    pace = Pace()
+    now = learned(pace, USUAL, since=0, seconds=20, calls_per_second=1)
+    for _ in range(9):
+        pace.note(now := now + 60, **DRIP)
+    assert pace.usual_token == 0.01
+    for _ in range(3):
+        pace.note(now := now + 60, **DRIP)
+    assert pace.usual_token == 4.0
+
+
+def test_an_engine_of_whole_replies_is_known_as_one_though_most_are_short() -> None:
+    pace = Pace()
+    short = USUAL | {"first_tokens": 5, "rest": 0.0, "rest_tokens": 0}
+    now = learned(pace, short, since=0, seconds=20, calls_per_second=1)
+    assert pace.whole_reply(1000) > 0  # it may be one
+    for _ in range(20):
+        now = learned(pace, short, since=now, seconds=4, calls_per_second=1)
+        pace.note(now := now + 60, **short | {"first": 60.0, "first_tokens": 1500})
+    assert pace.whole_reply(1000) > 0
+    learned(pace, USUAL, since=now, seconds=20, calls_per_second=1)
+    streams = Pace()
+    learned(streams, USUAL | {"rest_tokens": 5}, since=0, seconds=20, calls_per_second=1)
+    assert streams.whole_reply(1000) == 0
+
+
+def test_short_prompts_do_not_say_how_long_a_long_one_takes() -> None:
+    pace = Pace()
+    learned(pace, USUAL | {"prompt_tokens": 10, "first": 0.05}, since=0, seconds=20, calls_per_second=1)
+    assert pace.first_due(LIMITS, 8000, 10) < 15
 
 
 def test_a_remembered_pace_is_that_of_the_earlier_service() -> None:
@@ -161,6 +207,34 @@ async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_other
         assert pool.paces()["a"].pace == newer
         pool.note_uses("one", {})
         assert pool.paces()["a"].pace == SLOW  # what it had said first
+
+
+async def test_a_pool_remembers_the_pace_of_an_engine_that_leaves_and_returns() -> None:
+    async with EnginePool() as pool:
+        first = engine_of("a")
+        await pool.add_engine(first)
+        await known(pool)
+        before = pool.paces()
+        await pool.remove("a", seconds=0)
+        await pool.add_engine(engine_of("a"))
+        assert pool.paces() == before != {}
+
+
+@pytest.mark.parametrize("way", ["given up", "read slowly"])
+async def test_what_the_consumer_does_is_no_pace_of_the_engines(way: str) -> None:
+    async with EnginePool() as pool:
+        await pool.add_engine(engine_of("a", Dripping))
+        for number in range(2 * KNOWN_CALLS):
+            call = pool.generate(request(f"s{number}"), Overdue())
+            async with aclosing(call) as chunks:
+                async for chunk in chunks:
+                    if way == "given up":
+                        break
+                    if chunk.finish is None:
+                        await pass_time(2)
+        assert pool.paces() == {}
+        await known(pool)
+        assert pool.paces() != {}
 
 
 async def test_a_follower_takes_the_pace_over_unless_it_knows_it() -> None:

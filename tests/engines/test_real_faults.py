@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -446,6 +446,43 @@ async def test_a_stream_without_a_finish_is_a_failure_where_no_pause_of_ours_abo
         engine.release()
         with pytest.raises(EngineUnavailable, match="ended its stream before"):
             await reply
+
+
+async def test_a_stream_that_our_pause_aborted_is_an_abort_when_it_is_read_later(tmp_path: Path) -> None:
+    engine = StampingEngine(write_tokenizer(tmp_path), length=40)
+    async with live("vllm-0.26", tmp_path, engine) as world:
+        engine.hold(9)
+        async with aclosing(world.adapter.generate(request())) as chunks:
+            first = await anext(chunks)
+            await engine.held.wait()
+            await world.adapter.pause("abort")
+            engine.release()
+            await world.adapter.resume()
+            rest = [chunk async for chunk in chunks]
+        assert rest[-1].finish is FinishReason.ABORT
+        assert len(first.ids) + sum(len(chunk.ids) for chunk in rest) == 9
+
+
+async def test_a_stream_that_our_pause_aborted_before_its_first_event_says_nothing_of_the_servers_routes() -> None:
+    async with upstream(Answer(events=[])) as (url, server):
+        adapter = VLLMEngine(EngineOptions(name="v", url=url))
+        await adapter.start()
+        try:
+            events = adapter._http.events
+
+            async def paused(*args: Any) -> AsyncGenerator[Any, None]:
+                adapter._gate.close()
+                adapter._gate.open()
+                async for batch in events(*args):
+                    yield batch
+
+            adapter._http.events = paused  # type: ignore[assignment]
+            async with aclosing(adapter.generate(request())) as chunks:
+                [chunk] = [chunk async for chunk in chunks]
+        finally:
+            await adapter.close()
+        assert (chunk.finish, chunk.ids) == (FinishReason.ABORT, [])
+        assert [path for path, _ in server.posts] == ["/inference/v1/generate"]
 
 
 @pytest.mark.parametrize("server", ["vllm", "vllm-0.26"])

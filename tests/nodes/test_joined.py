@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import signal
 import tempfile
@@ -20,7 +22,7 @@ from outrider.engines.relay.messages import Close, encode
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
-from outrider.nodes.elsewhere import _copies, own_folder, setup_elsewhere
+from outrider.nodes.elsewhere import PREFIX, _copies, own_folder, setup_elsewhere
 from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import Hello, Ready
 from outrider.nodes.remote_node import ServiceParts, _without_local
@@ -174,17 +176,30 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
 
 
 def test_only_folders_of_dead_nodes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of a dead node's process may be another's by now; a living node's may be unknown in this container."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, elsewhere = tmp_path / f"outrider-node-{os.getpid()}-a", tmp_path / "elsewhere"
+    dead, elsewhere = tmp_path / f"{PREFIX}a", tmp_path / "elsewhere"
     for folder in (dead, elsewhere):
         folder.mkdir()
         (folder / "file").touch()
-    (tmp_path / "outrider-node-link").symlink_to(elsewhere)
+    (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
     with own_folder() as living, own_folder() as other:
         assert (living.is_dir(), other.is_dir(), dead.exists()) == (True, True, False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "outrider-node-link"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", f"{PREFIX}link"]
     assert (elsewhere / "file").exists()
+
+
+def test_a_folder_that_cannot_be_locked_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with own_folder() as folder, own_folder():
+        assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+    assert "No locks available" in caplog.text
 
 
 class Dialling:

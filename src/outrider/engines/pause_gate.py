@@ -17,6 +17,8 @@ class PauseGate:
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.closings = 0
+        """How often it was closed."""
         self._cuts: set[Callable[[], None]] = set()
         self._open = asyncio.Event()
         self._open.set()
@@ -39,14 +41,11 @@ class PauseGate:
             if not self.in_flight:
                 self._idle.set()
 
-    @property
-    def closed(self) -> bool:
-        return not self._open.is_set()
-
     def open(self) -> None:
         self._open.set()
 
     def close(self) -> None:
+        self.closings += self._open.is_set()
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,9 +24,11 @@ from outrider.nodes.messages import Setup
 from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
 
+log = logging.getLogger("outrider.node")
+
 M = TypeVar("M", ModelConfig, FrozenConfig)
 
-PREFIX = "outrider-node-"
+PREFIX = "outrider-joined-"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
@@ -87,38 +90,36 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder that is locked for as long as the block runs, and is then removed. What killed processes have left
-    beside it is removed, too: a folder without a lock is nobody's."""
+    """A folder that is locked for as long as the block runs, and is then removed. First the folders are removed that
+    dead nodes have left: those whose lock nobody holds. On a file system without locks they stay."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if (lock := _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+        with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # None if another node took the folder for a dead one's before it was locked here.
-        if (lock := _locked(folder, fcntl.LOCK_EX)) is not None:
+    with ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+            try:
+                stack.enter_context(_locked(folder, fcntl.LOCK_EX))
+            except FileNotFoundError:  # another node took it for a dead one's before it was locked here
+                continue
+            except OSError as error:
+                log.warning("%s cannot be locked, and is not removed if this node dies: %s", folder, error)
             break
-    try:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
-def _locked(folder: Path, how: int) -> int | None:
-    """A descriptor that holds the folder's lock. None if it cannot be had, or the folder is gone."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """The folder is locked while the block runs. Raises FileNotFoundError if it is gone, and OSError."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, how)
-        if os.path.samestat(os.fstat(lock), os.stat(folder)):
-            return lock
-    except OSError:
-        pass
-    os.close(lock)
-    return None
+        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            raise FileNotFoundError(f"{folder} is another one")
+        yield
+    finally:
+        os.close(lock)
 
 
 def host_id() -> str:

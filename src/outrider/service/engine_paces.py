@@ -20,7 +20,7 @@ from outrider.store.store import Store
 log = logging.getLogger("outrider.engine")
 
 LOOK_SECONDS = 1.0
-"""So often it is looked for paces that have become known, or have changed."""
+"""Seconds between two looks for paces that have become known, or have changed."""
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:

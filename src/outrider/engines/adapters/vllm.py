@@ -147,7 +147,7 @@ class VLLMEngine:
         route = COMPLETIONS if self._completions_only else GENERATE
         while True:
             reader = _VLLMReader(self.name, lambda: self.versions)
-            cut = Cut()
+            cut, closings = Cut(), self._gate.closings
             headers = {"X-Session-ID": request.session_key}
             body = partial(_body, request, self._model, route, reader.ask)
             try:
@@ -155,18 +155,20 @@ class VLLMEngine:
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
+                    closings = self._gate.closings
                     async for payloads in batches:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk
                 reader.check_finished()
             except Exception as error:  # whatever failed, the tokens that came before it are passed on first
+                # A server (0.26) ends many of the streams that a pause aborts properly, but without a finish.
+                aborted = reader.unfinished and self._gate.closings != closings
                 # The server has no generate route, or one that does not stream.
                 missing = isinstance(error, StatusFailure) and error.status in ROUTE_MISSING
-                if route == GENERATE and not reader.begun and (missing or isinstance(error, _NotStreamed)):
+                unstreamed = isinstance(error, _NotStreamed) and not aborted
+                if route == GENERATE and not reader.begun and (missing or unstreamed):
                     route = COMPLETIONS
                     continue
-                # A server (0.26) ends many of the streams that a pause aborts properly, but without a finish.
-                aborted = reader.unfinished and self._gate.closed
                 if aborted or isinstance(error, WasCut):
                     reader.abort()
                 # A connection that breaks behind the finish is no failure: only a usage count was still to come.
@@ -403,10 +405,10 @@ class _VLLMReader:
 
     def check_finished(self) -> None:
         """Raises EngineUnavailable when the stream ended before the generation did."""
+        self.unfinished = self._last is None
         if not self.begun:
             raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
-        if self._last is None:
-            self.unfinished = True
+        if self.unfinished:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
 
     def last(self) -> Chunk:

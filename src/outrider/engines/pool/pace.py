@@ -5,6 +5,7 @@ The module is pure: it reads no clock and waits for nothing.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 from typing import Annotated, NamedTuple
@@ -16,12 +17,15 @@ REMEMBERED_CALLS = 256
 KNOWN_CALLS = 8
 """Calls that were not overdue, after which an engine's pace is known."""
 LEARNING_SECONDS = 1.0
-"""Of overdue calls, and of all once the pace is known, one is remembered in so many seconds. So the medians follow the
-engine over minutes, and hardly move while it misbehaves for one, however many calls it serves."""
+"""Once the pace is known, one call is remembered in so many seconds. So the medians follow the engine over minutes, and
+hardly move while it misbehaves for one, however many calls it serves."""
 ESTABLISHED_CALLS = 128
 """A pace that has just become known, or was known earlier, weighs as much as so many calls."""
+SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""An engine of unknown pace whose calls are all overdue is a slow one when that has lasted for so long."""
+"""An engine is a slow one if so many calls in a row, over so many seconds, were all overdue."""
+STEADY = 5.0
+"""So many times `SLOW_SECONDS` it takes if the engine was seen here to be faster."""
 SUMMED_UP_EVERY = 16
 """Calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
@@ -32,6 +36,8 @@ PREFILL_TOKENS_PER_SECOND = 2000
 part; a new prompt is not."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Prompt tokens that a slow engine, such as one without a GPU, reads in a second. It is not failed for that."""
+FIXED_COST_TOKENS = 1024
+"""Of a shorter prompt, the seconds to the first chunk say nothing of the time that each of its tokens takes."""
 WHOLE_TOKENS = 32
 """An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
 
@@ -41,9 +47,9 @@ UNKNOWN_TOKEN_SECONDS = 1 / 64
 
 
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds. `least`: no wait below it is overdue. `unknown`: so many seconds after a wait for a first token is
-    overdue, an engine of unknown pace is asked whether it works: it may have to compile or to load something first.
-    `unknown_token`: the same for later tokens, for each that it has given. `check`: in which a silent engine must
+    """In seconds. `least`: no wait below it is overdue. `unknown`: further seconds that an engine of unknown pace has
+    for a first token before it is asked for one: it may have to compile or to load something first. `unknown_token`:
+    further seconds that it has for each later token. `check`: in which a silent engine must
     give one token; `first_check` for one that has given nothing yet; `longest_check` for one that has a long prompt to
     read. `lost`: overdue seconds after which a call is taken for lost that an engine gives nothing, while it
     gives others something. `slow`: overdue seconds, over a whole call, after which the call goes elsewhere. `tick`:
@@ -69,12 +75,13 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine takes: medians over its calls. `first`: seconds to the first chunk. `first_per_prompt_token`:
     the same, divided by the tokens of the prompt. `per_token`: seconds for each later token. `first_tokens`: tokens of
-    the first chunk. `longest`: tokens of the longest reply. `calls`: calls that were looked at."""
+    the first chunk, but for short replies in one piece, which do not show whether the engine streams. `longest`: tokens
+    of the longest reply. `calls`: calls that were looked at."""
 
     first: Measure
     first_per_prompt_token: Measure
     per_token: Measure
-    first_tokens: Measure
+    first_tokens: Measure | None
     longest: Measure
     calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
@@ -98,7 +105,7 @@ class _Call(NamedTuple):
     first: float
     first_per_prompt_token: float
     per_token: float
-    first_tokens: float
+    first_tokens: float | None
     tokens: float
 
 
@@ -114,8 +121,12 @@ class Pace:
         self._new = 0
         self._good: list[_Call] = []
         """Calls that were not overdue, until the pace is known."""
-        self._began = self._learned = float("-inf")
-        """When the first call was learned from, and when the last."""
+        self._slow: list[_Call] = []
+        """The last overdue calls in a row, one in `LEARNING_SECONDS`."""
+        self._slow_since = self._slow_last = self._learned = float("-inf")
+        """When the first of `_slow` ended, and the last; and when the last call ended that is remembered."""
+        self._seen = False
+        """Whether a call was seen here that was not overdue."""
         if known is not None:
             self.take_over(known)
 
@@ -143,42 +154,54 @@ class Pace:
         """A call got tokens and has ended at `now` (seconds of any clock that only moves on). `overdue`: whether any of
         them came later than is due. `first`, `rest`: seconds to the first chunk, and after it. The tokens are those of
         the prompt, of the first chunk and of the others."""
-        if (self.known or overdue) and now < self._learned + LEARNING_SECONDS:
-            return
-        self._learned = now
         self._count += 1
-        self._new += 1
-        per_token = rest / rest_tokens if rest_tokens else first / max(1, first_tokens)
-        call = _Call(first, first / max(1, prompt_tokens), per_token, first_tokens, first_tokens + rest_tokens)
-        self._calls.append(call)
-        if self.known:
-            if self._new >= SUMMED_UP_EVERY:
-                self._sum_up()
-            return
-        if len(self._calls) == 1:
-            self._began = now
+        tokens = first_tokens + rest_tokens
+        call = _Call(
+            first=first,
+            first_per_prompt_token=first / max(FIXED_COST_TOKENS, prompt_tokens),
+            per_token=rest / rest_tokens if rest_tokens else first / max(1, first_tokens),
+            first_tokens=first_tokens if rest_tokens or tokens > WHOLE_TOKENS else None,
+            tokens=tokens,
+        )
         if not overdue:
+            self._seen = True
+            self._slow.clear()
+        elif now >= self._slow_last + LEARNING_SECONDS:
+            self._slow_since = self._slow_since if self._slow else now
+            self._slow_last = now
+            self._slow = [*self._slow, call][-ESTABLISHED_CALLS:]
+            steady = STEADY if self.known and self._seen else 1.0
+            if len(self._slow) >= SLOW_CALLS and now >= self._slow_since + steady * SLOW_SECONDS:
+                self._establish(self._slow)
+                return
+        if self.known:
+            if now >= self._learned + LEARNING_SECONDS:
+                self._learned = now
+                self._new += 1
+                self._calls.append(call)
+                if self._new >= SUMMED_UP_EVERY:
+                    self._sum_up()
+        elif not overdue:
             self._good.append(call)
-        if len(self._good) == KNOWN_CALLS:
-            self._establish(self._good)
-        elif len(self._calls) >= KNOWN_CALLS and now >= self._began + SLOW_SECONDS:
-            self._establish(list(self._calls))
+            if len(self._good) == KNOWN_CALLS:
+                self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
         """The pace is that of these calls."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
-        self._good.clear()
+        self._good, self._slow = [], []
         self._sum_up()
 
     def _sum_up(self) -> None:
         self._new = 0
         first, first_per_prompt_token, per_token, first_tokens, tokens = zip(*self._calls, strict=True)
+        of_long = [count for count in first_tokens if count is not None]
         self.summary = PaceSummary(
             first=median(first),
             first_per_prompt_token=median(first_per_prompt_token),
             per_token=median(per_token),
-            first_tokens=median(first_tokens),
+            first_tokens=median(of_long) if of_long else None,
             longest=max(tokens),
             calls=self._count,
         )
@@ -193,15 +216,15 @@ class Pace:
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
-        if known.first_tokens > WHOLE_TOKENS:
+        if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
             # Clients ask for as many tokens as the context holds, and get few of them.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
     def whole_reply(self, max_tokens: int) -> float:
-        """Seconds that a reply of so many tokens takes, if it comes in one piece; 0 from an engine that streams."""
-        whole = self.summary is not None and self.summary.first_tokens > WHOLE_TOKENS
-        return self.usual_token * max_tokens if whole else 0.0
+        """Seconds that a reply of so many tokens takes, if it may come in one piece; 0 from an engine that streams."""
+        streams = self.summary is None or (self.summary.first_tokens or math.inf) <= WHOLE_TOKENS
+        return 0.0 if streams else self.usual_token * max_tokens
 
     def token_due(self) -> float:
         """Seconds in which each later token is due."""

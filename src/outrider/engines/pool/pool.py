@@ -199,7 +199,7 @@ class EnginePool:
         self._patience = patience
         self._probing = probing
         self._look_seconds = look_seconds
-        self._remembered = paces
+        self._remembered = dict(paces)
         self._members: dict[str, Member] = {}
         self._listings: dict[str, Listing] = {}
         self._departures: set[asyncio.Task[None]] = set()
@@ -462,6 +462,7 @@ class EnginePool:
         except TimeoutError:
             member.detail = "removed with generations in flight"
         finally:
+            self._remembered.update({left: pace for left, pace in self.paces().items() if left == name})
             self._members.pop(name, None)
             self._unclaim(name)
             await shielded(lambda: self.policy.leave((member,)))

@@ -74,6 +74,9 @@ class Flight:
         self._first: float | None = None
         self._first_tokens = 0
         self._tokens = 0
+        self._finished: float | None = None
+        """When the last chunk came."""
+        self._known = member.pace.known
         self.forgiven = 0.0
         """Overdue seconds that an engine of unknown pace took for the first chunk."""
         self.given_up: GivenUp | None = None
@@ -119,12 +122,14 @@ class Flight:
             member.newest_answered = max(member.newest_answered, self.began)
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
-            self.forgiven = 0.0 if member.pace.known else wait.overdue
+            self.forgiven = 0.0 if self._known else wait.overdue
             wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
         self._tokens += tokens
         wait.allowance += tokens * self._token_due
-        if chunk.finish is not None and self._overdue is not None:
-            self._overdue.in_vain = 0.0
+        if chunk.finish is not None:
+            self._finished = now
+            if self._overdue is not None:
+                self._overdue.in_vain = 0.0
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
@@ -145,9 +150,10 @@ class Flight:
         """The generation is over, however it ended."""
         if self._overdue is not None:
             self._overdue.remove(self.wait)
-        if self._first is not None:
+        # A call that was given up, or whose consumer took its time, does not say how long the engine takes for one.
+        if self._first is not None and self._finished is not None and self._read_at_once(self._finished):
             self.member.pace.note(
-                loop_time(),
+                self._finished,
                 overdue=self.wait.overdue > 0,
                 first=self._first,
                 prompt_tokens=self.prompt_tokens,
@@ -155,6 +161,10 @@ class Flight:
                 rest=self.wait.waited - self._first,
                 rest_tokens=self._tokens - self._first_tokens,
             )
+
+    def _read_at_once(self, end: float) -> bool:
+        """Whether the consumer mostly waited for the engine until the reply's end, and not the engine for it."""
+        return end - self.began <= 2 * self.wait.waited + 1.0
 
     def _given_up(self, began: float, now: float) -> GivenUp:
         """The consumer gives the call up, and has waited since `began` for a chunk."""
@@ -182,7 +192,7 @@ class Flight:
     @property
     def grace(self) -> float:
         """Seconds beyond what is due in which an engine of unknown pace is not doubted."""
-        if self.member.pace.known:
+        if self._known:
             return 0.0
         if self.begun:
             return self._limits.unknown_token * self._tokens
