@@ -101,6 +101,16 @@ async def settled(world: World, group_id: str, seconds: float) -> None:
     await done
 
 
+async def all_earned(world: World, group_id: str) -> None:
+    """Every session of the group ends well, with the reward that its agent has earned."""
+    await settled(world, group_id, 400)
+    for session in (await world.done(group_id)).sessions:
+        result = result_of(session)
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+        assert result.verdict is not None
+        assert result.verdict.reward == 1.0
+
+
 async def some_time(seconds: float) -> None:
     """Time that passes twenty times as fast as it does, so that the store has time for its work."""
     await pass_time(seconds, step=0.04, real_step=0.002)
@@ -233,12 +243,7 @@ async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str)
         await some_time(20)
         silence.heal()
         for submitted in groups:
-            await settled(w, submitted.id, 400)
-            for session in (await w.done(submitted.id)).sessions:
-                result = result_of(session)
-                assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
-                assert result.verdict is not None
-                assert result.verdict.reward == 1.0
+            await all_earned(w, submitted.id)
         w.assert_quiet()
 
 
@@ -260,10 +265,5 @@ async def test_an_engine_that_drips_when_the_service_starts(world: MakeWorld, ea
         await some_time(15)
         drip(w.engine, 0.0)
         for submitted in groups:
-            await settled(w, submitted.id, 400)
-            for session in (await w.done(submitted.id)).sessions:
-                result = result_of(session)
-                assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
-                assert result.verdict is not None
-                assert result.verdict.reward == 1.0
+            await all_earned(w, submitted.id)
         w.assert_quiet()

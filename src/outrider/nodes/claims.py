@@ -365,8 +365,8 @@ def checked_stats(name: str, report: Report) -> NodeStats:
 
 
 def believed_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
-    """What a node has on engines, with the texts cut that the status shows. How long an engine takes is not believed of
-    a `stranger`, for other nodes' sessions are judged by it."""
+    """A node's use of the engines, with the texts cut that the status shows. The pace that a `stranger` reports is left
+    out, because sessions of other nodes are judged by the pace."""
     return {
         name: msgspec.structs.replace(
             use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace

@@ -90,8 +90,8 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder that is locked for as long as the block runs, and is then removed. First the folders are removed that
-    dead nodes have left: those whose lock nobody holds. On a file system without locks they stay."""
+    """A new folder, locked while the block runs and removed afterwards. Folders that dead nodes have left are removed
+    first: their locks are free. On a file system without locks those folders stay."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(left, ignore_errors=True)

@@ -190,8 +190,8 @@ async def open_models(
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
     """The models of the settings, with engine pools that are still empty. `known` and `keep` let the policy's version
-    outlive them, and `paces` are those that engines had in an earlier service. With `leader`, each pool follows that of
-    the same model in another process."""
+    outlive them. `paces` are the engines' paces in an earlier service. With `leader`, each pool follows the pool of the
+    same model in another process."""
     if config.model.tokenizer is None:
         raise InvalidField(
             "no tokenizer is set",

@@ -1,7 +1,7 @@
 """Remembers how long engines usually take, beyond the end of the service.
 
 A service that is started while an engine is silent or drips would otherwise take that for the engine's usual pace, and
-blame agents for what the engine did. What a pace is, `engines/pool/pace.py` says.
+blame agents for what the engine did. `engines/pool/pace.py` defines a pace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_SECONDS = 1.0
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
-    """Of engines that earlier services had, by name."""
+    """The paces that earlier services have kept, by the engine's name."""
     found = dict[str, RememberedPace]()
     for engine, pace in (await store.engine_paces()).items():
         try:
@@ -38,7 +38,7 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """Within the block, keep the paces of the pools' engines in the store. `known` are those that it has."""
+    """Keep the paces of the pools' engines in the store while the block runs. The store already has `known`."""
     kept = dict(known)
 
     async def keep() -> None:
@@ -54,5 +54,4 @@ async def remember_paces(
 
 
 def _is_kept(pace: RememberedPace, kept: RememberedPace | None) -> bool:
-    same = kept is not None and (pace.kind, pace.url) == (kept.kind, kept.url)
-    return same and kept is not None and pace.pace.resembles(kept.pace)
+    return kept is not None and (pace.kind, pace.url) == (kept.kind, kept.url) and pace.pace.resembles(kept.pace)

@@ -155,7 +155,7 @@ class VLLMEngine:
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings
+                    closings = self._gate.closings  # a pause that the request has waited for does not abort it
                     async for payloads in batches:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk

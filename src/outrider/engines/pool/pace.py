@@ -17,15 +17,15 @@ REMEMBERED_CALLS = 256
 KNOWN_CALLS = 8
 """Calls that were not overdue, after which an engine's pace is known."""
 LEARNING_SECONDS = 1.0
-"""Once the pace is known, one call is remembered in so many seconds. So the medians follow the engine over minutes, and
-hardly move while it misbehaves for one, however many calls it serves."""
+"""Minimum seconds between two remembered calls, once the pace is known. The medians then follow the engine over
+minutes. They hardly move while the engine misbehaves for one minute, however many calls it serves."""
 ESTABLISHED_CALLS = 128
-"""A pace that has just become known, or was known earlier, weighs as much as so many calls."""
+"""The weight, in calls, of a pace that has just become known or was known earlier."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""An engine is a slow one if so many calls in a row, over so many seconds, were all overdue."""
+"""The engine is slow, and not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
 STEADY = 5.0
-"""So many times `SLOW_SECONDS` it takes if the engine was seen here to be faster."""
+"""Factor on `SLOW_SECONDS` for an engine that this process has seen to be faster."""
 SUMMED_UP_EVERY = 16
 """Calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
@@ -37,7 +37,7 @@ part; a new prompt is not."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Prompt tokens that a slow engine, such as one without a GPU, reads in a second. It is not failed for that."""
 FIXED_COST_TOKENS = 1024
-"""Of a shorter prompt, the seconds to the first chunk say nothing of the time that each of its tokens takes."""
+"""Prompts that are shorter count as this long. Their first chunk takes fixed costs, and not time for each token."""
 WHOLE_TOKENS = 32
 """An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
 
@@ -222,7 +222,7 @@ class Pace:
         return usual + new
 
     def whole_reply(self, max_tokens: int) -> float:
-        """Seconds that a reply of so many tokens takes, if it may come in one piece; 0 from an engine that streams."""
+        """Seconds that a reply of `max_tokens` takes if the engine may send it whole; 0 if the engine streams."""
         streams = self.summary is None or (self.summary.first_tokens or math.inf) <= WHOLE_TOKENS
         return 0.0 if streams else self.usual_token * max_tokens
 

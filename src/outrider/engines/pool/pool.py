@@ -462,7 +462,8 @@ class EnginePool:
         except TimeoutError:
             member.detail = "removed with generations in flight"
         finally:
-            self._remembered.update({left: pace for left, pace in self.paces().items() if left == name})
+            if (pace := self.paces().get(name)) is not None:
+                self._remembered[name] = pace
             self._members.pop(name, None)
             self._unclaim(name)
             await shielded(lambda: self.policy.leave((member,)))

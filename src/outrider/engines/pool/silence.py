@@ -433,9 +433,9 @@ async def _vouch(engine: str, given_up: GivenUp, question: Question | None, befo
 
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
-    """Whether an engine that was silent for so many seconds, to a call that was given up, was at fault. `before` are
-    the seconds of the calls in a row that were given up before. An engine of which nothing is known yet is at fault
-    sooner rather than its agent."""
+    """Whether the engine is at fault for a call that its client gave up after `silent` seconds. `usual` are the seconds
+    that the engine usually takes, None while they are unknown: then the engine is blamed rather than the agent.
+    `before` are the seconds of earlier calls in a row that were given up, too."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
