@@ -1,7 +1,7 @@
-"""Who may call the control API: every route with the role that it needs. The gateway checks its own keys.
+"""Access control of the control API: the role that each route requires. The gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS is refused to callers without a role, and each call that may change
-something is in the audit log before it is answered.
+Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
+audit log before the reply is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WEBSOCKETS = (
     (re.compile("/v1/relay/[^/]+"), "WEBSOCKET /v1/relay/{engine}"),
     (re.compile("/v1/nodes/[^/]+/join"), "WEBSOCKET /v1/nodes/{name}/join"),
 )
-"""The paths of the routes that are WebSockets."""
+"""Paths of the WebSocket routes."""
 
 ROUTES: dict[str, Role] = {
     "GET /v1/groups": "read",
@@ -76,28 +76,29 @@ ROUTES: dict[str, Role] = {
     "POST /v1/tokens": "admin",
     "DELETE /v1/tokens/{name}": "admin",
 }
-"""The role that each control route needs. A route that is not here cannot be called. What belongs to a tenant is for
-its own tokens and for admins: tests/api/test_tenants.py has what the tokens of others get, route by route."""
+"""The role that each control route requires. A route that is missing here cannot be called. A tenant's objects are for
+its own tokens and for admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
 
 CALLER = "outrider.caller"
 MADE = "outrider.made"
 
 
 class AccessControl:
-    """Refuses control calls without a token of the service, and notes those that may change something.
+    """Refuses control calls without a token of the service, and logs calls that may change data.
 
-    A service without a token listens on this machine only. Then a web page open in a browser here could still send it
-    requests, so calls are refused whose Host or Origin header names another machine: a page cannot forge these.
+    A service without a token listens on this machine only. A web page open in a browser here could still send requests
+    to the service, so a call is refused if its Host or Origin header names another machine: a page cannot forge these
+    headers.
 
-    `calls` is how many calls with one token may be under way at once; an admin's are not counted, and their connections
-    are not closed for those of others.
+    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited, and the
+    connections of an admin are not closed to make room for others.
     """
 
     def __init__(self, app: Application, tokens: Tokens, audit: AuditLog, *, calls: int) -> None:
         self._app = app
         self._calls = calls
         self._under_way: Counter[str] = Counter()
-        """Calls by the name of their token."""
+        """Number of calls under way, by token name."""
         self._bodies = BodyRoom()
         self._tokens = tokens
         self._audit = audit
@@ -112,8 +113,8 @@ class AccessControl:
             if caller is LOCAL:
                 check_place(headers)
         except OutriderError as error:
-            # Not in the audit log: it changes nothing, and anybody could fill the log with such calls.
-            # Starlette answers a WebSocket's request before it is accepted as it answers any other.
+            # Not in the audit log: a refused call changes nothing, and any program could fill the log with refused
+            # calls. # Starlette replies to a WebSocket request that is not accepted yet as to any other request.
             await error_reply(error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -133,7 +134,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # of this block: the application answers its own
+        except OutriderError as error:  # raised in this block: the application handles its own
             await error_reply(error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -142,7 +143,7 @@ class AccessControl:
 
 
 class _Reply:
-    """Sends a reply. That to a call which may change something is in the audit log first."""
+    """Sends a reply. For a call that may change data, the audit log entry is written first."""
 
     def __init__(self, scope: Scope, send: Send, audit: AuditLog) -> None:
         self._scope = scope
@@ -182,7 +183,7 @@ def _entry(scope: Scope, status: int) -> AuditEntry:
 
 
 def _called(scope: Scope) -> str:
-    """As in ROUTES; for a route that does not exist, the path that was asked for."""
+    """Return the route as in ROUTES, or the method and requested path if there is no such route."""
     route = scope.get("route")
     return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
 
@@ -193,18 +194,18 @@ def caller_in(scope: Scope) -> Principal:
 
 
 def sees(request: Request) -> str | None:
-    """The caller's tenant; None for an admin, who sees everybody's."""
+    """Return the caller's tenant, or None for an admin, who sees all tenants."""
     return caller_in(request.scope).sees
 
 
 def made(request: Request, **ids: str) -> None:
-    """Note what a call has made, for the audit log. Call it before the reply is sent."""
+    """Record the ids of created objects for the audit log. Call this before the reply is sent."""
     request.scope[MADE].update(ids)
 
 
 def check_websocket(path: str, caller: Principal) -> None:
-    """As `check_role`, and NotFound for another route. What is raised after the routing of a WebSocket's request would
-    reach the program that dials as a bare 403."""
+    """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
+    WebSocket request would reach the dialing program as a bare 403."""
     for pattern, route in WEBSOCKETS:
         if pattern.fullmatch(path):
             _check(route, caller)
@@ -226,7 +227,7 @@ def _check(called: str, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """The bearer token that was sent."""
+    """Return the bearer token in the headers, if any."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -250,7 +251,7 @@ def check_place(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raises InvalidField for an address that other machines can reach, if there is no token, or no TLS."""
+    """Raises InvalidField for an address that other machines can reach, if there is no token or no TLS."""
     if not config.public:
         return
     if not has_token:

@@ -1,4 +1,4 @@
-"""The messages of an open WebSocket, at the end of the service."""
+"""The service's end of an open WebSocket."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AsgiSocket:
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # A text frame is no message either, and is refused as such.
+        # A text frame is not a valid message either, and is refused later.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:
         try:
             await self._websocket.close(code, reason)
-        except (WebSocketDisconnect, OSError, RuntimeError):  # it is closed already
+        except (WebSocketDisconnect, OSError, RuntimeError):  # closed already
             return

@@ -1,10 +1,10 @@
-"""The bodies of control calls: their size, their time to arrive, and the memory that all of them may take together.
+"""Limits the size, the arrival time and the total memory of the bodies of control calls.
 
-A body takes its room before it is read, and keeps it until its call has ended: what is made of a body is several times
-as large. It waits for its turn, in which callers share the room (see `PrioritySemaphore`). While it waits, it is not
-read: the kernel makes its client wait. Model calls have other limits (`sessions/calls/body_limits.py`), since many
-sessions send theirs at once and none may wait for another. Invariant: no caller has more than `EACH` bytes, and all
-together no more than `ALL`.
+A body reserves room before it is read, and keeps the room until the end of the call, because the objects made from a
+body are several times as large. Callers share the room in a waiting line (see `PrioritySemaphore`). A waiting body is
+not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/body_limits.py`),
+since many sessions send at once and none may wait for another. Invariant: no caller has more than `EACH` bytes, and
+all together no more than `ALL`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 ROOM = "outrider.room"
 EACH = MAX_IN_SESSION
-"""Bytes of the bodies of one caller's calls that have not ended."""
+"""Maximum bytes of the bodies of one caller's calls under way."""
 ALL = 2 * EACH
-"""The same of all callers."""
+"""Maximum bytes of the bodies of all callers' calls under way."""
 FREE = 64 << 10
-"""Bytes of a body that is not counted. The server holds as many of any request."""
+"""Bodies of up to this many bytes are not counted. The server buffers as many of any request."""
 WAIT_SECONDS = 120.0
-"""How long a body may wait for room."""
+"""Maximum seconds that a body waits for room."""
 BODY_SECONDS = 300.0
-"""Time for a body to arrive. Trainers may be far away."""
+"""Maximum seconds for a body to arrive. Trainers may be far away."""
 
 
 class BodyRoom:
-    """The room of all callers together."""
+    """The room that all callers share."""
 
     def __init__(self, *, each: int = EACH, wait: float = WAIT_SECONDS, seconds: float = BODY_SECONDS) -> None:
         self._room = PrioritySemaphore(2 * each, share=0.5)
@@ -43,13 +43,13 @@ class BodyRoom:
 
     @contextmanager
     def of(self, caller: str) -> Iterator[CallRoom]:
-        """The room of one call, which it gives back at the end of the block."""
+        """The room of one call, given back at the end of the block."""
         with ExitStack() as held:
             yield CallRoom(self._room, caller, held, self._wait, self._seconds)
 
 
 class CallRoom:
-    """What one call may take."""
+    """The room of one call."""
 
     def __init__(self, room: PrioritySemaphore, caller: str, held: ExitStack, wait: float, seconds: float) -> None:
         self._room = room
@@ -59,7 +59,7 @@ class CallRoom:
         self._seconds = seconds
 
     async def receive(self, length: int | None, parts: AsyncIterator[bytes]) -> bytes:
-        """A body whose length, if the client has told it, is `length`. Raises TooLarge, Busy and TooSlow."""
+        """Receive a body; `length` is its declared length, if any. Raises TooLarge, Busy and TooSlow."""
         size = MAX_BODY if length is None else length
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
@@ -92,13 +92,13 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
             if size > MAX_BODY:
                 raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
             held.append(part)
-    except ClientDisconnect as error:  # nobody reads the reply, but the audit log has it
+    except ClientDisconnect as error:  # for the audit log: the client is gone
         raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 
 
 async def whole_body(request: Request) -> bytes:
-    """The body of a request, for which there is room until the call ends. Raises as `CallRoom.receive`."""
+    """Receive the body of a request and hold its room until the call ends. Raises as `CallRoom.receive`."""
     room: CallRoom = request.scope[ROOM]
     length = request.headers.get("content-length")
     return await room.receive(None if length is None else int(length), request.stream())

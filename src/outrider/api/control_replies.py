@@ -1,4 +1,4 @@
-"""Writes the replies of control calls: msgspec structs and errors as JSON."""
+"""Encodes the replies of control calls: msgspec structs and errors as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from outrider.errors import Busy, InvalidField, NotFound, OutriderError, Unautho
 from outrider.redaction import redacted
 
 PIECE = 256 << 10
-"""Bytes of a long reply that are passed to the connection at once."""
+"""Bytes of a long reply passed to the connection in one write."""
 RETRY_AFTER = 10.0
-"""Seconds to wait where nothing is known that says how long: sessions take from seconds to hours."""
+"""Default of Retry-After in seconds. The actual wait is unknown: sessions take from seconds to hours."""
 
 
 def long_reply(body: bytes) -> Response:
-    """A reply with JSON of any length, in pieces if it is long: writing megabytes at once blocks the event loop."""
+    """Return a reply with JSON of any length. A long reply is sent in pieces: one write of megabytes blocks the event
+    loop."""
     if len(body) <= PIECE:
         return Response(body, media_type="application/json")
 
@@ -37,8 +38,8 @@ def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str
 
 
 def error_reply(error: BaseException) -> Response:
-    """The reply to an error, without secrets: an OutriderError has its own status; any other is a bug, reported as one
-    with a 500."""
+    """Return the reply to an error, without secrets. An OutriderError has its own status; any other error is a bug,
+    and is reported as a bug with a 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     record = record_of(error)
     shown = msgspec.structs.replace(
@@ -57,7 +58,7 @@ async def outrider_error(request: Request, error: Exception) -> Response:
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
-    """The reply to a path or query parameter that FastAPI has refused."""
+    """Return the reply to a path or query parameter that FastAPI has refused."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])

@@ -1,4 +1,4 @@
-"""Control routes for delivery: consumers of the results, callbacks that were given up, and removal of old groups."""
+"""Control routes for delivery: consumers of the results, abandoned callbacks, and removal of old groups."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def delivery_routes(service: Service) -> APIRouter:
 
     @routes.get("/consumers", **answers(ConsumerList))
     async def listed(request: Request) -> Response:
-        """The consumers with their positions."""
+        """List the consumers with their positions."""
         return json_reply(await _consumers(service, sees(request)))
 
     @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView, Conflict))
     async def acknowledge(name: Name, request: Request, tenant: Tenant = None) -> Response:
-        """Acknowledge groups: the consumer reads on after them. Its position moves back only with `rewind`."""
-        body = await whole_body(request) or b"{}"  # without one, the refusal names the field that is missing
+        """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
+        body = await whole_body(request) or b"{}"  # without a body, the refusal names the missing field
         spec = await service.parse(AckSpec, body, caller_in(request.scope))
         owner = _owner(request, name, tenant)
         moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
@@ -44,41 +44,42 @@ def delivery_routes(service: Service) -> APIRouter:
 
     @routes.delete("/consumers/{name}", **answers(ConsumerList))
     async def remove(name: Name, request: Request, tenant: Tenant = None) -> Response:
-        """Forget a consumer. What it has not acknowledged is not kept for it any longer."""
+        """Delete a consumer. Groups not acknowledged by the consumer are no longer kept for it."""
         await service.store.consumers.remove(name, tenant=_owner(request, name, tenant))
         return json_reply(await _consumers(service, sees(request)))
 
     @routes.get("/callbacks/dead", **answers(CallbackList))
     async def dead(request: Request, limit: Limit = 100) -> Response:
-        """Callbacks that were given up, the newest first."""
+        """List callbacks that were given up, newest first."""
         return json_reply(await _dead(service, limit, sees(request)))
 
     @routes.post("/callbacks/dead/redeliver", **answers(Redelivered))
     async def redeliver_all() -> Response:
-        """Try all callbacks anew that were given up."""
+        """Retry all callbacks that were given up."""
         return json_reply(Redelivered(callbacks=await service.redeliver()))
 
     @routes.post("/callbacks/dead/{group_id}/redeliver", **answers(Redelivered))
     async def redeliver(group_id: str) -> Response:
-        """Try the callback of a group anew."""
+        """Retry the callback of a group that was given up."""
         return json_reply(Redelivered(callbacks=await service.redeliver(group_id)))
 
     @routes.delete("/callbacks/dead/{group_id}", **answers(CallbackList))
     async def discard(group_id: str) -> Response:
-        """Discard the callback of a group: it is never delivered, and does not keep the group from being removed."""
+        """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed."""
         await service.store.discard_delivery(group_id)
         return json_reply(await _dead(service, 100, None))
 
     @routes.post("/gc", **takes(GcSpec), **answers(GcReport))
     async def collect(request: Request) -> Response:
-        """Remove finished groups that are old or too many, for up to about 20 seconds; or count them."""
+        """Remove finished groups that are old or too many, for up to about 20 seconds; or only count them."""
         return json_reply(await service.retention.collect(parse_body(GcSpec, await whole_body(request))))
 
     return routes
 
 
 def _owner(request: Request, name: str, tenant: str | None) -> str | None:
-    """The tenant whose consumer is meant, None for the admins'. Raises NotFound for one of another tenant."""
+    """Return the tenant that owns the consumer, or None for admins. Raises NotFound for a consumer of another
+    tenant."""
     caller = caller_in(request.scope)
     if caller.sees is not None and tenant not in (None, caller.tenant):
         raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")

@@ -20,7 +20,7 @@ def engine_routes(service: Service) -> APIRouter:
 
     @routes.get("/engines", **answers(EngineList))
     async def engines() -> Response:
-        """The engines of the policy and of frozen models, with their load."""
+        """List the engines of the policy and of frozen models, with their load."""
         return json_reply(EngineList(engines=service.engines()))
 
     @routes.post(
@@ -30,26 +30,26 @@ def engine_routes(service: Service) -> APIRouter:
         **answers(EngineStatus, Conflict, EngineMisbehaved, EngineUnavailable, status=201),
     )
     async def add(request: Request) -> Response:
-        """Attach an engine while sessions run. It must answer and have its model's tokenizer."""
+        """Attach an engine while sessions run. The engine must respond and have its model's tokenizer."""
         engine = await service.attach_engine(parse_body(EngineSpec, await whole_body(request)))
         made(request, name=engine.name)
         return json_reply(engine, status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
-        """Give an engine no new sessions. Those that it has stay until they end."""
+        """Give an engine no new sessions. Sessions already on the engine stay there until they end."""
         service.pool_of(name).drain(name)
         return json_reply(EngineList(engines=service.engines()))
 
     @routes.delete("/engines/{name}", **answers(EngineList))
     async def remove(name: str) -> Response:
-        """Detach an engine. Its generations have 30 seconds to end; its sessions move to another engine."""
+        """Detach an engine. Generations under way have 30 seconds to end; sessions move to another engine."""
         await service.pool_of(name).remove(name)
         return json_reply(EngineList(engines=service.engines()))
 
     @routes.get("/status", **answers(ServiceStatus))
     async def status(request: Request) -> Response:
-        """Sessions by state, nodes with their lanes, engines with their load."""
+        """Report sessions by state, nodes with their lanes, and engines with their load."""
         return json_reply(await service.status(caller_in(request.scope)))
 
     return routes

@@ -1,6 +1,6 @@
-"""Control routes for files that agents made: artifacts, which tasks keep of their sandboxes, and images in model calls.
+"""Control routes for files that agents made: artifacts kept from sandboxes, and images in model calls.
 
-Their content is not trusted. Invariant: it is served so that no browser runs it.
+Invariant: the content is untrusted, and is served so that no browser runs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Attempt = Annotated[
 
 class AnyPath(Convertor[str]):
     """The rest of a path, with every character that a file name may have. Starlette's own convertor stops at a line
-    break, and would look for a file of another name."""
+    break, so the route would look for a file of another name."""
 
     regex = "(?s:.*)"
 
@@ -52,7 +52,7 @@ def artifact_routes(service: Service) -> APIRouter:
 
     @routes.get("/artifacts", **answers(ArtifactList))
     async def artifacts(request: Request, session_id: str, attempt: Attempt = None) -> Response:
-        """The artifacts of the session, and what of the files that its task wants kept was left out."""
+        """List the artifacts of a session, and the requested files that were left out."""
         session = await service.reader.session(session_id, tenant=sees(request))
         return json_reply(await asyncio.to_thread(service.artifacts.listed, session.id, attempt))
 
@@ -60,7 +60,7 @@ def artifact_routes(service: Service) -> APIRouter:
         "/artifacts/{path:any_path}", response_class=FileResponse, responses=binary_answers("The file.", UNKNOWN)
     )
     async def artifact(request: Request, session_id: str, path: str, attempt: Attempt = None) -> Response:
-        """The bytes of an artifact, by its path in the sandbox without the first slash."""
+        """Get the bytes of an artifact, by its path in the sandbox without the first slash."""
         session = await service.reader.session(session_id, tenant=sees(request))
         name = path if path in KEPT else f"/{path}"
         file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
@@ -78,9 +78,9 @@ def image_routes(service: Service) -> APIRouter:
         responses=binary_answers("The image, with the media type that it was sent with.", "image/*"),
     )
     async def image(request: Request, digest: str) -> Response:
-        """The bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
+        """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
         found = await service.store.image(digest, tenant=sees(request))
-        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the type, too, is what the agent said
+        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the media type comes from the agent, too
         return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
 
     return routes

@@ -1,7 +1,7 @@
 """The model side over HTTP: `/s/{key}/...` in each dialect, as a bare ASGI application on the hot path.
 
-It knows bytes, routes and connections; what a call means is the conversation's business. Exact routes only:
-anything else is a 404 in the dialect's own shape, an unknown key a 401, and nothing makes a session by accident.
+The gateway handles bytes, routes and connections; the conversation handles the content of a call. Only exact routes
+are served: any other path is a 404 in the dialect's own shape, an unknown key a 401, and no request creates a session.
 A client that hangs up aborts its generation upstream.
 """
 
@@ -29,7 +29,7 @@ from outrider.sessions.models import SessionModels
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""A streamed reply that is silent for this long is pinged: clients give up silent streams."""
+"""A streamed reply that is silent for this many seconds is pinged: clients give up silent streams."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
@@ -40,18 +40,18 @@ class Sessions(Protocol):
 
 
 class Gateway:
-    """The ASGI application. Dialects are told apart by route, and by headers where they share one. The session's key
-    is in the path, or, for clients whose base URL cannot carry it, the API key."""
+    """The ASGI application of the model gateway. The route selects the dialect, and headers where dialects share a
+    route. The session's key is in the path or, for clients whose base URL cannot carry a key, the API key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
-        """`calls` is how many a session may have under way at once."""
+        """`calls` is the maximum number of calls of a session under way."""
         self._sessions = sessions
         self._calls = calls
         self._dialects = dialects()
         self._fallback = dialect_of_unknown_routes()
 
     def serves(self, scope: Scope) -> bool:
-        """Whether a call is for the gateway, if only to be refused."""
+        """Return True if a call is for the gateway, even if the gateway will refuse the call."""
         if scope["path"].startswith(PREFIX):
             return True
         try:
@@ -92,8 +92,8 @@ class Gateway:
             await reply.failed(dialect, error)
 
     def _route(self, call: WireCall) -> _Routed | None:
-        """The dialect of a call and what the call asks for; None where no dialect knows the route. Raises _Refused for
-        a route that its dialect does not serve."""
+        """Return the dialect and action of a call, or None if no dialect has the route. Raises _Refused for a route
+        that its dialect does not serve."""
         for dialect in self._dialects:
             try:
                 action = dialect.action(call)
@@ -133,7 +133,7 @@ class Gateway:
         receive: Receive,
         reply: _ClientReply,
     ) -> None:
-        """Receive a request, read it and answer it."""
+        """Receive and parse a request, and reply to it."""
         dialect = routed.dialect
         received = await models.receive(body, _RequestBody(receive))
         conversation = await models.called(dialect, call, received)
@@ -158,7 +158,7 @@ class _Routed(msgspec.Struct, frozen=True):
 
 
 class _Refused(Exception):
-    """A refusal, with the dialect in which the client is told."""
+    """A refusal, with the dialect of the reply."""
 
     def __init__(self, dialect: Dialect, error: OutriderError) -> None:
         super().__init__(error.message)
@@ -184,7 +184,7 @@ class _ClientReply:
             await self._start(200, [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")])
 
     async def ping(self, writer: StreamWriter) -> None:
-        """Send a sign of life if nothing was sent since this was called last."""
+        """Send a sign of life if nothing was sent since the previous call of `ping`."""
         if self._quiet:
             await self.begin(writer.content_type)
             await self.more(writer.ping())
@@ -213,8 +213,8 @@ async def _stream(
     token_bytes: Callable[[int], bytes] | None,
     reply: _ClientReply,
 ) -> None:
-    """Send the steps of a call as they come; those that come together are one part of the response. `token_bytes` is
-    given where the client asked for log-probabilities."""
+    """Send the steps of a call as they come; steps that come together are one part of the response. `token_bytes` is
+    given if the client requested log-probabilities."""
     try:
         async for steps in batches:
             parts: list[bytes] = []
@@ -249,7 +249,7 @@ def _api_key(call: WireCall) -> str:
 
 
 class _RequestBody:
-    """The parts of a request's body as they arrive: an iterator and no generator, which costs the event loop more."""
+    """The parts of a request's body as they arrive. An iterator, because a generator costs the event loop more."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -270,8 +270,8 @@ class _RequestBody:
 
 
 async def _cut_off(reply: _ClientReply) -> None:
-    """Answer a call that was cancelled because its session's run is over; its client is still connected. Raises
-    RunEnded where nothing was sent yet."""
+    """End the reply to a call that was cancelled because its session's run is over; the client is still connected.
+    Raises RunEnded if nothing was sent yet."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
@@ -281,7 +281,7 @@ async def _cut_off(reply: _ClientReply) -> None:
 
 
 async def _with_pings(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
-    """Do the work, and ping the client whenever the streamed reply was silent for STREAM_PING_SECONDS."""
+    """Await the work, and ping the client whenever the streamed reply was silent for STREAM_PING_SECONDS."""
 
     async def ping() -> None:
         while True:
@@ -300,5 +300,5 @@ async def _with_pings(work: Awaitable[None], reply: _ClientReply, writer: Stream
                 timer.cancel()
                 for task in pinging:
                     task.cancel()
-    except BaseExceptionGroup as failures:  # the group wraps the errors of `work`, which callers expect as they are
+    except BaseExceptionGroup as failures:  # the group wraps the errors of `work`; callers expect the bare error
         raise failures.exceptions[0] from None

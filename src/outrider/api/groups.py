@@ -28,10 +28,10 @@ EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
 EVENT_PING_SECONDS = 15.0
-"""A comment is sent to a client of events after so many seconds without one, so that proxies keep the connection."""
+"""A client of events gets a comment after this many seconds without an event, so that proxies keep the connection."""
 
 RETRY_MS = 1000
-"""After so long a client of events that has lost its connection is to connect again."""
+"""Milliseconds after which a client of events that has lost its connection reconnects."""
 
 After = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 LAST_EVENT_ID = "Last-Event-ID"
@@ -48,7 +48,7 @@ def group_routes(service: Service) -> APIRouter:
         **answers(GroupView, Conflict, RuntimeUnavailable, status=201, also=QUEUE_FULL),
     )
     async def submit(request: Request) -> Response:
-        """Submit a group of sessions of one task. It is stored before the reply is sent."""
+        """Submit a group of sessions of one task. The group is stored before the reply is sent."""
         caller = caller_in(request.scope)
         spec = await service.parse(GroupSpec, await whole_body(request), caller)
         group = await service.submit(spec, caller)
@@ -59,7 +59,7 @@ def group_routes(service: Service) -> APIRouter:
     async def groups(
         request: Request, state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20
     ) -> Response:
-        """Groups, newest first, without their sessions."""
+        """List groups, newest first, without their sessions."""
         try:
             wanted = None if state is None else GroupState(state)
         except ValueError as error:
@@ -75,13 +75,13 @@ def group_routes(service: Service) -> APIRouter:
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait until it is done")] = 0.0,
         samples: Samples = False,
     ) -> Response:
-        """One group with its sessions."""
+        """Get one group with its sessions."""
         view = await service.group(group_id, wait=wait, samples=samples, caller=caller_in(request.scope))
         return long_reply(await service.reader.encoded(view))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
     async def cancel(request: Request, group_id: str) -> Response:
-        """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
+        """Cancel a group in any state of its sessions. Cancelling the group again changes nothing."""
         return json_reply(await service.cancel(group_id, caller_in(request.scope)))
 
     @routes.post(
@@ -109,11 +109,11 @@ def group_routes(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         samples: Samples = False,
     ) -> Response:
-        """Done groups after a cursor, in the order they finished: up to `limit`, and up to 8 MiB, but at least one. Ask
-        again with `after` set to the reply's `cursor`, until there are none.
+        """List done groups after a cursor, in the order they finished: up to `limit` groups and up to 8 MiB, but at
+        least one. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
 
-        A `consumer` reads on from the position that it has acknowledged. A new one begins at `after`. What a consumer
-        has not acknowledged is kept, so it takes a token that may submit.
+        A `consumer` reads on from the position that it has acknowledged. A new consumer begins at `after`. Groups that
+        a consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
         """
         caller = caller_in(request.scope)
         start = after or 0
@@ -137,7 +137,7 @@ def group_routes(service: Service) -> APIRouter:
             int | None, Header(alias=LAST_EVENT_ID, ge=0, le=MAX_CURSOR, description="wins over `after`")
         ] = None,
     ) -> StreamingResponse:
-        """Every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
+        """Stream every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
         caller = caller_in(request.scope)
         start = after if last_id is None else last_id
         if start > (newest := await service.store.last_event(tenant=caller.sees)):
@@ -150,12 +150,13 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/sessions/{session_id}", **answers(SessionView))
     async def session(request: Request, session_id: str) -> Response:
-        """One session."""
+        """Get one session."""
         return json_reply(await service.reader.session(session_id, tenant=sees(request)))
 
     @routes.delete("/sessions/{session_id}", **answers(SessionView))
     async def cancel_session(request: Request, session_id: str) -> Response:
-        """Cancel one session, whatever it is doing; the others of its group go on. Repeating it changes nothing."""
+        """Cancel one session in any state; the other sessions of its group go on. Repeating the call changes
+        nothing."""
         return json_reply(await service.cancel_session(session_id, caller_in(request.scope)))
 
     @routes.post(
@@ -174,19 +175,19 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(request: Request, session_id: str) -> Response:
-        """The model calls of the session's newest attempt, as text."""
+        """List the model calls of the session's newest attempt, as text."""
         view = TurnList(turns=await service.reader.turns(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 
     @routes.get("/sessions/{session_id}/samples", **answers(SampleList))
     async def samples(request: Request, session_id: str) -> Response:
-        """The session's training rows, once it is done."""
+        """List the session's training rows, once the session is done."""
         view = SampleList(samples=await service.reader.samples(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 
     @routes.get("/sessions/{session_id}/chat", **answers(ChatList))
     async def chat_rows(request: Request, session_id: str) -> Response:
-        """The same rows as conversations."""
+        """List the session's training rows as conversations, once the session is done."""
         view = ChatList(rows=await service.reader.chat_rows(session_id, tenant=sees(request)))
         return long_reply(await service.reader.encoded(view))
 

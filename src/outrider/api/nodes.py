@@ -22,28 +22,28 @@ def node_routes(service: Service) -> APIRouter:
 
     @routes.get("", **answers(NodeList))
     async def nodes() -> Response:
-        """The nodes with their lanes and resources."""
+        """List the nodes with their lanes and resources."""
         return json_reply(service.nodes())
 
     @routes.post("/pull", **takes(PullSpec), **answers(PulledImages))
     async def pull(request: Request) -> Response:
-        """Have every machine that runs sessions get an image from a registry. Replies when each has it or has said why
-        not, which may take minutes."""
+        """Have every machine that runs sessions get an image from a registry. Replies when each machine has the image
+        or has reported an error, which may take minutes."""
         return json_reply(await service.pull_image(parse_body(PullSpec, await whole_body(request))))
 
     @routes.post("/{name}/drain", **answers(NodeList))
     async def drain(name: str) -> Response:
-        """Give a node no new sessions, until it is resumed. Those that it has go on."""
+        """Give a node no new sessions until it is resumed. Its sessions under way go on."""
         return json_reply(await service.drain_node(name))
 
     @routes.post("/{name}/resume", **answers(NodeList))
     async def resume(name: str) -> Response:
-        """Give a drained node sessions again."""
+        """Give a drained node new sessions again."""
         return json_reply(await service.drain_node(name, False))
 
     @routes.websocket("/{name}/join")
     async def join(websocket: WebSocket, name: str) -> None:
-        """A node on another machine, for as long as the connection lasts."""
+        """Attach a node on another machine for as long as the connection lasts."""
         await websocket.accept()
         socket = AsgiSocket(websocket)
         if not NODE_NAME.fullmatch(name):

@@ -83,7 +83,7 @@ def _json(name: str) -> dict[str, Any]:
 
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
 ALWAYS = (Unauthorized, Forbidden, ServiceError)
-"""Errors that every route may answer with."""
+"""Errors with which any route may reply."""
 WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
@@ -94,7 +94,7 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
         "content": _json(ErrorRecord.__name__),
     }
 }
-"""The reply of a route that may be refused because the queue is full, or the token has too much in it."""
+"""The reply of a route that refuses a submission if the queue is full or the token has too many sessions queued."""
 
 
 def answers(
@@ -103,14 +103,14 @@ def answers(
     status: int = 200,
     also: Mapping[int | str, dict[str, Any]] = {},
 ) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot tell from its path, its
-    parameters and its body; `also` those with headers of their own."""
+    """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot derive from the
+    route's path, parameters and body. `also`: replies with headers of their own."""
     reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
     return {"responses": refusals(*errors) | {status: reply, **also}}
 
 
 def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these errors."""
+    """The `responses` of a route that may reply with these errors."""
     return {error.http_status: _ERROR for error in errors}
 
 
@@ -122,7 +122,7 @@ def binary_answers(description: str, media_type: str) -> dict[int | str, dict[st
 
 
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
-    """Route arguments that describe the body that a route reads."""
+    """Route arguments that describe the body of a request."""
     return {"openapi_extra": {"requestBody": {"required": True, "content": _json(shape.__name__)}}}
 
 
@@ -142,6 +142,6 @@ def describe(app: FastAPI) -> dict[str, Any]:
             errors += [InvalidField] if operation.get("parameters") else []
             errors += [NotFound] if "{" in path else []
             operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, in whose place `bad_query` answers
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, replaced by the replies of `bad_query`
         schemas.pop(unused, None)
     return document

@@ -1,6 +1,6 @@
-"""The route on which the workers of a relay engine attach, over WebSocket.
+"""The WebSocket route for the workers of a relay engine.
 
-It knows no message of the relay. Invariant: the access control has let the request pass before it comes here.
+Relay messages are not interpreted here. Invariant: the access control has admitted every request to this route.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def relay_routes(service: Service) -> APIRouter:
 
     @routes.websocket("/relay/{engine}")
     async def attach(websocket: WebSocket, engine: str) -> None:
-        """Attach a worker to the relay engine of that name, which is added if there is none. A name that cannot be one,
-        or that an engine of another kind has, closes the connection."""
+        """Attach a worker to the relay engine of this name, which is added if there is none. The connection is closed
+        for an invalid engine name, and for the name of an engine of another kind."""
         await websocket.accept()
         socket = AsgiSocket(websocket)
         pool = service.pool_of(engine)
@@ -43,7 +43,7 @@ def relay_routes(service: Service) -> APIRouter:
             return
 
         async def check(worker: AttachedWorker) -> None:
-            await pool.check(cast(Engine, worker))  # it has what a check of a tokenizer needs
+            await pool.check(cast(Engine, worker))  # a worker has all that a tokenizer check requires
 
         await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))
 

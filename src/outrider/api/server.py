@@ -1,8 +1,8 @@
-"""The HTTP application and its two servers: everything on one TCP address; and only the model gateway, on a Unix socket
-and on a port of this machine.
+"""The HTTP application and two servers: one for everything, on a TCP address; one for the model gateway alone, on a
+Unix socket and on a port of this machine.
 
-Invariant: sandboxes are given that socket and that port alone, so no program that is confined to them can call the
-control API.
+Invariant: a sandbox gets only the gateway's socket and port, so a program confined to them cannot call the control
+API.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from outrider.sessions.node import LocalNode
 from outrider.tls import presenting
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
-"""Of clients outside. Those in sandboxes may be suspended for longer."""
+"""Timeouts for outside clients. Clients in sandboxes may be suspended for longer."""
 LAST_REPLIES_SECONDS = 0.1
-"""How long a server that stops waits for requests under way before it cuts them off."""
+"""Seconds that a stopping server waits for requests under way before it cuts them off."""
 
 
 @asynccontextmanager
 async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str]:
-    """Serve a service, and its node's model gateway if it has a node in this process, and run its sessions; yields its
-    base URL, such as http://127.0.0.1:8700.
+    """Serve a service, run its sessions, and serve the model gateway of `node` if given. Yields the base URL, for
+    example http://127.0.0.1:8700.
 
     Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used, and
     ServiceError if the address is in use.
@@ -104,14 +104,14 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[None]:
-    """The server on its sockets, while the block runs."""
+    """Run the server on its sockets while the block runs."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=list(sockets)), name="http server")
         await server.ready.wait()
         try:
             yield
-        except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
+        except Exception as error:  # from the caller's block: the task group would wrap it
             failure = error
         finally:
             server.stop()
@@ -120,7 +120,7 @@ async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[No
 
 
 class _NoSessions:
-    """`Sessions` of a service whose sessions run in other processes, which have gateways of their own."""
+    """`Sessions` of a service with sessions in other processes only. Those processes have gateways of their own."""
 
     def models(self, key: str) -> None:
         return None
@@ -174,8 +174,9 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """The description, made on the first request and in a thread: that takes longer than the rest of a start."""
-        async with describing:  # once, however many ask: nobody needs a token for that
+        """Return the OpenAPI description, made in a thread on the first request: that takes longer than the rest of a
+        start."""
+        async with describing:  # once for any number of requests: they require no token
             if not description:
                 description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))
         return Response(description[0], media_type="application/json")
@@ -198,9 +199,9 @@ class RootApp:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: the program that runs the service decides what a signal means.
+    """uvicorn without its signal handling: the program that runs the service handles signals.
 
-    `ready` is set once it listens. When it shuts down, it cuts off the requests that it is answering.
+    `ready` is set once the server listens. A server that shuts down cuts off the requests under way.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has given the kernel the number that it accepts at once
+            listening.listen(BACKLOG)  # asyncio has set the backlog to its batch size of accepts
         self.ready.set()
 
     def stop(self) -> None:
@@ -237,8 +238,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for `stop`, where uvicorn's own loop polls `should_exit` ten times a second."""
-        while not await self.on_tick(0):  # tick 0 updates the Date header, which replies carry
+        """Wait for `stop`. uvicorn's own loop would poll `should_exit` ten times a second."""
+        while not await self.on_tick(0):  # tick 0 updates the Date header of replies
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), timeout=1)
 

@@ -1,4 +1,4 @@
-"""Control routes for tokens: made, listed and revoked while the service runs."""
+"""Control routes for tokens: create, list and revoke them while the service runs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def token_routes(service: Service) -> APIRouter:
 
     @routes.get("", **answers(TokenList))
     async def tokens() -> Response:
-        """Every token by its name, also expired and revoked ones, without their texts."""
+        """List all tokens, including expired and revoked ones, without their texts."""
         return json_reply(TokenList(tokens=await service.tokens.listed()))
 
     @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, Conflict, status=201))
     async def create(request: Request) -> Response:
-        """Make a token. Its text is in this reply and nowhere else."""
+        """Create a token. Its text is in this reply and nowhere else."""
         new = await service.tokens.create(parse_body(TokenSpec, await whole_body(request)))
         made(request, name=new.token.name)
         return json_reply(new, status=201)
 
     @routes.delete("/{name}", **answers(TokenView))
     async def revoke(name: str) -> Response:
-        """Revoke a token, at once: calls under way are cut off. Its name is not given again."""
+        """Revoke a token at once: calls under way are cut off. The token's name cannot be used again."""
         return json_reply(await service.tokens.revoke(name))
 
     return routes

@@ -1,7 +1,8 @@
-"""The worker's end of a relay: a program with a model, which the service cannot reach, serves it by dialling out.
+"""The worker's end of a relay: a program with a model that the service cannot reach connects to the service and serves
+it.
 
-`Worker` holds the connection, `FunctionEngine` makes an engine of any generate function, `hf` samples from a Hugging
-Face model that is being trained. The service's end is `outrider.engines.relay`.
+`Worker` holds the connection, `FunctionEngine` makes an engine from any generate function, and `hf` samples from a
+Hugging Face model in training. The service's end is `outrider.engines.relay`.
 """
 
 from outrider.relay.function_engine import FunctionEngine

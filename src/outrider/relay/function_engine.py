@@ -1,7 +1,7 @@
-"""An `Engine` made of one function that generates: it adds pausing, aborting and policy versions.
+"""An `Engine` made of one generate function, with pausing, aborting and policy versions added.
 
-It knows no relay and no model. Invariant: every token is marked with the version that its chunk names, or, where that
-names none, with the one that was set when the chunk came.
+This module is independent of relays and models. Invariant: every token is marked with the version named by its chunk
+or, for a chunk without versions, with the version set when the chunk arrived.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from outrider.errors import EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
-"""Called for each generation: an async generator of chunks, or a coroutine function that returns the whole reply."""
+"""Called for each generation: an async generator of chunks, or a coroutine function that returns the whole
+response."""
 
 
 class FunctionEngine:
     """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
 
-    A last chunk without versions gets those that were set (`set_version`, or the attribute `version`) while the tokens
-    came. Another chunk may say the versions of its own tokens, as spans of the whole output: one that comes out of a
-    queue was sampled before now. `healthy` returns what is wrong, or "" when nothing is; `changed` is called when the
-    version was set.
+    A last chunk without versions gets the versions that were set (`set_version`, or the attribute `version`) while the
+    tokens arrived. Any other chunk may name the versions of its own tokens, as spans of the whole output: the tokens
+    of a chunk from a queue were sampled earlier. `healthy` returns a description of the fault, or "" when there is
+    none. `changed` is called after the version was set.
     """
 
     mode = TokenMode.TOKENS
@@ -64,7 +65,7 @@ class FunctionEngine:
         self._aborts = 0
         self._changed = Broadcast()
         self._steps: set[asyncio.Timeout] = set()
-        """The generations whose function is at work now, by what aborts them."""
+        """The generations whose function is running, each as the timeout that aborts it."""
 
     @property
     def version(self) -> int:
@@ -109,7 +110,7 @@ class FunctionEngine:
     async def health(self) -> EngineHealth:
         try:
             trouble = "" if self._healthy is None else await self._healthy()
-        except Exception as error:  # anybody's code; a report about itself never raises
+        except Exception as error:  # third-party code; a health report never raises
             trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,
@@ -120,8 +121,8 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """When this returns the function is not at work, except for "keep": there the step that it is at goes on, and
-        is passed on later."""
+        """Pause generations. After the return the function is not running, except in the mode "keep": there the
+        current step continues, and its chunk is passed on after `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()
@@ -149,7 +150,7 @@ class FunctionEngine:
         return None if self._tokenize is None else self._tokenize(text)
 
     async def _thawed(self, aborts: int) -> None:
-        """Wait while generations are frozen, but not with one that is aborted."""
+        """Wait while generations are frozen, unless this one is aborted."""
         changed = self._changed.next()
         while self._frozen and self._aborts == aborts:
             await changed.wait()
@@ -169,7 +170,7 @@ class FunctionEngine:
                 await stream.aclose()
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], aborts: int) -> Chunk:
-        """The next chunk, or an empty last one when the generation is aborted before it comes."""
+        """Return the next chunk, or an empty last chunk when the generation is aborted first."""
         aborted = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
         if self._aborts != aborts:
             return aborted

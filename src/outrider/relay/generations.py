@@ -1,7 +1,7 @@
-"""The generations of a worker: each runs once, and what it gave is kept until the service has acknowledged it.
+"""The generations of a worker: each runs once, and its messages are kept until the service has acknowledged them.
 
-It knows no connection but where to send. Invariants: a generation's messages are numbered from 1 without a gap; it is
-asked for more only while the windows have room, so what is kept is bounded.
+The connection is used only for sending. Invariants: a generation's messages are numbered from 1 without a gap; a
+generation's next chunk is requested only while the windows have room, so the number of kept messages is bounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from outrider.plugins import plugin_code
 
 
 class _Generation:
-    """`produced` and `acknowledged` are numbers of messages; `kept` are the messages between them, encoded."""
+    """One generation. `produced` and `acknowledged` are message numbers; `kept` are the encoded messages after
+    `acknowledged`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -34,8 +35,8 @@ class _Generation:
 
 
 class Generations:
-    """Those of one worker. `link` is the connection they send on, None while there is none; the windows are those of
-    `Welcome`."""
+    """The generations of one worker. `link` is the connection for sending, None while there is none; the windows are
+    the ones in `Welcome`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -62,7 +63,7 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """The service needs its messages up to that number no more, nor the generation if that is its last."""
+        """Drop the generation's messages up to that number, and the generation itself after its last message."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window
@@ -77,7 +78,7 @@ class Generations:
             del self._generations[number]
 
     def abort(self, number: int) -> None:
-        """End and forget a generation, if it is there."""
+        """End and drop a generation, if it exists."""
         if (generation := self._generations.pop(number, None)) is None:
             return
         was_full = self._unacknowledged >= self._total_window
@@ -92,7 +93,8 @@ class Generations:
             self.abort(number)
 
     def attach(self, link: Link[ToWorker], welcome: Welcome) -> None:
-        """Go on over a new connection: send again what the service has not received, and end what it does not know."""
+        """Continue over a new connection: resend the messages that the service has not received, and end the
+        generations that the service no longer has."""
         self._window, self._total_window = welcome.window, welcome.total_window
         for number in self.held:
             if number not in welcome.resumed:
@@ -128,7 +130,7 @@ class Generations:
                         self._send(generation, tokens_of(generation.number, generation.produced + 1, chunk))
         except OutriderError as error:
             self._fail(generation, error)
-        except Exception as error:  # the engine may be anybody's code
+        except Exception as error:  # the engine may be third-party code
             self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
 
     async def _room(self, generation: _Generation) -> None:

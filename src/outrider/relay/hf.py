@@ -6,9 +6,9 @@
                 train(model, batch)
                 worker.set_version(step)
 
-It knows no relay. Invariants: the model computes for the trainer or for the sampler, never for both; a token's
-log-probability is that of the weights of its version, over all tokens before it: when the weights change, what is
-running is computed again.
+This module is independent of relays. Invariants: the model computes either for the trainer or for the sampler, never
+for both; a token's log-probability is computed with the weights of its version, over all tokens before it: when the
+weights change, the keys and values of running generations are computed again.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
     from outrider.engines.embedded.sequence import RequestChecker, TokenSequence
 
 MAX_WAITING = 4096
-"""Maximum generations running or waiting. One more is refused with EngineUnavailable."""
+"""Maximum generations running or waiting. Further ones are refused with EngineUnavailable."""
 
 
 class _Row:
-    """One generation: its sequence, all its ids so far, and the queue on the event loop that its chunks go to."""
+    """One generation: its sequence, the ids so far, and the queue of chunks on the event loop."""
 
     def __init__(self, sequence: TokenSequence) -> None:
         self.sequence = sequence
         self.ids: list[int] = sequence.prompt.tolist()
         self.gone = False
         self._loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens bounds it
+        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # bounded by max_tokens
 
     def give(self, item: Chunk | EngineUnavailable) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for it any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no consumer is left
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class ModelSampler:
-    """`model` is a causal language model of transformers (or of its interface), on any device. Enter it with `with`: a
-    thread samples while it is open, up to `rows` generations at once, continuously batched.
+    """A sampler for `model`, a causal language model of transformers (or with the same interface), on any device.
+    Enter it with `with`: while it is open, a thread samples up to `rows` generations at once, continuously batched.
 
-    `tokenizer` is the folder of its tokenizer.json; stop strings and the service's check of the tokenizer need it.
-    Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is not
-    offered.
+    `tokenizer` is the folder of the model's tokenizer.json, needed for stop strings and for the service's check of the
+    tokenizer. Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured
+    output is not offered.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ModelSampler:
     ) -> None:
         from outrider.engines.embedded.sequence import RequestChecker
 
-        # Models of several media keep their text model's settings apart.
+        # Multimodal models keep the settings of their text model separately.
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         context = context_tokens or getattr(config, "max_position_embeddings", None)
         if context is None:
@@ -95,15 +95,15 @@ class ModelSampler:
         self._batch = _Batch(model, rows)
         self._waiting: deque[_Row] = deque()
         self._new: list[_Row] = []
-        """Those that the step under way adds to the batch."""
+        """The generations that the current step adds to the batch."""
         self._rows = 0
         self._state = threading.Condition()
-        """Guards all below, and `_waiting`."""
+        """Guards `_waiting`, `_new`, `_rows` and the attributes below, except `_thread`."""
         self._stepping = False
         self._wanted = 0
         self._owed = False
-        """Whether the next turn is the sampler's, if it has work: a trainer that takes one turn after the other must
-        not stop it for good."""
+        """Whether the sampler, if it has work, gets the model next: a trainer that enters one `weights` block after
+        the other must not starve the sampler."""
         self._holder: int | None = None
         self._stale = False
         self._stepped = version
@@ -125,9 +125,9 @@ class ModelSampler:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """The model is the caller's alone inside the block, which begins between two steps of sampling. Set the version
-        in it when it changes the weights (`Worker.set_version`): running generations then go on with the new ones.
-        Between two blocks the sampler gets at least one step, if it has work."""
+        """Hold the model exclusively inside the block, which begins between two steps of sampling. A block that
+        changes the weights must set the version (`Worker.set_version`): running generations then continue with the new
+        weights. Between two blocks the sampler gets at least one step, if it has work."""
         with self._state:
             if self._holder == threading.get_ident():
                 raise RuntimeError("this thread has the weights already")
@@ -178,7 +178,7 @@ class ModelSampler:
         try:
             while self._step():
                 """One token for each running generation."""
-        except Exception as error:  # an error of the model: those who wait must be told
+        except Exception as error:  # an error of the model: waiting generations must receive it
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self._end = end
@@ -189,7 +189,7 @@ class ModelSampler:
             row.give(EngineUnavailable(end))
 
     def _step(self) -> bool:
-        """Whether there will be another."""
+        """Run one step of sampling. Returns whether another step follows."""
         with self._state:
             self._state.wait_for(self._may_step)
             if self._closed:
@@ -226,7 +226,7 @@ class ModelSampler:
 
 
 class _Batch:
-    """The running generations and their keys and values: padded on the left, so that all end in the same column."""
+    """The running generations with their keys and values, padded on the left, so that all end in the same column."""
 
     def __init__(self, model: Any, slots: int) -> None:
         self.slots = slots
@@ -242,8 +242,8 @@ class _Batch:
         return len(self.rows)
 
     def step(self, new: list[_Row], version: int, *, stale: bool) -> None:
-        """One token for each row, the new ones included, by the weights of `version`. Keys and values that are `stale`
-        are computed again."""
+        """Sample one token for each row, new rows included, with the weights of `version`. If `stale`, all keys and
+        values are computed again."""
         import torch
 
         from outrider.engines.embedded.sampler import sample
@@ -252,7 +252,8 @@ class _Batch:
         if training:
             self._model.eval()
         try:
-            # Not inference_mode: buffers that a model computes and keeps could not be used in training.
+            # no_grad and not inference_mode: a model may keep buffers computed here, and training cannot use inference
+            # tensors.
             with torch.no_grad():
                 self._keep([place for place, row in enumerate(self.rows) if not row.gone])
                 if stale:
@@ -279,7 +280,7 @@ class _Batch:
             if stop is None:
                 left.append(place)
                 count = len(row.ids) - len(row.sequence.prompt)
-                # The trainer may change the version before somebody reads this.
+                # The span is named now, because the trainer may change the version before the chunk is read.
                 span = VersionSpan(version, count - 1, count)
                 row.give(Chunk(ids=[token.token], logprobs=[token.logprob], versions=(span,)))
             else:
@@ -295,7 +296,7 @@ class _Batch:
         self._keep(left)
 
     def _prefill(self, new: list[_Row]) -> torch.Tensor:
-        """Add rows; the logits behind the last token of each."""
+        """Add rows. Returns the logits after the last token of each."""
         import torch
 
         device = next(self._model.parameters()).device
@@ -323,7 +324,7 @@ class _Batch:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The logits of the last column, and the cache with the new columns."""
+        """Return the logits of the last column, and the cache with the new columns."""
         from transformers import DynamicCache
 
         past = DynamicCache()
@@ -343,7 +344,7 @@ class _Batch:
         return output.logits[:, -1].float().cpu(), layers
 
     def _keep(self, places: list[int]) -> None:
-        """Drop all other rows, and the columns that are padding in every row left."""
+        """Drop all rows except `places`, and the columns that are padding in every remaining row."""
         import torch
 
         if len(places) == len(self.rows):
@@ -360,7 +361,7 @@ class _Batch:
 
 
 def _stacked(rows: torch.Tensor, more: torch.Tensor, width: int) -> torch.Tensor:
-    """Keys or values (rows, heads, columns, size) of all rows, padded on the left to `width` columns."""
+    """Stack keys or values (rows, heads, columns, size) of all rows, padded on the left to `width` columns."""
     import torch
 
     pad = torch.nn.functional.pad

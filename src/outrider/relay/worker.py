@@ -2,8 +2,9 @@
 
     async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
 
-It knows no model. Invariants: what was generated is kept until the service has acknowledged it, or waits for it no
-more; a generation runs once, over any number of connections; a call of the service is done once.
+This module is independent of models. Invariants: generated messages are kept until the service has acknowledged them
+or no longer waits for them; a generation runs once, over any number of connections; a call of the service is executed
+once.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ RECONNECTING = Backoff(first=0.5, longest=20.0)
 CONNECT_SECONDS = 20.0
 CLOSE_SECONDS = 2.0
 REMEMBERED_ANSWERS = 256
-"""Answers kept for a service that asks again because the connection broke before it had them."""
+"""Number of replies kept, for calls that the service repeats because the connection broke before the reply arrived."""
 
 REFUSALS: dict[int, type[OutriderError]] = {
     Close.NONSENSE: EngineMisbehaved,
@@ -82,7 +83,7 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses that would come again, and the errors that `Worker.run` raises for them."""
+"""Close codes and HTTP statuses that would recur on every try, and the errors that `Worker.run` raises for them."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -95,13 +96,14 @@ HINTS: dict[int, str] = {
 class Worker:
     """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
 
-    `generate` is an `Engine`, started and closed by the caller, or a function (`FunctionEngine` says what it may be,
-    and takes what there is to tell of it). `update_weights(weights, version)` is a coroutine function that loads the
-    weights at a path, and raises where it cannot; an engine that loads weights itself needs none. `name` is for people;
-    `ca` is a PEM file with the authority of the service's certificate, where this machine does not know it;
-    `reconnecting` are the waits between tries to connect.
-    A worker runs once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
-    `with worker.in_thread()` beside code that blocks. All three raise what `run` does.
+    `generate` is an `Engine`, started and closed by the caller, or a function (see `FunctionEngine` for its form and
+    options). `update_weights(weights, version)` is a coroutine function that loads the weights at a path, and raises
+    on failure; an engine that loads weights itself needs none. `name` is for people. `ca` is a PEM file with the
+    authority of the service's certificate, for a machine without that authority. `reconnecting` are the waits between
+    attempts to connect.
+
+    A worker runs only once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
+    `with worker.in_thread()` beside code that blocks. All three raise the errors of `run`.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Worker:
         self.name = (name or platform.node() or "worker")[:100]
         self.url = f"{url.rstrip('/')}/v1/relay/{quote(engine, safe='')}"
         self.connections = 0
-        """How often the service has taken it up."""
+        """Number of connections that the service has accepted."""
         self._token = token
         self._trusted = trusting(ca)
         self._load = update_weights or weights_loader(self.engine)
@@ -138,11 +140,11 @@ class Worker:
         self._entered = AsyncExitStack()
 
     async def run(self) -> None:
-        """Serve until it is cancelled, whatever becomes of the connection.
+        """Serve until cancelled, reconnecting after every lost connection.
 
-        Raises Unauthorized for a wrong token, Forbidden for one that is no admin's, Conflict where the service has no
-        use for this worker (another model, an engine of another kind, another version of the protocol),
-        EngineMisbehaved when it sent what cannot be, and NotFound for a service without a relay.
+        Raises Unauthorized for a wrong token, Forbidden for a token that is not an admin's, Conflict if the service
+        does not accept this worker (another model, an engine of another kind, another version of the protocol),
+        EngineMisbehaved if the worker sent invalid messages, and NotFound for a service without a relay.
         """
         if self._loop is not None:
             raise Conflict("this worker is running already", hint="make another one")
@@ -151,7 +153,7 @@ class Worker:
             connector = aiohttp.TCPConnector(ssl=self._trusted)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
-        except ExceptionGroup as group:  # the task group's, around the one error of its block
+        except ExceptionGroup as group:  # the task group's, around the only error of its block
             if len(group.exceptions) > 1:
                 raise
             self._set_attached(group.exceptions[0])
@@ -173,13 +175,14 @@ class Worker:
         await self._entered.__aexit__(kind, error, trace)
 
     async def attached(self) -> None:
-        """Return when the service has taken up the worker for the first time. Raises what `run` does."""
+        """Wait until the service has accepted the worker for the first time. Raises the errors of `run`."""
         await asyncio.shield(asyncio.wrap_future(self._attached))
 
     @contextmanager
     def in_thread(self, *, seconds: float | None = 30.0) -> Iterator[Self]:
-        """Serve in a thread with an event loop of its own, for the length of the block, which begins when the service
-        has taken up the worker. Raises ServiceError if it has not after so many seconds; None does not wait."""
+        """Serve in a thread with its own event loop, for the length of the block. The block begins when the service
+        has accepted the worker, or at once with `seconds` None. Raises ServiceError if the service has not accepted
+        the worker within `seconds`."""
         ended: Future[None] = Future()
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
@@ -192,7 +195,7 @@ class Worker:
             try:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
                     runner.run(until_stopped())
-            except BaseException as error:  # for whoever waits in the other thread
+            except BaseException as error:  # for the caller, which waits in the other thread
                 ended.set_exception(error)
             else:
                 ended.set_result(None)
@@ -216,8 +219,8 @@ class Worker:
         ended.result()
 
     def set_version(self, version: int) -> None:
-        """Mark tokens with this policy version from now on, and tell the service. From any thread; for a worker over a
-        function. An engine of another kind is told by its own means."""
+        """Mark tokens with this policy version from now on, and report it to the service. Callable from any thread.
+        Only for a worker over a function: an engine of another kind has its own `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
             raise TypeError("the engine of this worker has versions of its own: call its set_version")
         self.engine.version = version
@@ -238,7 +241,7 @@ class Worker:
                 task = group.create_task(self.run(), name=f"relay worker {self.name}")
                 try:
                     yield
-                except Exception as error:  # of the caller's block: the task group would wrap it
+                except Exception as error:  # from the caller's block: the task group would wrap it
                     failure = error
                 finally:
                     task.cancel()
@@ -248,7 +251,7 @@ class Worker:
             raise failure
 
     async def _stay_attached(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
-        """Connect again and again. Raises what `run` does."""
+        """Connect again and again. Raises the errors of `run`."""
         failed = 0
         while True:
             before = self.connections
@@ -260,9 +263,9 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                if code != Close.SILENT:  # one that is sent away each time must not come back at once
+                if code != Close.SILENT:  # a worker that the service drops each time must back off
                     failed = 0
-                # The service waits no longer: what is kept would be for nobody.
+                # After these seconds the service no longer waits, and the kept messages have no receiver.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -270,13 +273,13 @@ class Worker:
             failed += 1
 
     async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
-        """One connection, from its first message to its end."""
+        """Run one connection, from the first message to the end."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
             websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
         socket = ClientSocket(websocket)
-        code = Close.SILENT  # if it is still open it is of no use, but the worker comes back
+        code = Close.SILENT  # for a connection that is still open but unusable: the worker reconnects
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
@@ -324,7 +327,7 @@ class Worker:
         elif isinstance(message, Abort):
             self._generations.abort(message.generation)
         elif isinstance(message, Call):
-            # The service asks again when the connection broke before the answer: it may be done, or being done.
+            # The service repeats a call when the connection broke before the reply: the call may be done or running.
             if message.call not in self._answers:
                 self._answers[message.call] = None
                 while len(self._answers) > REMEMBERED_ANSWERS:
@@ -339,7 +342,7 @@ class Worker:
         try:
             with plugin_code():
                 answer = await self._done(call)
-        except Exception as error:  # the engine may be anybody's code
+        except Exception as error:  # the engine may be third-party code
             record = record_of(error if isinstance(error, OutriderError) else EngineMisbehaved(f"{error!r}"))
             answer = Answer(call=call.call, error=record)
         self._answers[call.call] = answer
@@ -348,7 +351,7 @@ class Worker:
 
     async def _done(self, call: Call) -> Answer:
         if call.action == "pause":
-            self._paused = True  # before the answer, which may be for a service that is gone by then
+            self._paused = True  # set before the reply, which may never reach the service
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()
@@ -367,7 +370,7 @@ class Worker:
         return Answer(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
-        """One after the other: a service that waits no longer for one may ask for the next."""
+        """Load weights, one update at a time: a service that has given up on one update may request the next."""
         if self._load is None:
             raise EngineRejected(f"worker {self.name!r} cannot load weights")
         async with self._loading:

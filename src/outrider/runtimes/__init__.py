@@ -1,4 +1,5 @@
-"""Runtimes: each makes sandboxes of one kind. The seam is in `base`.
+"""Runtimes: each kind makes one type of sandbox. The interface is in `base`.
 
-`guest` is the code that runs inside a sandbox, `tool_server` the host's end of it. The in-memory fake is in `testing`.
+`guest` runs inside a sandbox, `tool_server` is the host's end of the connection to `guest`. The in-memory fake is in
+`testing`.
 """

@@ -1,4 +1,4 @@
-"""Which runtime is used where nobody names one. It knows no runtime but by name."""
+"""The runtime used where none is named. Runtimes are looked up by name only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from outrider.runtimes.base import Availability, RuntimeKind
 
 
 def default_runtime() -> tuple[str, Availability]:
-    """The runtime to use where nobody names one: `namespace` where it works, else `process`. Also what the machine says
-    of `namespace`."""
+    """Return the default runtime (`namespace` where usable, else `process`), and the availability of `namespace` on
+    this machine."""
     runtime: RuntimeKind = resolve("runtime", "namespace")
     available = runtime.available()
     return ("namespace" if available.ok else "process"), available

@@ -1,7 +1,8 @@
-"""What the sandboxes and evaluators of one node share: the zygote, a daemon's client, the folder of control groups.
+"""The parts shared by the sandboxes and evaluators of one node: the zygote, a daemon's client, the folder of control
+groups.
 
-It knows none of these parts, only when they begin and end. Invariant: a part is opened by the first who asks for it,
-and closed after the last sandbox has been stopped, in the reverse order of opening.
+This module manages only the lifetimes of the parts, whatever they are. Invariant: a part is opened on first use, and
+closed after the last sandbox has been stopped, in the reverse order of opening.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.runtimes.kernel.process_marks import RUN_FILE, started
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""How the name of a node begins, and so the names of its folders, control groups and labels."""
+"""Prefix of every node's name, and thereby of its folders, control groups and labels."""
 
 
 SWEEP_SECONDS = 60.0
@@ -30,8 +31,9 @@ SWEEP_SECONDS = 60.0
 
 
 class Host:
-    """`folder` is the node's private folder. `name` is unique to this node for all time, and tells whether the node
-    still runs (see `lives`). The next node of the same folder has another name, with the same end."""
+    """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
+    all time, and encodes the process whose existence `lives` checks. The next node of the same folder has another name
+    with the same ending."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,7 +42,7 @@ class Host:
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By kind, so that a part that hangs while it is opened holds up no other."""
+        """One lock per kind, so that a part that hangs while it is opened blocks no other part."""
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -50,7 +52,8 @@ class Host:
         return await self._stack.__aexit__(*error)
 
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
-        """The one `kind(host)` of this node, entered. Raises what entering raises; the next call tries again."""
+        """Return the node's only `kind(host)`, entered. Raises the exception of entering; the next call tries
+        again."""
         if kind not in self._parts:
             async with self._opening[kind]:
                 if kind not in self._parts:
@@ -58,8 +61,8 @@ class Host:
         return cast(P, self._parts[kind])
 
     async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
-        """Call `sweep()` of every part that has one, to end what dead nodes left behind; `seconds` bounds each. Returns
-        how many things were ended, by the part's class. What fails is noted; the next sweep tries again."""
+        """Call `sweep()` of every part that has one, to end the leftovers of dead nodes. `seconds` bounds each part.
+        Returns the number of things ended, by the part's class. Failures are noted, and the next sweep tries again."""
         ended: dict[str, int] = {}
         for part in tuple(self._parts.values()):
             if (sweep := getattr(part, "sweep", None)) is None:
@@ -69,7 +72,7 @@ class Host:
                 async with asyncio.timeout(seconds):
                     if number := await sweep():
                         ended[name] = ended.get(name, 0) + number
-            except Exception as error:  # of whatever kind: the other parts are swept too
+            except Exception as error:  # any error: the other parts are swept too
                 failures.note(f"sweep of {name}", error)
             else:
                 failures.note_success(f"sweep of {name}")
@@ -77,10 +80,10 @@ class Host:
 
 
 def lives(name: str) -> bool:
-    """Whether the process of the node with this name still runs, or its folder is kept for the next one.
+    """Return whether the process of the node with this name still runs, or its folder is kept for the next node.
 
-    True where that cannot be known: for a name that is no node's, and for a node in another pid namespace, such as a
-    container's, whose process numbers mean nothing here."""
+    True if the state cannot be determined: for a name that is not a node's, and for a node in another pid namespace,
+    such as a container's, whose process ids mean nothing here."""
     try:
         namespace, pid, since, end = map(str, name.removeprefix(PREFIX).split("-"))
         return namespace != _pid_namespace() or started(int(pid)) == since or f"{PREFIX}{end}" in signs()
@@ -89,13 +92,13 @@ def lives(name: str) -> bool:
 
 
 def same_folder(one: str, other: str) -> bool:
-    """Whether the nodes of these names have the same folder, one after the other."""
+    """Return whether the nodes of these names have had the same folder, one after the other."""
     return one.rpartition("-")[2] == other.rpartition("-")[2]
 
 
 def sign_of_life(folder: Path) -> socket.socket:
-    """Show everybody on this machine that the node's folder of this name is in use, wherever it is, for as long as any
-    process has this socket. Raises OSError if the name is in use."""
+    """Mark the node folder of this name as in use, visible to every process of this machine, even one that cannot see
+    the folder. The mark lasts while any process has this socket. Raises OSError if the name is in use."""
     sign = socket.socket(socket.AF_UNIX)
     try:
         sign.bind(f"\0{folder.name}")
@@ -106,13 +109,13 @@ def sign_of_life(folder: Path) -> socket.socket:
 
 
 def signs() -> set[str]:
-    """The names of the nodes' folders that are in use. Blocks for a look at /proc."""
+    """Return the names of the node folders in use. Blocks for one read of /proc."""
     lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     return {name.removeprefix("@") for line in lines if (name := line.rpartition(" ")[2]).startswith(f"@{PREFIX}")}
 
 
 def survives(directory: Path) -> bool:
-    """Whether the sandbox with this folder may outlive its node, and nobody has gone on with it."""
+    """Return whether the sandbox with this folder may outlive its node and has not been continued by another."""
     return (directory / RUN_FILE).exists()
 
 

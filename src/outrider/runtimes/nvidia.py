@@ -1,8 +1,9 @@
-"""The NVIDIA GPUs of this machine, and what a sandbox that no container engine makes has to be shown to use some.
+"""The NVIDIA GPUs of this machine, and the device files and libraries to show in a sandbox made without a container
+engine.
 
-The driver is asked by its files alone: no library of it is loaded, and no GPU is opened. Their form is what other
-programs read of them; it was not tried on a machine with a GPU. Invariant: of the GPUs a sandbox is shown those that it
-was given and no other.
+The driver's state is read from files only: no library of the driver is loaded, and no GPU is opened. The file formats
+are taken from other programs that parse them, and were not tried on a machine with a GPU. Invariant: a sandbox is
+shown only the GPUs given to that sandbox.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from outrider.environment import environment
 from outrider.errors import RuntimeUnavailable
 
 CDI_KIND = "nvidia.com/gpu="
-"""Before the name of an NVIDIA GPU as container engines know it by the Container Device Interface."""
+"""Prefix of an NVIDIA GPU's name in the Container Device Interface of container engines."""
 CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 """Devices that every CUDA program opens, whichever GPU it uses; the last one is for profilers."""
 LIBRARIES_AT = "/run/outrider-nvidia"
-"""Where a sandbox has the driver's libraries. They must be of the same version as the kernel's module, so that no image
-can have them."""
+"""Folder of the driver's libraries in a sandbox. An image cannot contain these libraries, because their version must
+match the kernel module."""
 LIBRARY = re.compile(r"(?:libcuda|libcudadebugger|libnvcuvid|libnvoptix|libnvidia-[\w-]+)\.so\.[\w.]+")
 LISTED = re.compile(r"\s*(\S+) \(([^)]*)\) => (/\S+)")
 MACHINES = {"x86_64": "x86-64", "aarch64": "AArch64"}
-"""How `ldconfig -p` names the libraries of this kind of processor."""
+"""Names of the processor architectures in the output of `ldconfig -p`."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """`index` counts in the order of the PCI bus, as nvidia-smi does; `minor` is that of its device file."""
+    """One GPU. `index` counts in PCI bus order, as in nvidia-smi; `minor` is the minor number of the device file."""
 
     index: int
     minor: int
@@ -51,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """Pairs of a path of this machine and one of the sandbox: device files, and the driver's libraries."""
+    """Pairs (path on this machine, path in the sandbox) of device files and of the driver's libraries."""
 
     devices: tuple[tuple[str, str], ...] = ()
     libraries: tuple[tuple[str, str], ...] = ()
@@ -63,15 +64,15 @@ class Shown(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """The driver, as the kernel shows it in these folders, and `ldconfig` its libraries."""
+    """The driver, read from these folders of the kernel; `ldconfig` lists its libraries."""
 
     proc: Path = Path("/proc/driver/nvidia")
     dev: Path = Path("/dev")
     ldconfig: str = "/sbin/ldconfig"
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Those that this process may open. A batch job may have been given some of the machine's: then a control group
-        refuses the others, which `access` tells without opening one."""
+        """Return the GPUs that this process may open. A batch job may have only some of the machine's GPUs: a control
+        group refuses the others, and `access` detects the refusal without opening a GPU."""
         known = [_gpu(at, _text(file)) for at, file in enumerate(sorted(self.proc.glob("gpus/*/information")))]
         if not known:  # in a container there may be the device files alone
             minors = sorted(int(path.name[6:]) for path in self.dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
@@ -79,8 +80,9 @@ class NvidiaDriver:
         return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))
 
     def visible(self) -> tuple[Gpu, ...]:
-        """Those that a CUDA program of this process would use: with CUDA_VISIBLE_DEVICES, what it names up to the first
-        name of none. (Its numbers count in the order of the PCI bus, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.)"""
+        """Return the GPUs that a CUDA program started by this process would use. If CUDA_VISIBLE_DEVICES is set, the
+        names in it count up to the first name without a GPU; numbers are in PCI bus order, as with
+        CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here
@@ -96,11 +98,11 @@ class NvidiaDriver:
         return tuple(chosen)
 
     def shown(self, names: Sequence[str]) -> Shown:
-        """What a sandbox is to be shown for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
+        """Return the files to show a sandbox for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
         return Shown(self._devices(names), self._libraries()) if names else Shown()
 
     def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """The device files of these GPUs, and those that go with any."""
+        """Return the device files of these GPUs, and the device files needed with any GPU."""
         here = self.gpus()
         files = []
         for name in names:
@@ -133,8 +135,8 @@ NVIDIA = NvidiaDriver()
 
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
-    """The driver's libraries in what `ldconfig -p` has printed, by name, with their paths; the first path of several is
-    the one that programs load."""
+    """Parse the output of `ldconfig -p` into the driver's libraries: path by name. Of several paths of a library the
+    first is kept, because programs load that one."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
@@ -143,7 +145,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
-    """What tells programs in a sandbox which GPUs it was given. CUDA counts those that it sees from 0."""
+    """Environment variables that list a sandbox's GPUs for the programs in it. CUDA numbers the visible GPUs from
+    0."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {
@@ -153,7 +156,8 @@ def variables(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def is_nvidia(name: str) -> bool:
-    """Whether a name in the setting sandboxes.gpus is that of an NVIDIA GPU: plain, or with NVIDIA's kind before it."""
+    """Return whether a name in the setting sandboxes.gpus names an NVIDIA GPU: plain, or prefixed with NVIDIA's CDI
+    kind."""
     return "/" not in name or name.startswith(CDI_KIND)
 
 

@@ -1,7 +1,7 @@
-"""What a runtime needs of this machine, probed once: what is installed does not change under a running service.
+"""A cache of one probe of this machine for a runtime. Installed programs do not change under a running service.
 
-It does not know what is probed. Invariant: a result is kept for good; after a failure the probe runs again, but at most
-once in RETRY_SECONDS, so that what people repair is found without a restart.
+Invariant: a result is kept forever. After a failure the probe runs again, but at most once in RETRY_SECONDS, so that a
+repair is found without a restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class ProbeCache(Generic[T]):
-    """`probe` returns a finding or raises RuntimeUnavailable. It may block; threads that ask meanwhile wait for it."""
+    """The cached result of `probe`, which returns a finding or raises RuntimeUnavailable. The probe may block;
+    concurrent callers in other threads wait for the result."""
 
     def __init__(self, probe: Callable[[], T]) -> None:
         self._probe = probe
@@ -29,11 +30,11 @@ class ProbeCache(Generic[T]):
         self._probing = threading.Lock()
 
     def get(self) -> T:
-        """The finding. Raises RuntimeUnavailable with a hint what to do about it. Blocks."""
+        """Return the finding. Raises RuntimeUnavailable with a hint for the repair. Blocks."""
         with self._probing:
             if not self._found:
                 if self._failure is not None and time.monotonic() - self._failed_at < RETRY_SECONDS:
-                    # A new one: a traceback would grow each time the same error is raised.
+                    # A new exception: re-raising the same object would grow its traceback each time.
                     raise RuntimeUnavailable(self._failure.message, hint=self._failure.hint)
                 try:
                     self._found.append(self._probe())

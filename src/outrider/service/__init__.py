@@ -1,1 +1,1 @@
-"""The service: admits groups, schedules their sessions on nodes, settles results and delivers them. No HTTP here."""
+"""The service: admission, scheduling on nodes, results and delivery of groups. No HTTP here."""

@@ -1,7 +1,7 @@
-"""Admission: reads the body of a request into a spec, and checks a task against what this machine can do.
+"""Admission: reads the body of a request into a spec, and checks a task against the capabilities of this machine.
 
-It resolves every name that the task uses, but starts nothing. Invariant: a group is stored only after it has passed
-here, so a session can fail only because of something that happens later.
+Admission resolves every name in the task, but starts nothing. Invariant: a group is stored only after it has passed
+these checks, so only later events can make a session fail.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ MAX_NAMES = 1024
 """Maximum fields of an object outside of `options`: as many as `env` may have."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders that every sandbox with its own root file system provides. A read-only mount over one would hide it."""
+"""Folders of every sandbox with its own root file system. A read-only mount over such a folder would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""Location parts by which pydantic names the member of the prepare-step union that it tried."""
+"""Location parts with which pydantic names the kinds of prepare step tried."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
 """Location parts of pydantic that are not field names."""
 LIST_OF = "list["
-"""Prefix of the location part that pydantic adds where one member of a union is a list."""
+"""Prefix of the location part that pydantic adds where one alternative of a union is a list."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
-"""What is set aside of a node."""
+"""Resources of a node that are reserved for sessions."""
 CHECK_SECONDS = 120.0
-"""How long a submission may wait for its evaluators to be checked."""
+"""Maximum seconds for the checks of a submission's evaluators."""
 
 
 def parse_body(kind: type[S], body: bytes) -> S:
-    """The spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). No body stands for `{}` where no field
-    is required. Raises RequestError, or InvalidField naming the field."""
+    """Return the spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). An empty body stands for `{}`
+    if no field is required. Raises RequestError, or InvalidField naming the field."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     return _validated(kind, _json_object(body))
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
-    """The group spec in a decoded object. Raises InvalidField naming the field."""
+    """Return the group spec in a decoded object. Raises InvalidField naming the field."""
     return _validated(GroupSpec, value)
 
 
@@ -123,8 +123,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = complaints(error)
-        # For a prepare step pydantic reports the complaints of every kind of step that it tried. The kind with the
-        # fewest complaints is what the caller meant.
+        # For a prepare step pydantic reports the complaints of every kind of step tried. The kind with the fewest
+        # complaints is most likely the intended one.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
         chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
@@ -140,13 +140,13 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """The location up to the kind of prepare step in it; empty when it has none."""
+    """Return the location up to the kind of prepare step, or () for a location without a kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raises InvalidField if a session does not fit on any node, even an empty one. Without a node nobody knows."""
+    """Raises InvalidField if a session does not fit on any node, even an empty one. Passes while there is no node."""
 
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
@@ -156,7 +156,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    name = short[0] if short else "memory_mb"  # each alone is there, but not together
+    name = short[0] if short else "memory_mb"  # each resource alone is there, but not together
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
         f"{getattr(needs, name):g}{graded} is more than a node has: {have}",
@@ -166,7 +166,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """The most of something that a task may ask for."""
+    """The maximum of a quantity that a task may request."""
 
     field: str
     most: float
@@ -178,12 +178,12 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""How long a session may hold a slot of a lane: of `init`, of `run` and of `eval`, in seconds. None is interrupted for
-the session of another tenant, so no tenant waits longer for its first turn."""
+"""Maximum seconds for which a session may hold a slot of a lane: of `init`, of `run` and of `eval`. No session is
+interrupted for the session of another tenant, so these bounds limit each tenant's wait for a first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raises InvalidField for what only an admin's task may ask for."""
+    """Raises InvalidField for quantities that only an admin's task may request."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -200,12 +200,12 @@ def check_group(
     endpoints: Endpoints | None = None,
     here: bool = True,
 ) -> list[Evaluator]:
-    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators of
-    the task's steps, which `SubmissionChecks` is for.
+    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators
+    of the task's steps, for `SubmissionChecks`.
 
-    `paths` is what a task may name of the host's files, and `endpoints` are the graders outside. `here`: this machine
-    runs sessions itself. What others can do, they say when a session starts there.
-    Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    `paths` are the host's files that a task may name, and `endpoints` the external graders. `here`: sessions run on
+    this machine. Other machines check their own capabilities when a session starts there. Raises InvalidField,
+    RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -237,7 +237,7 @@ def check_group(
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")
-    # A file may become huge when its placeholders are filled in: a short text can repeat a long instruction.
+    # Filling in placeholders may make a file huge: a short text can repeat a long instruction.
     words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words["instruction"] = max((step.instruction for step in steps), key=len)
     for path, text in task.harness.files.items():
@@ -271,10 +271,10 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 
 
 class SubmissionChecks:
-    """Checks what of the specs of tasks' evaluators takes longer to check, such as whether a gold answer can be read.
+    """Runs the slower checks of evaluators' specs, for example reading a gold answer.
 
-    It checks one group of a tenant at a time, so that no tenant's golds occupy what all tenants share; and a group has
-    `seconds` for that in all, with its wait for those before it.
+    Groups of a tenant are checked one at a time, so that no tenant's golds occupy the shared resources. A group has
+    `seconds` in all, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:
@@ -283,7 +283,7 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Raises InvalidField, and EvaluatorError where it cannot be found out."""
+        """Raises InvalidField, and EvaluatorError if a check cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -313,14 +313,14 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
 
 
 def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: str) -> None:
-    """Every upload must be of the service's files."""
+    """Every upload must be a file or folder in the service's folder for tasks."""
     for number, step in enumerate(prepare):
         if isinstance(step, Upload):
             paths.upload(step.upload, field=f"{field}.{number}.upload")
 
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Every path of the host must be allowed and exist. An image that is given by name is not a path: the operator has
+    """Every path of the host must be allowed and exist. An image given by name is not a path: the operator has
     imported it."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
@@ -333,7 +333,7 @@ def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """A task's virtual environment must be allowed with everything that is mounted for it, and work in the sandbox."""
+    """A task's virtual environment must be allowed with all its mounts, and work in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
         return

@@ -1,6 +1,6 @@
-"""What tasks may name of this service, by the operator's settings: Python, runtimes, images, and hosts of callbacks.
+"""Checks the Python, runtimes, images and callback hosts in a task against the operator's settings.
 
-(Paths of the host are checked in admission.py, where they are looked up.) It imports nothing that a task names.
+Paths of the host are checked where they are resolved, in admission.py. Nothing named by a task is imported here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ METADATA = frozenset(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
     )
 )
-"""Where clouds give a machine its credentials, beside the link-local 169.254.169.254."""
+"""Addresses at which clouds serve a machine's credentials, beside the link-local 169.254.169.254."""
 
 
 class AllowLists:
-    """What the settings allow.
+    """The allow lists of the settings.
 
-    Callbacks are checked twice: their host when a group is submitted, and the very address that is connected to. So a
-    name whose address changes leads nowhere else.
+    Callbacks are checked twice: the host when a group is submitted, and the address of each connection. So a name
+    whose address changes cannot lead to a refused address.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,7 +42,7 @@ class AllowLists:
         self._names = [place.lower() for place in places if "/" not in place]
 
     def check(self, spec: GroupSpec, caller: Principal) -> None:
-        """Raises InvalidField for what the group names and may not."""
+        """Raises InvalidField for any name in the group that the settings do not allow."""
         task = spec.task
         runtimes = runtimes_of(task)
         for runtime, field in runtimes:
@@ -59,7 +59,7 @@ class AllowLists:
             self.check_host(str(spec.callback_url))
 
     def check_runtime(self, runtime: RuntimeSpec, caller: Principal, *, field: str) -> None:
-        """Raises InvalidField for a kind of sandboxes or an image that is not the caller's to use."""
+        """Raises InvalidField for a kind of sandbox or an image that the caller may not use."""
         sandboxes, kind, image = self._config.sandboxes, runtime.kind, runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(
@@ -77,12 +77,12 @@ class AllowLists:
             )
 
     def check_python(self, name: str | None, *, field: str) -> None:
-        """Raises InvalidField for a dotted path that plugins.allow does not cover. Call it before that is imported."""
+        """Raises InvalidField for a dotted path that plugins.allow does not cover. Call this before the import."""
         if name is None or ":" not in name:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A path into another object would lead out of the module: to os.system, where it imports os.
+            # A path into another object would lead out of the module: to os.system, if the module imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return
@@ -93,7 +93,7 @@ class AllowLists:
         )
 
     def check_host(self, url: str) -> None:
-        """Raises InvalidField for a callback to a host, or literal address, that is not allowed."""
+        """Raises InvalidField for a callback to a host or literal address that is not allowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
             address = plain(ip_address(host))
@@ -110,15 +110,16 @@ class AllowLists:
             )
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
-        """A socket for a callback to connect with. Raises OSError for an address that callbacks may not go to."""
+        """Return a socket for a callback's connection. Raises OSError for an address that callbacks may not use."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")
         return socket.socket(family, kind, protocol)
 
     def _refused(self, address: Address) -> bool:
-        """Whether only the operator may send anything there: to the services of this machine, where others can reach
-        ours, and to what gives credentials to whoever asks from here."""
+        """Return True for a sensitive address that the settings do not list: link-local, multicast, a cloud metadata
+        service (which gives credentials to any process on this machine), and this machine's own addresses if the
+        service is public."""
         return any(
             (one.is_link_local or one.is_multicast or one in METADATA or (self._config.public and is_own(one)))
             and not self._listed(one)
@@ -130,6 +131,7 @@ class AllowLists:
 
 
 def _begins(image: str, prefix: str) -> bool:
-    """Whether an image's name begins with whole parts of it: `python` allows python:3.12, and not pythonic/x."""
+    """Return True if `prefix` is a whole-part prefix of the image's name: `python` allows python:3.12, not
+    pythonic/x."""
     rest = image.removeprefix(prefix)
     return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")

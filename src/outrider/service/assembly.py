@@ -1,7 +1,7 @@
-"""Opens a service on this machine with all its parts, in the order in which they need one another.
+"""Opens a service on this machine with all its parts, in the order of their dependencies.
 
-The one place that knows which store, engines and node a service has. Invariant: whatever fails while it opens, what was
-opened before is closed again, last first.
+The store, engines and node of a service are chosen only here. Invariant: if a part fails to open, the parts opened
+before are closed again, last first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Opened(NamedTuple):
 
     @property
     def own_node(self) -> LocalNode:
-        """For those who know that it has one."""
+        """The node in this process. Asserts that there is one."""
         assert self.node is not None
         return self.node
 
@@ -72,17 +72,17 @@ class Models(NamedTuple):
 
     @property
     def pools(self) -> dict[str | None, EnginePool]:
-        """By name; None for the policy."""
+        """Engine pools by model name; None for the policy."""
         return {None: self.policy.pool} | {model.backend.model: model.backend.pool for model in self.frozen}
 
 
 @asynccontextmanager
 async def open_store(config: Config, failures: Failures | None = None) -> AsyncIterator[Store]:
-    """The store of a service that does not run. Raises ServiceError if it does, and InvalidField for a data folder that
-    cannot be used."""
+    """Open the store of a service that is not running. Raises ServiceError if the service runs, and InvalidField for a
+    data folder that cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock of the kernel and not a file with a process id: it is released however the process dies.
+        # A lock of the kernel and not a file with a process id: the lock is released however the process ends.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(
@@ -105,7 +105,7 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
 
 @asynccontextmanager
 async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIterator[Opened]:
-    """A service with its node in this process, or its nodes in others. `pauses` are the waits between a session's
+    """Open a service with its node in this process, or its nodes in others. `pauses` are the waits between a session's
     failed attempts.
 
     Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder or the
@@ -189,9 +189,9 @@ async def open_models(
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
-    """The models of the settings, with engine pools that are still empty. `known` and `keep` let the policy's version
-    outlive them. `paces` are the engines' paces in an earlier service. With `leader`, each pool follows the pool of the
-    same model in another process."""
+    """Open the models of the settings, with engine pools that are still empty. `known` and `keep` preserve the
+    policy's version across restarts. `paces` are the engines' paces in an earlier service. With `leader`, each pool
+    follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
         raise InvalidField(
             "no tokenizer is set",
@@ -249,7 +249,7 @@ def local_node(
     service_silence: Callable[[], float] = lambda: 0.0,
     failures: Failures | None = None,
 ) -> LocalNode:
-    """The node of the settings in this process, to be entered. `owner` and `failures`: see `LocalNode`;
+    """Return the node of the settings in this process, to be entered. `owner` and `failures`: see `LocalNode`;
     `service_silence`: see `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
@@ -282,8 +282,8 @@ def _store(config: Config, failures: Failures | None) -> Store:
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
-    """The renderer of each frozen model. Raises InvalidField for a name that is taken, and for a tokenizer or renderer
-    that does not work."""
+    """Return the renderer of each frozen model. Raises InvalidField for a name that is taken, and for a tokenizer or
+    renderer that does not work."""
     names = [config.model.name]
     renderers = []
     for at, model in enumerate(config.frozen):
@@ -301,7 +301,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer))
-        except InvalidField as error:  # of a field of the policy's model
+        except InvalidField as error:  # it names a field of the policy's model
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers

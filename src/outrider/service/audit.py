@@ -1,7 +1,7 @@
-"""The audit log: who called what to change something, when, and with which outcome, as JSON lines in the data folder.
+"""The audit log: each changing call with its caller, time and outcome, as JSON lines in the data folder.
 
-A file and not a table: whoever collects logs can read it, and the API cannot change it. It knows no HTTP. Invariant:
-it holds no more than FILES files of FILE_BYTES each, and a line more.
+The log is a file, not a table: log collectors can read a file, and the API cannot change it. No HTTP here. Invariant:
+the log holds at most FILES files of FILE_BYTES each, plus one line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ FILES = 8
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. `who` is the name of a token, `place` the address it came from, `call` the method and route, `ids` what
-    it named and what it made, `status` how it was answered. `at` is in seconds since the epoch."""
+    """One line of the log. `who` is the name of a token, `place` the caller's address, `call` the method and route,
+    `ids` the ids in the request and of created objects, `status` the HTTP status of the reply, `at` seconds since the
+    epoch."""
 
     at: float
     who: str
@@ -37,7 +38,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditLog:
-    """Appends to `folder`/audit.jsonl; a full file becomes audit.1.jsonl, that one audit.2.jsonl, and so on."""
+    """Appends to `folder`/audit.jsonl. A full file becomes audit.1.jsonl, audit.1.jsonl becomes audit.2.jsonl, and so
+    on."""
 
     def __init__(self, folder: Path, failures: Failures | None = None) -> None:
         self._failures = failures or Failures()
@@ -45,8 +47,8 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. A failure is noted and not raised: on a full disk, work must still be possible to cancel. The
-        line goes to the log then, each of them."""
+        """Write a line. A failure for lack of means (such as a full disk) is noted and not raised, because cancelling
+        work must remain possible. Each line that cannot be written goes to the service's log instead."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")

@@ -1,9 +1,9 @@
-"""Back-pressure: refuses new groups while the queue is full, and says when to try again.
+"""Back-pressure: refuses new groups while the queue is full, with a time after which to try again.
 
-It knows no HTTP. The bound is on sessions that wait before a group is accepted, so that a group of any size is accepted
-once there is room at all. One run that fills the queue does not keep the others out: a bucket that has less than its
-equal part of the bound is accepted until twice the bound is reached. Nor does a tenant with any number of runs: a
-tenant that has less than its equal part is accepted until three times the bound is reached.
+No HTTP here. The bound counts the sessions that wait before a group is accepted, so a group of any size is accepted
+once there is any room. A run that fills the queue does not keep the others out: a bucket with less than an equal part
+of the bound is accepted until twice the bound is reached. Nor does a tenant with any number of runs: a tenant with
+less than an equal part is accepted until three times the bound is reached.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from outrider.store.rows import GroupRow, QueueLength
 from outrider.store.store import Store
 
 RATE_SECONDS = 60.0
-"""The rate of completion is that of the last minute."""
+"""Seconds over which the rate of completion is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
-"""Seconds after which a refused client is told to come back, at least and at most."""
+"""Minimum and maximum seconds that a refused client is told to wait."""
 
 COUNT_SECONDS = 0.5
-"""A full queue is counted anew at most so often: that takes 12 ms at 100,000 sessions."""
+"""Minimum seconds between two counts of a full queue: a count takes 12 ms at 100,000 sessions."""
 
 
 class BackPressure:
-    """`await check(group)` before a group is stored; `note_done` whenever a session has ended."""
+    """Call `await check(group)` before a group is stored, and `note_done` whenever a session has ended."""
 
     def __init__(self, store: Store, bound: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class BackPressure:
         self._length: QueueLength | None = None
         self._counted_at = -math.inf
         self._added = 0
-        """Sessions accepted since the count; those that have left the queue since are not known."""
+        """Sessions accepted since the count. Sessions that left the queue since then are not subtracted."""
         self._ends: deque[float] = deque(maxlen=10_000)
         self._counting = asyncio.Lock()
 
@@ -60,7 +60,7 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions that were added since the count may have started: they alone make no queue full.
+            # Sessions added since the count may have started: they alone make no queue full.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

@@ -1,8 +1,8 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-It knows no session. The body of a push is the reply to `GET /v1/groups/{id}`; the header `Idempotency-Key` is the
-group's id, by which a receiver recognises a repeated push. Invariant: a row leaves the outbox only after a 2xx; one
-that is given up stays there as a dead letter.
+The body of a push is the reply to `GET /v1/groups/{id}`. The header `Idempotency-Key` is the group's id, by which a
+receiver recognises a repeated push. Invariant: a row leaves the outbox only after a 2xx reply. A push that is given up
+stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ log = logging.getLogger("outrider.delivery")
 TRY_SECONDS = 30.0
 """Maximum duration of one push."""
 PAUSES = Backoff(first=1.0, longest=600.0)
-"""Waits between the tries of one push. The outbox is read at least every `first` seconds."""
+"""Waits between the tries of a push. The outbox is read at least every `first` seconds."""
 LONGEST_PAUSE = 3600.0
-"""Maximum wait that a receiver can ask for with `Retry-After`."""
+"""Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A push is given up after so many tries if the last was refused: about ten minutes, in which a receiver that is not
-set up yet can be. After other failures it is given up once it has been due for PATIENCE, too."""
+"""A refused push is given up after this many tries: about ten minutes, enough to set up a receiver. After other
+failures a push is given up only once it has also been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
-"""Pushes under way at once."""
+"""Maximum number of pushes under way."""
 MAX_PUSHES_EACH = 8
-"""Pushes under way at once to one receiver, so that a slow one does not hold up the others. One that has failed gets
-one at a time until it takes one."""
+"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to others. After a
+failed push a receiver gets a single push at a time until a push succeeds."""
 LOOK_AHEAD = 1000
-"""Outbox rows read at a time: many more than can be pushed, in case the first ones all go to one slow receiver."""
+"""Outbox rows read at a time: many more than can be pushed, in case the first rows all go to one slow receiver."""
 MAX_FAULT = 300
-"""Characters of a failure's description that are kept."""
+"""Maximum length in characters of a stored failure description."""
 NOT_REFUSED = frozenset({408, 425, 429})
-"""Statuses below 500 with which a receiver asks for another try."""
+"""Statuses below 500 that mean: try again later."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a push failed. `refused`: the receiver will hardly take it another time, or its address is wrong. It asks for
-    a pause of `wait` seconds."""
+    """The reason why a push failed. `refused`: the receiver is unlikely to accept another try, or its address is
+    wrong. `wait`: seconds that the receiver requested before the next try."""
 
     fault: str
     refused: bool = False
@@ -64,9 +64,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. `allow_lists` say where a push may go. Pushes are
-    signed if there is a `secret`. `pauses` are the waits between tries of a push, which is tried for `patience` seconds
-    at least."""
+    """Run `run` in a task group; call `wake` when a group is done. `allow_lists` restrict the receivers. Pushes are
+    signed if there is a `secret`. `pauses` are the waits between the tries of a push, which is tried for at least
+    `patience` seconds unless it is refused."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class Deliverer:
         self._under_way: dict[str, str] = {}
         """Receivers by group id."""
         self._failing: set[str] = set()
-        """Receivers that did not take their last push."""
+        """Receivers whose last push failed."""
 
     def wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
         """Push until cancelled."""
-        # Without cookies: those of one receiver are nothing to another.
+        # Without cookies: the cookies of a receiver must not reach another.
         async with (
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
@@ -111,18 +111,18 @@ class Deliverer:
     async def _push_due(self, http: aiohttp.ClientSession, chores: Chores) -> None:
         """Start the pushes that are due, and wait until there may be more."""
         self._work.clear()
-        # A push that ends while the outbox is read may still be listed as due. It must not be sent again.
+        # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)
         due = await retry_store(self._due, self._failures)
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # Behind so many for the receivers that are busy now there may be some for others.
+        # Behind a full page of rows for busy receivers there may be rows for others.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _due(self) -> list[Delivery]:
-        """Deliveries to receivers that can take another push."""
+        """Return the deliveries to receivers that can take another push."""
         now, pushes = time.time(), Counter(self._under_way.values())
         busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
         latest = now + max(self._pauses.longest, LONGEST_PAUSE)
@@ -132,7 +132,7 @@ class Deliverer:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """The deliveries to start now, within the limits; they are noted as under way."""
+        """Select the deliveries to start now, within the limits, and note them as under way."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:
@@ -146,7 +146,7 @@ class Deliverer:
         return admitted
 
     async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
-        """Try one delivery once, and note in the outbox how it went."""
+        """Try one delivery once, and record the outcome in the outbox."""
         group_id = delivery.group_id
         try:
             try:
@@ -154,7 +154,7 @@ class Deliverer:
                 failure = await self._push(http, delivery, await self._reader.encoded(view))
             except NotFound:
                 raise
-            except Exception as error:  # such as MemoryError for a large group: it is put off, and the outbox says why
+            except Exception as error:  # such as MemoryError for a large group: put off, with the reason stored
                 failure = Failure(described(error)[:MAX_FAULT])
             if failure is None:
                 self._failing.discard(delivery.receiver)
@@ -170,7 +170,7 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # The number of tries counts beside the time, because the clock may be set forward by days.
+        # The number of tries counts as well as the time, because the clock may be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
@@ -182,14 +182,14 @@ class Deliverer:
         )
 
     async def _push(self, http: aiohttp.ClientSession, delivery: Delivery, body: bytes) -> Failure | None:
-        """None if the receiver answered with a 2xx, else what went wrong. The body of an answer is not read."""
+        """Return None if the receiver replied with a 2xx, else the failure. The body of the reply is not read."""
         if not delivery.url:
             return Failure("its address was encrypted with a key that the service does not have now", refused=True)
         headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
         try:
-            # A redirect is not followed: the POST would become a GET, whose answer says nothing about the group.
+            # A redirect is not followed: the POST would become a GET, whose reply proves nothing about the group.
             async with http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
                 if 200 <= reply.status < 300:
                     return None
@@ -203,14 +203,14 @@ class Deliverer:
         except (
             aiohttp.InvalidURL,
             ValueError,
-        ):  # aiohttp raises either; what it says names the URL, which may be secret
+        ):  # aiohttp raises either; the text contains the URL, which may be secret
             return Failure("its address cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
 
 
 def _wait_asked(header: str) -> float:
-    """Seconds that a Retry-After header asks for: a number, or a date. 0 for any other value."""
+    """Seconds requested by a Retry-After header: a number or a date. 0 for any other value."""
     try:
         seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Remembers how long engines usually take, beyond the end of the service.
+"""Keeps the usual paces of engines across restarts of the service.
 
-A service that is started while an engine is silent or drips would otherwise take that for the engine's usual pace, and
-blame agents for what the engine did. `engines/pool/pace.py` defines a pace.
+Without them, a service started while an engine is silent or slow would take that for the engine's usual pace, and
+blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from outrider.store.store import Store
 log = logging.getLogger("outrider.engine")
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for paces that have become known, or have changed."""
+"""Seconds between two checks for new or changed paces."""
 
 
 async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
-    """The paces that earlier services have kept, by the engine's name."""
+    """Return the paces that earlier services have stored, by engine name."""
     found = dict[str, RememberedPace]()
     for engine, pace in (await store.engine_paces()).items():
         try:
             found[engine] = msgspec.json.decode(pace, type=RememberedPace)
-        except msgspec.DecodeError:  # of another version: it is learned again
+        except msgspec.DecodeError:  # of another version: the pace is measured again
             log.warning("the remembered pace of engine %s cannot be read", engine)
     return found
 

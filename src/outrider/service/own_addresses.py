@@ -1,7 +1,7 @@
-"""Which addresses lead to this machine, whatever their notation.
+"""Detects addresses that lead to this machine, in any notation.
 
-It opens no connection. Invariant: the answer is that of the kernel's routing tables at the moment of the question, so
-an address that the machine gets later counts, too.
+No connection is opened. Invariant: the result reflects the kernel's routing tables at the time of the call, so
+addresses added to the machine later are covered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMBEDDING = tuple(
         ("2002::/16", 80),  # 6to4
     )
 )
-"""Networks of IPv6 whose addresses hold one of IPv4, and how many bits are behind it."""
+"""IPv6 networks with an IPv4 address in each address, and the number of bits behind the IPv4 address."""
 ISATAP = 0x5EFE
 NETLINK_ROUTE, RTM_GETROUTE, NLM_F_REQUEST, RTA_DST = 0, 26, 1, 1
 HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
@@ -32,14 +32,16 @@ ANSWER_SECONDS = 1.0
 
 
 def plain(address: Address) -> Address:
-    """The address without a zone; that of IPv4 for a mapped one, which is only another notation."""
+    """Return the address without a zone; for an IPv4-mapped address, which is only another notation, the IPv4
+    address."""
     if isinstance(address, IPv4Address):
         return address
     return address.ipv4_mapped or IPv6Address(int(address))
 
 
 def meanings(address: Address) -> tuple[Address, ...]:
-    """The plain addresses that a packet to a plain one may reach: itself, and those of IPv4 that it holds."""
+    """Return the plain addresses that a packet to a plain address may reach: the address and any embedded IPv4
+    addresses."""
     if isinstance(address, IPv4Address):
         return (address,)
     number = int(address)
@@ -51,13 +53,13 @@ def meanings(address: Address) -> tuple[Address, ...]:
 
 
 def is_own(address: Address) -> bool:
-    """Whether the kernel would deliver a packet to that address on this machine."""
+    """Return True if the kernel would deliver a packet to this address on this machine."""
     if address.is_loopback or address.is_unspecified:  # Linux takes 0.0.0.0 for this machine, too
         return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # no netlink here, as behind some system-call filters: only an own address can be bound
+    except OSError:  # no netlink, as behind some system-call filters: only an own address can be bound
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))
@@ -67,7 +69,7 @@ def is_own(address: Address) -> bool:
 
 
 def _route_type(family: int, packed: bytes) -> int | None:
-    """The type of the route to an address, None where there is none. Raises OSError."""
+    """Return the type of the route to an address, or None if there is none. Raises OSError."""
     body = ROUTE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, 0) + ATTRIBUTE.pack(4 + len(packed), RTA_DST) + packed
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_ROUTE) as kernel:
         kernel.settimeout(ANSWER_SECONDS)

@@ -1,10 +1,12 @@
-"""Where sessions run: the nodes, what was placed on each, and the rule by which a session gets one.
+"""Placement of sessions on nodes: the nodes, the sessions placed on each, and the rule that chooses a node.
 
-It knows no queue and no store. The sessions on a machine may ask together for twice the processors, memory and GPUs
-that it has: so many wait there, and take over what becomes free. A session that finds no such room stays in the queue
-and keeps its place. Until it has room, no other session that asks for what it is short of goes to a machine that could
-take it, so that small ones cannot starve it; those that ask for none of that pass (see `room_behind`).
-Invariant: no more sessions are on a node than it has slots, but for those that it had when it lost some.
+No queue and no store here. The sessions on a machine may together require twice the machine's processors, memory and
+GPUs: the surplus sessions wait there for resources to become free. A session without room on any machine stays in the
+queue and keeps its position. Until the session gets room, no other session that needs the same scarce resources is
+placed on a machine that could take it, so that small sessions cannot starve a large session. Sessions that need none
+of the scarce resources pass (see `room_behind`).
+
+Invariant: a node has at most as many sessions as slots, except after a loss of slots.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from outrider.sessions.resources import ResourceAmount, free_of, session_needs, 
 from outrider.spec import RuntimeSpec, TaskSpec, runtimes_of
 
 OVERBOOKING = 2
-"""What the sessions on a machine may ask for in all, in multiples of what it has."""
+"""Maximum total needs of the sessions on a machine, in multiples of its resources."""
 
 RUN_LANE = "run"
 
 JOIN_SECONDS = 60.0
-"""How long nodes on other machines may take to join a service that was started again."""
+"""Seconds that nodes on other machines may take to join a restarted service."""
 
 
 class Placeable(Protocol):
-    """What is asked of a node; see `sessions.attempt.Node`."""
+    """The part of a node's interface that placement uses; see `sessions.attempt.Node`."""
 
     name: str
     machine: str
@@ -48,16 +50,16 @@ N = TypeVar("N", bound=Placeable)
 
 @dataclass(eq=False)
 class _Machine:
-    """What the sessions on all nodes of a machine ask for in all."""
+    """The total needs of the sessions on all nodes of a machine."""
 
     needs: Quantities = ResourceAmount().quantities
     waiting: list[Quantities] = field(default_factory=list)
-    """What each session asks for that waits for room on it, in the order of the queue."""
+    """Needs of each session that waits for room on this machine, in the order of the queue."""
 
 
 @dataclass(eq=False)
 class _Place(Generic[N]):
-    """A node, and the number of sessions that were placed on it."""
+    """A node, and the number of sessions placed on it."""
 
     node: N
     machine: _Machine
@@ -72,7 +74,7 @@ class _Place(Generic[N]):
 
 
 class Places(Generic[N]):
-    """Nodes are known by name. `evaluation_share` of the run slots is for evaluations, as long as some wait."""
+    """Nodes by name. While evaluations wait, they may use the fraction `evaluation_share` of the run slots."""
 
     def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
@@ -82,18 +84,18 @@ class Places(Generic[N]):
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
-        """What nodes had that were removed."""
+        """Total resources of nodes that were removed."""
         self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Sessions in the share of evaluations."""
 
     def add(self, node: N) -> None:
-        """Have another node, in place of one of that name."""
+        """Add a node, replacing any node of the same name."""
         self._places[node.name] = _Place(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: N) -> None:
-        """Forget a node. The sessions that are on it are given back all the same."""
+        """Remove a node. The sessions placed on it are still to be given back."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -110,21 +112,21 @@ class Places(Generic[N]):
         return [place.node for place in self._places.values()]
 
     def machines(self) -> list[N]:
-        """A node of each machine, and of several the one with the most slots: others may just be starting."""
+        """One node of each machine: the node with the most slots, because others may just be starting."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
     def check_known(self, name: str) -> None:
-        """Raises NotFound."""
+        """Raises NotFound for an unknown node."""
         if name not in self._places:
             raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places)) or 'none'}")
 
     def free_slots(self) -> int:
-        """How many more sessions the nodes can take."""
+        """Number of further sessions that the nodes can take."""
         return sum(map(self._slots, self._places.values()))
 
     def free_share(self) -> int:
-        """How many of these the share of evaluations has room for."""
+        """Number of free slots that evaluations may take within their share."""
         if not self._evaluation_share:
             return 0
         lanes = [lane for place in self._open() for lane in place.node.stats().lanes]
@@ -132,20 +134,20 @@ class Places(Generic[N]):
         return min(max(0, share - self._reserved), self.free_slots())
 
     def look_again(self) -> None:
-        """Forget which sessions have found no room: the queue is read from its beginning."""
+        """Clear the lists of sessions without room: the queue is read from the beginning."""
         for place in self._places.values():
             place.machine.waiting.clear()
 
     def find(self, task: TaskSpec) -> N | None:
-        """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
-        one that has its images, then one without GPUs unless it needs some, then the one with the most free slots. None
-        if the session must wait."""
+        """Return the node for a session, or None if the session must wait. Among nodes with a slot and room for the
+        session's needs, prefer a node where the resources are free now, then a node that has the images, then a node
+        without GPUs (unless the session needs GPUs), then the node with the most free slots."""
         needs = session_needs(task)
         runtimes = [runtime for runtime, _ in runtimes_of(task)]
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # One that fits on no node was accepted when there was more: any node will tell it so.
+        # A session too large for every node was accepted when there was more: any node will refuse it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -161,15 +163,16 @@ class Places(Generic[N]):
         return max(found, key=fitness).node if found else None
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
-        """Whether a node that can take this is there or may come: one that could has left, or, with `others`, the
-        service began so lately that not all may have joined."""
+        """Return True if a node large enough for these needs is here or may come: such a node has left, or, with
+        `others`, the service began so recently that not all nodes may have joined."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: N, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session on a node; what is returned gives its place back, and is to be called once."""
+        """Count a session on a node. Returns a function to be called once, which gives the slot and the resources
+        back."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

@@ -1,6 +1,6 @@
-"""Who calls the control API, as its routes and the service are told.
+"""The caller of the control API, as seen by routes and service.
 
-It knows no token; `tokens.py` finds out who has sent one.
+No tokens here: `tokens.py` authenticates the caller.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""By the role of a token, the roles that it may act in."""
+"""The roles in which the holder of a token may act, by the token's role."""
 
 
 class Principal(NamedTuple):
-    """Who calls: the name of a token, its role, whose its groups are (the tenant), and how many sessions it may have
-    queued or running (None: any)."""
+    """A caller: the name of the token, the role, the tenant that owns the caller's groups, and the maximum number of
+    sessions queued or running (None: unlimited)."""
 
     name: str
     role: Role
@@ -29,7 +29,7 @@ class Principal(NamedTuple):
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose things it is shown and may act on; None for everybody's."""
+        """The tenant whose objects the caller may see and act on; None for all tenants."""
         return None if self.may("admin") else self.tenant
 
     def may(self, role: Role) -> bool:
@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""Everybody on this machine, while the service has no token."""
+"""Every caller on this machine, while the service has no token."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
-"""Whoever has the token of the settings."""
+"""The holder of the token in the settings."""

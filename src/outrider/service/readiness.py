@@ -1,7 +1,7 @@
-"""Whether the service can do its work: what `/readyz` asks.
+"""Readiness of the service, for `/readyz`.
 
-It changes nothing but one row of the store. Invariant: however many ask at once, the store is asked once in
-FRESH_SECONDS, and nobody waits much longer than STORE_SECONDS.
+The check changes only one row of the store. Invariant: for any number of callers at once, the store is probed once in
+FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from outrider.errors import OutriderError, StoreUnavailable
 from outrider.store.store import Store
 
 FRESH_SECONDS = 1.0
-"""For how long an answer of the store holds."""
+"""Seconds for which a probe's result is valid."""
 STORE_SECONDS = 2.0
-"""How long a store may take to answer. Orchestrators wait a few seconds for a probe."""
+"""Seconds that a probe of the store may take. Orchestrators wait a few seconds for a probe."""
 HINT = "nothing is accepted until it is back; sessions under way wait for it"
 
 
 class StoreReadiness:
-    """Asks a store, and remembers the answer. `seconds` is how long an answer may take, `fresh` for how long it
-    holds."""
+    """Probes a store and caches the result. `seconds` limits the duration of a probe, `fresh` is the cache's
+    lifetime."""
 
     def __init__(self, store: Store, *, seconds: float = STORE_SECONDS, fresh: float = FRESH_SECONDS) -> None:
         self._store = store

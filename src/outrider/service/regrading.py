@@ -1,7 +1,7 @@
-"""Makes the group that grades sessions again: a new group whose sessions take over the runs of earlier ones.
+"""Makes the group that grades sessions again: a new group whose sessions take over the runs of earlier sessions.
 
-It stores nothing and starts nothing. Invariants: the earlier sessions and their verdicts stay as they are; a run is
-graded with the files that were kept of it, or without any.
+Nothing is stored or started here. Invariants: the earlier sessions and verdicts do not change; a run is graded with
+the files kept from the run, or without files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """The group that grades every session of a group again whose run ended by itself. Raises NotFound, also for a group
-    of another tenant; Conflict if there is none; UnreadableTask; and InvalidField."""
+    """Return a group that grades again every session of `group_id` whose run ended by itself. Raises NotFound, also
+    for a group of another tenant; Conflict if no run did; UnreadableTask; and InvalidField."""
     spec = await _spec_of(store, (await store.group(group_id, tenant=tenant)).id)
-    # Those of a group that has graded others again took over the runs of these: so nothing is kept twice.
+    # A regrading group took over the runs of earlier sessions: use these, so that nothing is kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for it, or grade single sessions of it again")
@@ -41,7 +41,7 @@ async def regraded_group(
 async def regraded_session(
     store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """The same for one session: a group of one. Raises as `regraded_group`."""
+    """Return a group of one that grades one session again. Raises as `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
     spec = await _spec_of(store, row.group_id)
     if spec.regrades:
@@ -69,8 +69,8 @@ def _can_be_graded(row: SessionRow) -> bool:
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
-    """A group with the old one's task, whose evaluator is given what was kept of what the first one was. Raises
-    InvalidField."""
+    """Return a group with the old group's task, whose evaluator gets the files kept from the first grading. Raises
+    Conflict for a task of several steps, and InvalidField."""
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(
@@ -85,7 +85,7 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
             field="evaluator.carry",
             hint="leave it out: what was kept is carried again",
         )
-    # What a group that has graded others again carries was kept by these.
+    # The files that a regrading group carries were kept by the earlier sessions.
     kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
         if evaluator.runtime is not None:

@@ -1,7 +1,7 @@
-"""Removes finished groups that are old, or too many, with all that is stored of them: rows, images and artifacts.
+"""Removes finished groups that are old, or too many, with all their stored data: rows, images and artifacts.
 
-It knows no session that has not ended. Invariant: a group vanishes from every reply before the first part of it is
-deleted; what a killed service had begun to delete, the next one deletes to its end.
+Only finished sessions are removed. Invariant: a group vanishes from every reply before any part of the group is
+deleted. A deletion begun by a killed service is completed by the next service.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("outrider.retention")
 T = TypeVar("T")
 
 CHECK_SECONDS = 60.0
-"""How often the service looks whether the settings' bounds are exceeded."""
+"""Seconds between two checks of the settings' bounds."""
 STEP_ROWS = 100
-"""Rows deleted in one transaction: the store's other writers wait for it for a few milliseconds."""
+"""Rows deleted in one transaction: the store's other writers wait a few milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""Groups are hidden in batches of so many sessions."""
+"""Sessions in one batch of groups to hide."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
-"""A request for removals is answered after about so long, also when there is more to remove."""
+"""Approximate maximum seconds until a removal request gets its reply, even when there is more to remove."""
 DAY = 86400.0
 MB = 1 << 20
 
@@ -51,10 +51,10 @@ class Retention:
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Removals are made by one caller at a time."""
+        """Lets one caller at a time remove groups."""
 
     async def run(self) -> None:
-        """Finish what an earlier service had begun; then keep to the settings' bounds, until cancelled."""
+        """Finish the deletions of an earlier service; then enforce the settings' bounds, until cancelled."""
         bounds = GcSpec(days=self._settings.days, size_mb=self._settings.size_mb)
 
         async def keep() -> None:
@@ -70,8 +70,9 @@ class Retention:
                 await chores.begin("retention", keep)
 
     async def collect(self, spec: GcSpec) -> GcReport:
-        """Remove the groups that are older or more than `spec` allows, the oldest first, for about REQUEST_SECONDS; or
-        only count them. Bounds that are not given are the settings'. Raises InvalidField if there is none at all."""
+        """Remove the groups that exceed the age or size of `spec`, oldest first, for about REQUEST_SECONDS; a dry run
+        only counts them. Without bounds in `spec`, the settings' bounds apply. Raises InvalidField if there are none
+        either."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:
@@ -87,7 +88,7 @@ class Retention:
             groups = sessions = size = 0
             place, more = (-inf, 0), False
             while not more:
-                # What a dry run has counted is still there.
+                # Groups counted by a dry run are still stored.
                 stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -121,24 +122,24 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # A database that was put back from a copy does not know the sessions that are younger than the copy.
+            # A database restored from a copy lacks the sessions that are younger than the copy.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all that is hidden: files first, because they are found by their sessions' rows."""
+        """Delete everything hidden: files first, because the rows of sessions lead to the files."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:
             begun = time.monotonic()
             more = await self._store.removals.erase(STEP_ROWS)
-            await asyncio.sleep(time.monotonic() - begun)  # so that half of the writer's time is left to the others
+            await asyncio.sleep(time.monotonic() - begun)  # leaves half of the writer's time to others
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Look at artifacts, or remove them, in a thread. Raises ServiceError, after which it may be tried again."""
+    """Read or remove artifacts in a thread. Raises ServiceError, after which the work may be tried again."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
@@ -148,8 +149,8 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """The first of the candidates, as far as they finished before a time or are needed to free `excess` bytes, until
-    they have so many sessions."""
+    """Return the first candidates that finished before a time or are needed to free `excess` bytes, up to a number of
+    sessions."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

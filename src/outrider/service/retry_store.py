@@ -1,6 +1,6 @@
-"""Repeats work on the store until the database accepts it, so that a failing database delays sessions, but ends none.
+"""Repeats work on the store until the database accepts it: a failing database delays sessions, but ends none.
 
-It knows no table. Invariant: `retry_store` returns only after the work has succeeded.
+Invariant: `retry_store` returns only after the work has succeeded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 PAUSES = Backoff(first=0.1, longest=10.0)
 NAME = "store"
-"""In the list of what fails."""
+"""Name of this work in the list of failures."""
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
-    """Call `work` until it does not raise ServiceError; its result. All other errors are raised.
+    """Call `work` until a call does not raise ServiceError, and return the result. All other errors are raised.
 
-    A call that failed may have taken effect in part or as a whole, so `work` must be safe to repeat.
+    A failed call may have taken effect in part or as a whole, so `work` must be safe to repeat.
     """
     tries = 0
     while True:

@@ -1,9 +1,9 @@
-"""The scheduler: takes queued sessions in the queue's order, places them on nodes, and stores how each attempt ended.
+"""The scheduler: takes sessions in the queue's order, places sessions on nodes, and stores how each attempt ended.
 
-The order is that of `store/queue.py`; where a session goes, and which wait for room, is decided by `placing.py`.
+`store/queue.py` defines the order. `placing.py` chooses the node of a session, or has the session wait for room.
 
-It knows no sandbox and no engine. Invariant: every attempt that it starts ends in exactly one of `finish` and
-`requeue`, unless its node or this process dies; then its lease ends, and `recover` requeues the session.
+No sandboxes and no engines here. Invariant: every started attempt ends in exactly one of `finish` and `requeue`,
+unless the node or this process is killed. Then the lease ends, and `recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from outrider.trajectory import SessionResult, stored_run
 log = logging.getLogger("outrider.scheduler")
 
 LEASE_SECONDS = 30.0
-"""A session whose lease is not renewed for so long is requeued. Leases are renewed three times as often."""
+"""A session is requeued this many seconds after its last lease renewal. Leases are renewed three times as often."""
 
 MAX_RECOVERED = 10
-"""How often a session is tried again after its node died. That does not count as its failure, but a session may be what
-kills its nodes, so there is a limit."""
+"""Maximum number of new attempts of a session after the loss of a node. A lost node does not count as the session's
+failure, but a session may be the cause of the loss, so there is a limit."""
 
 PAUSES = Backoff(first=1.0, longest=60.0)
 """Waits between a session's failed attempts."""
@@ -65,28 +65,28 @@ EXPIRED = ErrorRecord(
 )
 
 LOOK_SECONDS = 30.0
-"""The queue is looked at so often even if nothing happens: the clock by which a session is due may be set back."""
+"""Maximum seconds between two reads of the queue, even without an event: the clock behind due times may be set back."""
 
 
 @dataclass(eq=False)
 class _Placement:
-    """An attempt on a node. `task` is set while the node runs it: only then does `ending` interrupt it."""
+    """An attempt on a node. `task` is set while the node runs the attempt: only then does `ending` interrupt it."""
 
     node: Node
     attempt: Attempt
     give_back: Callable[[], None]
-    """To be called when the attempt has ended: its place on the node is free."""
+    """Gives the attempt's slot and resources back; called when the attempt has ended."""
     regrades: str | None = None
-    """The session whose run is graded again, in place of one of an agent."""
+    """The session whose run is graded again, in place of a new agent run."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
-    """Why the session is to end before its agent has, if so."""
+    """Reason to end the session before its agent has finished, if any."""
 
 
 class Scheduler:
-    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done,
-    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` tells the version at which
-    sessions that start now begin."""
+    """Run `run` in a task group; call `wake` when sessions were queued. `on_done` is called when a group is done,
+    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` returns the version
+    recorded for groups whose first session starts now."""
 
     def __init__(
         self,
@@ -115,27 +115,28 @@ class Scheduler:
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
         self._specs: dict[str, StoredGroupSpec] = {}
-        """Parsed groups by id: all sessions of a group share one."""
+        """Parsed groups by id: all sessions of a group share one spec."""
 
     async def run(self) -> None:
-        """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start.
+        """Place sessions until cancelled. Attempts under way at that moment are requeued when the next service starts.
 
-        What the machine lacks (disk, descriptors, memory, threads, the database) only delays it. Any other error here
-        is a bug in the books of the queue, by which a session might run twice or never: it is raised and ends the
-        service, the only one of all errors in background work that does. The next start makes the books anew from the
-        store."""
+        A lack of means (disk, descriptors, memory, threads, the database) only delays placement. Any other error here
+        is a bug in the bookkeeping of the queue, and a session might run twice or never. The error is raised and ends
+        the service, unlike all other errors in background work. The next start rebuilds the bookkeeping from the
+        store.
+        """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
             chores.begin("leases", self._renew_and_retake, every=LEASE_SECONDS / 3)
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
-        """Queue the sessions of an earlier service again: none of its leases is alive."""
+        """Requeue the sessions of an earlier service: none of its leases is valid."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
     async def _place(self, chores: Chores) -> None:
-        """Place what is queued, and wait until there may be more."""
+        """Place the queued sessions, and wait until there may be more."""
         self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
         due = await retry_store(lambda: self._place_all(chores), self._failures)
         wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
@@ -146,16 +147,16 @@ class Scheduler:
 
     @property
     def stopping(self) -> bool:
-        """Whether it runs dry."""
+        """True once `run_dry` was called."""
         return self._stopping
 
     @property
     def under_way(self) -> int:
-        """How many attempts are."""
+        """Number of attempts under way."""
         return len(self._placements)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when none is under way. What is queued stays so."""
+        """Start no more sessions, and return when none is under way. Queued sessions stay queued."""
         self._stopping = True
         while self._placements:
             self._ended.clear()
@@ -173,16 +174,16 @@ class Scheduler:
         return self._places.may_fit(needs, others=others)
 
     def add_node(self, node: Node) -> None:
-        """Place sessions on another node, too. One of that name must have been removed."""
+        """Place sessions on this node, too. An earlier node of the same name must have been removed."""
         self._places.add(node)
         self._work.set()
 
     def remove_node(self, node: Node) -> None:
-        """Place no more sessions on a node. Those that it has end by themselves."""
+        """Place no more sessions on a node. The sessions under way on it end by themselves."""
         self._places.remove(node)
 
     async def drain(self, name: str, drained: bool = True) -> None:
-        """Give a node no new sessions, or give it some again. Those that it has go on. Raises NotFound."""
+        """Stop placing sessions on a node, or resume. The node's sessions under way go on. Raises NotFound."""
         self._places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
@@ -192,7 +193,7 @@ class Scheduler:
         self._places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End sessions that are to end: interrupt the attempts under way, once; finish the queued sessions."""
+        """End the sessions marked with `ending`: interrupt the attempts under way, once; finish the queued sessions."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -206,8 +207,8 @@ class Scheduler:
                     placement.task.cancel()
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
-        """Queue the sessions again whose lease ended before `now` and that do not run here, to be started after `wait`
-        seconds; end those that have lost their node too often, and those that are to end."""
+        """Requeue the sessions whose lease ended before `now` and that do not run here, to start after `wait` seconds.
+        Finish sessions that have lost their node too often, and sessions marked with `ending`."""
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
@@ -219,13 +220,14 @@ class Scheduler:
             self._work.set()
 
     async def _place_all(self, chores: Chores) -> float | None:
-        """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
+        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, if
+        any."""
         looked = time.time()
         await self._go_on(chores)
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
-        # Evaluations first, as many as their share has room for; then whoever comes next, evaluations among them.
+        # Evaluations first, as many as their share has room for; then the next sessions of any kind.
         for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
             while not self._stopping and (slots := free()):
@@ -245,12 +247,12 @@ class Scheduler:
                         continue
                     if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
-        # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
+        # No `wake` follows when a session becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
     async def _go_on(self, chores: Chores) -> None:
         """Start the sessions whose agents have outlived their node, before any other: the agents wait for their model.
-        Those that nobody wants any more are ended."""
+        Outlived agents of sessions that are gone, done or to end are stopped."""
         for node in self._places.nodes():
             for session_id, number in node.outlived().items():
                 try:
@@ -258,17 +260,17 @@ class Scheduler:
                 except NotFound:
                     node.end_outlived(session_id)
                     continue
-                # Not any session that a node names: only one whose last attempt it had.
+                # A node may resume only a session whose last attempt was on the node.
                 own = session.node == node.name and session.attempt == number
                 wanted = own and session.ending is None and not self._stopping
                 task = await self._task_of(session) if wanted else None
                 if task is None or session.state is SessionState.DONE:
                     node.end_outlived(session_id)
-                elif session.state is SessionState.QUEUED:  # else that attempt is not given up yet
+                elif session.state is SessionState.QUEUED:  # else the earlier attempt has not ended yet
                     await self._begin(chores, session, task, node, reserved=False, goes_on=True)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """False if the session must wait, because no node has room for it."""
+        """Return False if the session must wait because no node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -290,7 +292,7 @@ class Scheduler:
         reserved: bool,
         goes_on: bool = False,
     ) -> None:
-        """Start a session on a node, unless it was cancelled since it was read."""
+        """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
         give_back = self._places.take(node, task, reserved=reserved)  # now: the node may leave during the write
         try:
@@ -315,15 +317,15 @@ class Scheduler:
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
-        """The session's task; None if it cannot be read."""
+        """Return the session's task, or None if it cannot be read."""
         try:
             return await self._read_task(session)
         except UnreadableTask:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Raises UnreadableTask if another version of Outrider stored a task that this version cannot read, or with a
-        key that is not here."""
+        """Raises UnreadableTask for a task stored by another version of Outrider that this version cannot read, or
+        encrypted with a missing key."""
         if session.group_id not in self._specs:
             spec = await self._store.spec(session.group_id)
             try:
@@ -359,20 +361,21 @@ class Scheduler:
             self._under_way[session.bucket] -= 1
             if not self._under_way[session.bucket]:  # there may be any number of buckets
                 del self._under_way[session.bucket]
-            # A requeued session may already run again, as another attempt, when this one gets here.
+            # A requeued session may already run again, as another attempt, by now.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
             self._work.set()
             self._ended.set()
         if lost:
-            # At once the first time; later it waits, for it may be this session that kills its nodes.
+            # The first time at once. Later with a pause, because the session may be the cause of the losses.
             wait = self._pauses.wait(session.recovered - 1) if session.recovered else 0.0
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0), self._failures)
             await retry_store(partial(self._retake, time.time(), wait=wait), self._failures)
 
     async def _outcome(self, placement: _Placement) -> SessionResult | None:
-        """How the attempt ended; None if it was interrupted, for the reason in `ending`. A cancellation may come before
-        the node has it; after its end it has no effect. Raises NodeLost."""
+        """Run the attempt on its node. Returns the result, or None for an attempt interrupted for the reason in
+        `ending`. A cancellation may come before the node has the attempt; after the attempt's end it has no effect.
+        Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -384,7 +387,7 @@ class Scheduler:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
                     attempt = msgspec.structs.replace(attempt, stored=run)
                 return await placement.node.run(attempt)
-        except (Conflict, NotFound) as error:  # of the session that is graded again
+        except (Conflict, NotFound) as error:  # raised for the session that is graded again
             session, task = placement.attempt.session, placement.attempt.task
             return session_result(session, StopReason.ERROR, [], task=task, error=error.record())
         except asyncio.CancelledError:
@@ -392,7 +395,7 @@ class Scheduler:
                 raise
         except NodeLost:
             raise
-        except Exception as error:  # it could not be sent to the node: a failure of this attempt
+        except Exception as error:  # the attempt could not be sent to the node: a failure of this attempt
             if _is_bug(error):
                 raise
             session, task = placement.attempt.session, placement.attempt.task
@@ -404,7 +407,7 @@ class Scheduler:
         return None
 
     async def _settle(self, placement: _Placement, outcome: SessionResult | None) -> SessionResult:
-        """Requeue or finish the session; the result that was stored."""
+        """Requeue or finish the session. Returns the stored result."""
         session, task = placement.attempt.session, placement.attempt.task
         try:
             if outcome is None:
@@ -412,10 +415,10 @@ class Scheduler:
                 return await self._end_with_turns(session, placement.ending, task=task, under_way=True)
             await self._requeue_or_finish(placement, outcome)
             return outcome
-        except ServiceError:  # the database failed: the caller tries the same again
+        except ServiceError:  # the database failed: the caller repeats this call
             raise
         except Exception as error:
-            # The result itself cannot be stored. That is a bug, but it must end only this session, not the service.
+            # The result cannot be stored. That is a bug, but the bug must end only this session, not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -432,13 +435,12 @@ class Scheduler:
         error: ErrorRecord | None = None,
         under_way: bool = False,
     ) -> SessionResult:
-        """End a session that is queued, or whose attempt was interrupted, with the turns that are stored of its last
-        attempt; the result."""
+        """Finish a queued or interrupted session with the stored turns of the last attempt. Returns the result."""
         while True:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-            # A node that is gone may have sent a turn that was being stored when these were read.
+            # A lost node may have sent a turn that was still being stored when the turns were read.
             with suppress(MoreTurns):
                 await self._finish(session.id, session.attempt, result, under_way=under_way, of_all_turns=True)
                 return result
@@ -446,11 +448,11 @@ class Scheduler:
     async def _requeue_or_finish(self, placement: _Placement, result: SessionResult) -> None:
         """Requeue a session whose failure is worth another attempt; finish any other."""
         session, error = placement.attempt.session, result.error
-        failures = session.attempt - session.recovered  # the death of a node is not a failure of its sessions
+        failures = session.attempt - session.recovered  # the loss of a node is not a failure of its sessions
         if (
             error is None
             or not error.retryable
-            # The node has already repeated the evaluation; to run the agent again would not help it.
+            # The node has already repeated the evaluation; running the agent again would not help.
             or error.boundary is Boundary.EVALUATOR
             or failures >= placement.attempt.task.max_attempts
         ):
@@ -463,7 +465,7 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.ending is not None:  # while this attempt was under way: `end` has left the session to it
+        if placement.ending is not None:  # set while this attempt was under way: `end` left the session to it
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
@@ -475,14 +477,14 @@ class Scheduler:
         under_way: bool = False,
         of_all_turns: bool = False,
     ) -> None:
-        """`Store.finish`, unless the session was settled elsewhere."""
+        """Call `Store.finish`, unless the session was settled elsewhere."""
         try:
             group_done = await self._store.finish(
                 session_id, attempt, result, under_way=under_way, of_all_turns=of_all_turns
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
-            # Perhaps it was settled here, by a commit whose answer was lost, and ended the group.
+            # Perhaps it was settled here, by a commit whose reply was lost, and ended the group.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
@@ -491,13 +493,13 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None:
-            spec = self._specs.get(result.group_id)  # none: it was forgotten with a cancelled session of the group
-            if spec is None or spec.min_usable is not None:  # it may have been the last that the group needed
+            spec = self._specs.get(result.group_id)  # None: dropped with a cancelled session of the group
+            if spec is None or spec.min_usable is not None:  # this verdict may be the last that the group needed
                 await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
-        """Renew the leases of the attempts that run, and queue the sessions of others that lapsed: their node died, or
-        a start was stored though the database had said that it failed."""
+        """Renew the leases of the running attempts, and requeue sessions whose leases lapsed: their node is lost, or
+        an attempt's start was stored although the database had reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())

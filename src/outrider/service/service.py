@@ -1,6 +1,6 @@
-"""The service: what the HTTP layer talks to. It admits groups, has them scheduled and delivered, and reads them back.
+"""The service behind the HTTP layer: submits, schedules, delivers and reads groups.
 
-It knows no HTTP, and of a node only the protocol. Invariant: a group is stored before `submit` returns it.
+No HTTP here; nodes are used only through their protocol. Invariant: a group is stored before `submit` returns it.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
-"""Callbacks changed in one transaction, so that the store's other writers do not wait."""
+"""Callbacks changed in one transaction: few enough that the store's other writers do not wait."""
 
 
 class ComingNodes(Protocol):
-    """What lets nodes on other machines come, and tells the three functions of it; see `nodes.joined.JoinedNodes`."""
+    """Accepts nodes on other machines and calls the three functions on changes; see `nodes.joined.JoinedNodes`."""
 
     added: Callable[[Node], None]
     removed: Callable[[Node], None]
@@ -89,12 +89,12 @@ class ComingNodes(Protocol):
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    What is another tenant's than the `caller`'s raises NotFound, as what does not exist, and is in no list: see
+    An object of a tenant other than the `caller`'s raises NotFound, like an unknown id, and is in no list: see
     docs/security.md.
 
-    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `host` is what checks
-    of tasks share. `pauses` are the waits between a session's failed attempts. What fails in its background work is
-    noted in `failures`.
+    `service/assembly.py` makes the service of parts that are open already; the service closes none of them. `host` is
+    shared by the checks of tasks. `pauses` are the waits between a session's failed attempts. Failures of background
+    work are noted in `failures`.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # now, because it is read from a file, for which there may be no descriptor
+        self._version = version("outrider")  # now: read from a file, for which there may be no descriptor later
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By tenant: one request of a tenant is read, and one checked, at a time. All tenants share the threads that do
-        it, and large requests keep them for a while."""
+        """By tenant. One request of a tenant is parsed, and one checked, at a time: all tenants share the threads that
+        do this work, and large requests occupy them for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -154,7 +154,7 @@ class Service:
             failures=failures,
         )
         self.joined = joined
-        """By it, nodes on other machines come and go."""
+        """Adds and removes nodes on other machines."""
         joined.added, joined.removed = self._scheduler.add_node, self._scheduler.remove_node
         joined.on_room = self._scheduler.wake
         self._group_done = Broadcast()
@@ -163,13 +163,13 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Run sessions and deliver results while the block runs. Can be entered once.
 
-        Enter it after the model gateway is being served and leave it before that stops: a session that loses its
+        Enter it after the model gateway is being served and leave it before the gateway stops: a session without a
         gateway fails. Sessions under way at the end are interrupted; the next service on the same data resumes them.
         """
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The task group is not told the error of the block: it would wrap the caller's own error in a group.
+            # The task group does not get the block's error: it would wrap the caller's own error in a group.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -177,22 +177,23 @@ class Service:
             yield
 
     def wake(self) -> None:
-        """There may be room for queued sessions."""
+        """Place queued sessions: there may be room for them."""
         self._scheduler.wake()
 
     @property
     def stopping(self) -> bool:
-        """Whether it starts no more sessions, because it is about to end."""
+        """True while no more sessions are started because the service is about to end."""
         return self._scheduler.stopping
 
     @property
     def under_way(self) -> int:
-        """How many sessions run."""
+        """Number of sessions under way."""
         return self._scheduler.under_way
 
     async def run_dry(self, seconds: float) -> bool:
-        """Start no more sessions, and give those under way up to `seconds` to end; whether all have. Groups are still
-        accepted and results still given out: the next service on the same data starts what is queued."""
+        """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all have ended.
+        Groups are still accepted and results still served: the next service on the same data starts the queued
+        sessions."""
         try:
             async with asyncio.timeout(seconds):
                 await self._scheduler.run_dry()
@@ -201,13 +202,13 @@ class Service:
         return True
 
     async def parse(self, kind: type[S], body: bytes, caller: Principal = LOCAL) -> S:
-        """The spec in a request's body. Raises RequestError, or InvalidField naming the field."""
+        """Return the spec in a request's body. Raises RequestError, or InvalidField naming the field."""
 
         def steps() -> Steps[S]:
             if len(body) > LARGE:
                 try:
                     yield from Capacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # as it is called where there is a context
+                except ContextOverflow as error:  # raised for too many values where there is a context
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -216,12 +217,12 @@ class Service:
             return await self._offload.run_steps(steps())
 
     async def regrade_group(self, group_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
-        """Submit a group that grades the runs of another one again; the new group. The other stays as it is. Raises as
-        `submit`, NotFound, and Conflict if there is nothing to grade."""
+        """Submit a group that grades the runs of another group again, and return the new group. The other group does
+        not change. Raises as `submit`, NotFound, and Conflict if there is nothing to grade."""
         return await self._submit_again(await regraded_group(self.store, group_id, asked, tenant=caller.sees), caller)
 
     async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
-        """The same for one session: a group of one."""
+        """Submit a group of one session that grades the run of a session again. Raises as `regrade_group`."""
         return await self._submit_again(
             await regraded_session(self.store, session_id, asked, tenant=caller.sees), caller
         )
@@ -230,7 +231,7 @@ class Service:
         try:
             return await self.submit(spec, caller)
         except InvalidField as error:
-            error.field = (error.field or "").replace("task.evaluator", "evaluator", 1)  # as the request has it
+            error.field = (error.field or "").replace("task.evaluator", "evaluator", 1)  # as in the request
             raise
 
     async def submit(self, spec: GroupSpec, caller: Principal = LOCAL) -> GroupView:
@@ -245,7 +246,7 @@ class Service:
             )
         if not caller.may("admin"):
             check_bounds(spec.task)
-        # A service without sessions of its own is used once its nodes have come: until then nobody knows them all.
+        # A service without sessions of its own depends on nodes that join. Until then the nodes' resources are unknown.
         if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self._scheduler.stats())
 
@@ -273,7 +274,7 @@ class Service:
             tenant=caller.tenant,
         )
         await self._back_pressure.check(row)
-        # Only then, because it takes the machine's time.
+        # Last, because this check takes the machine's time.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -284,17 +285,19 @@ class Service:
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
+        """Cancel a group in any state of its sessions. Cancelling again, or cancelling a done group, changes
+        nothing."""
         await self._scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing."""
+        """Cancel one session; the group's other sessions go on. Cancelling it again, or a done session, changes
+        nothing."""
         await self._scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
-        """A group as soon as it is done, or as it is after `wait` seconds."""
+        """Return a group as soon as it is done, or in its current state after `wait` seconds."""
 
         async def is_done() -> bool:
             return (await self.store.group(group_id, tenant=caller.sees)).state is GroupState.DONE
@@ -312,11 +315,11 @@ class Service:
         max_bytes: int = PAGE_BYTES,
         caller: Principal = LOCAL,
     ) -> EncodedPage:
-        """Done groups after a cursor; waits up to `wait` seconds for the first. A page has at most `limit` groups and
-        `max_bytes` of JSON; a group that is larger comes alone."""
+        """Return the groups done after a cursor. Waits up to `wait` seconds for the first group. A page has at most
+        `limit` groups and `max_bytes` of JSON; a larger group is a page of its own."""
         page = EncodedPage(after)
-        # An empty page says that there is no more: so it must not be empty because all of its groups have been removed
-        # since they were listed.
+        # To a client, an empty page means the end of the results. If all groups of a page were removed since the
+        # listing, the next groups are read instead.
         while not page.groups and (
             rows := await self._wait_until(
                 wait, lambda: self.store.results(after=after, limit=limit, tenant=caller.sees)
@@ -330,8 +333,8 @@ class Service:
         return page
 
     async def _wait_until(self, seconds: float, look: Callable[[], Awaitable[T]]) -> T:
-        """Call `look` at first, and again whenever a group is done, until its result is true or `seconds` are over;
-        its last result."""
+        """Call `look` now, and again whenever a group is done, until its result is true or `seconds` are over. Returns
+        the last result."""
         deadline = time.monotonic() + seconds
         while True:
             done = self._group_done.next()
@@ -342,7 +345,8 @@ class Service:
             await wait_for_event(done, left)
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Try a callback anew that was given up, or all of them; how many. Raises NotFound for one that was not."""
+        """Retry one abandoned callback, or all. Returns the number of callbacks. Raises NotFound for a callback not
+        given up."""
         if group_id is not None:
             await self.store.redeliver(group_id)
             count = 1
@@ -367,8 +371,8 @@ class Service:
         ]
 
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
-        """Serve another version of the policy from the next token on; see `Policy.update`. Groups that are too old are
-        cancelled before anything is generated again."""
+        """Switch to another policy version from the next token on; see `Policy.update`. Groups that are too old are
+        cancelled before generation resumes."""
         cancelled: list[str] = []
 
         async def cancel_old() -> None:
@@ -383,14 +387,14 @@ class Service:
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
-        """As `add_engine`, for an engine that the settings do not name. Raises InvalidField for Python that is not
-        allowed."""
+        """Attach an engine that the settings do not name. Raises as `add_engine`, and InvalidField for Python that is
+        not allowed."""
         self._allow_lists.check_python(spec.kind, field="kind")
         return await self.add_engine(spec)
 
     async def add_engine(self, spec: EngineSpec) -> EngineStatus:
-        """Attach an engine to the model that it serves. Raises as `EnginePool.add`, and InvalidField for an unknown
-        model."""
+        """Attach an engine to the pool of the model in `spec.serves`. Raises as `EnginePool.add`, and InvalidField for
+        an unknown model."""
         if spec.serves is None:
             return await self.pool.add(spec)
         if spec.serves not in self._frozen:
@@ -402,7 +406,7 @@ class Service:
         return await self._frozen[spec.serves].add(spec)
 
     def pool_of(self, engine: str) -> EnginePool:
-        """The pool that has an engine, or a list of engines, of this name; the policy's if none has."""
+        """Return the pool that has an engine or a list of engines of this name, or else the policy's pool."""
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
@@ -410,7 +414,7 @@ class Service:
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """The background work that fails now, here and on the nodes: what fails for the longest time first."""
+        """The background work that fails now, here and on the nodes: the longest-lasting failure first."""
         pools = (self.pool, *self._frozen.values())
         found = [*self.failures.failing()]
         for failing in (
@@ -421,7 +425,8 @@ class Service:
         return tuple(sorted(found, key=lambda each: each.since))
 
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
-        """Sessions and results are the caller's tenant's; nodes, engines and the policy are shared by all."""
+        """Return the status of the service. Sessions and results are the caller's tenant's; nodes, engines and the
+        policy are shared by all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
         return ServiceStatus(
             version=self._version,
@@ -439,26 +444,26 @@ class Service:
         return NodeList(nodes=tuple(self._scheduler.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
-        """Give a node no new sessions, or some again; also after a restart. Raises NotFound."""
+        """Stop placing sessions on a node, or resume. The setting survives a restart. Raises NotFound."""
         await self._scheduler.drain(name, drained)
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
-        """Have every machine that runs sessions get an image from a registry. Raises InvalidField for a name that no
-        image can have."""
+        """Have every machine that runs sessions get an image from a registry. Raises InvalidField for an invalid image
+        name."""
         checked_name(asked.name)
 
         async def pull(node: Node) -> PulledImage:
             try:
                 image = await node.pull_image(asked.reference, asked.name)
-            except Exception as error:  # what one machine lacks must not hide what the others have
+            except Exception as error:  # one machine's failure must not hide the others' success
                 if not isinstance(error, OutriderError):
                     log.exception("node %s cannot get image %s", node.name, asked.name)
                 return PulledImage(node=node.name, error=record_of(error))
             return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
 
         pulled = await asyncio.gather(*map(pull, self._scheduler.machines()))
-        self._scheduler.wake()  # a node that has a session's image is a better place for it
+        self._scheduler.wake()  # placement prefers a node that has a session's image
         return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:
@@ -467,7 +472,7 @@ class Service:
 
 
 class Ids:
-    """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random ones.
+    """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random digits.
 
     Ids of one process never repeat. The random digits protect from repeats after a restart with the clock set back.
     """

@@ -1,4 +1,4 @@
-"""The names of fields in errors about a step of a task. Pure."""
+"""Names the fields in errors about a step of a task. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import OutriderError
 
 @contextmanager
 def naming_step(number: int) -> Iterator[None]:
-    """Make a refused field of a step's own task that of the whole task: `steps_of` gives each step's."""
+    """Rename a refused field of a step's own task (see `steps_of`) to the corresponding field of the whole task."""
     try:
         yield
     except OutriderError as error:

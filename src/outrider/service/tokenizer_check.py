@@ -1,4 +1,4 @@
-"""Refuses an engine whose tokenizer differs from the one that prompts are rendered with: it serves another model."""
+"""Refuses an engine that serves another model, detected by a tokenizer different from that of the prompts' renderer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ indented code, an emoji."""
 
 
 class TokenizerCheck:
-    """The engine pool calls it with every engine that is added. Engines that cannot tokenise are accepted."""
+    """Checks every engine added to the engine pool. Engines that cannot tokenise are accepted."""
 
     def __init__(self, tokenizer: Tokenizer, *, frozen: str | None = None) -> None:
         """`frozen` is the name of a frozen model that the engines serve, None for the policy."""
@@ -21,7 +21,7 @@ class TokenizerCheck:
         self._expected = tokenizer.encode(PROBE)
 
     async def __call__(self, engine: Engine | ChatEngine) -> None:
-        """Raises ModelMismatch, or EngineUnavailable when the engine does not answer."""
+        """Raises ModelMismatch, or EngineUnavailable when the engine does not respond."""
         if not isinstance(engine, TokenizesText):
             return
         ids = await engine.token_check(PROBE)

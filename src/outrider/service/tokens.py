@@ -1,7 +1,7 @@
-"""Who calls the control API: the operator's own token, and tokens with roles, of which the store has the digests.
+"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, stored as digests.
 
-It knows no HTTP. Invariants: the text of a token is only in the reply to its creation; once there is a token, nobody is
-let in without one.
+No HTTP here. Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller
+is admitted without one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RevokedMeanwhile(Exception):
 
 
 class Tokens:
-    """The tokens of a service. `operator` is the one of its settings.
+    """The tokens of a service. `operator` is the token in the settings.
 
-    Texts are compared by their SHA-256. No slow hash is needed: a token is 32 random bytes, which nobody finds by
-    trying. And how long the comparison of two digests takes tells nothing of a text.
+    Tokens are compared by their SHA-256. A slow hash is not needed: a token is 32 random bytes, which cannot be
+    guessed. The duration of a comparison of two digests reveals nothing about a token's text.
     """
 
     def __init__(self, store: Store, operator: str | None, *, clock: Callable[[], float] = time.time) -> None:
@@ -44,16 +44,17 @@ class Tokens:
         self._operator = None if operator is None else _digest(operator.encode())
         self._clock = clock
         self._calls: dict[asyncio.Task[object], str] = {}
-        """The names of the tokens of the calls under way, by the task of each."""
+        """Token names of the calls under way, by asyncio task."""
         self._revoked: set[str] = set()
-        """Names that were revoked here: a call may have been let in just before, and begin just after."""
+        """Names revoked by this process: a call may be authenticated just before the revocation and begin just
+        after."""
 
     async def required(self) -> bool:
-        """Whether callers need a token."""
+        """Return True if callers need a token."""
         return self._operator is not None or bool(await self._store.tokens())
 
     async def caller(self, text: bytes | None) -> Principal:
-        """Who has sent this token; None if none came. Raises Unauthorized."""
+        """Return the caller who sent this token; `text` is None for a request without a token. Raises Unauthorized."""
         if text is not None:
             digest = _digest(text)
             if self._operator is not None and secrets.compare_digest(digest, self._operator):
@@ -72,7 +73,8 @@ class Tokens:
 
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
-        """A call under way. Raises RevokedMeanwhile in place of the cancellation by which `revoke` ends it."""
+        """Context of a call under way. Raises RevokedMeanwhile in place of the cancellation with which `revoke` ends
+        the call."""
         task = asyncio.current_task()
         assert task is not None
         if caller.name in self._revoked:
@@ -89,8 +91,9 @@ class Tokens:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Raises Conflict for a name that is, or was, another token's, or is that of a tenant which is not asked for,
-        and InvalidField for a name of Outrider's own, and for a first token that could not make others."""
+        """Create a token. Raises Conflict for a name that another token has or had, and for the name of an existing
+        tenant unless `spec.tenant` is given; InvalidField for Outrider's reserved names, and for a first token that is
+        not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} stands for those who need no token of this kind", field="name")
         if spec.role != "admin" and not await self.required():
@@ -114,7 +117,7 @@ class Tokens:
         return NewToken(token=_view(row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
-        """Revoke a token, and cut off its calls under way: streams of events, long polls, relay workers. Raises
+        """Revoke a token, and cancel its calls under way: streams of events, long polls, relay workers. Raises
         NotFound."""
         view = _view(await self._store.revoke_token(name))
         self._revoked.add(name)

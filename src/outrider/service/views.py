@@ -1,6 +1,7 @@
-"""The store's rows as the control API shows them: groups, sessions, turns, samples, pages of results.
+"""Views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
 
-It writes nothing. Invariant: the cursor of a page is that of its last group, so what did not fit comes after it.
+Nothing is written here. Invariant: the cursor of a page is the cursor of the last group, so groups that did not fit
+come after it.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The kind of a turn of a frozen model, as it is shown. It is none of the kinds of branches, of which some train."""
+"""The displayed kind of a frozen model's turn, different from all kinds of branches, because some branches train."""
 
 PAGE_BYTES = 8 << 20
 """Maximum bytes of a page of results, unless its first group is larger."""
 
 
 class ViewReader:
-    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids; where a `tenant` is
-    given, for those of others, too."""
+    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids and, with a `tenant`, for
+    the ids of other tenants."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class ViewReader:
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's, `frozen` are those of frozen models by name."""
+        """`tokenizer` is the policy's; `frozen` are the tokenizers of frozen models by name."""
         self._store = store
         self._tokenizer = tokenizer
         self._frozen = frozen
@@ -84,14 +85,14 @@ class ViewReader:
         )
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
-        """The view as JSON; a large one is encoded in a thread."""
+        """Encode the view as JSON; a large view in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return session_view(await self._store.session(session_id, tenant=tenant))
 
     async def turns(self, session_id: str, *, tenant: str | None = None) -> tuple[TurnView, ...]:
-        """The turns of the session's newest attempt, those of frozen models among them."""
+        """The turns of the session's newest attempt, including those of frozen models."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -109,11 +110,11 @@ class ViewReader:
         return await self._offload.run(views)
 
     async def samples(self, session_id: str, *, tenant: str | None = None) -> tuple[Sample, ...]:
-        """The training rows of a session. Raises NotFound while it is not done."""
+        """The training rows of a session. Raises NotFound while the session is not done."""
         return await self._samples(await self._result(session_id, tenant))
 
     async def chat_rows(self, session_id: str, *, tenant: str | None = None) -> tuple[ChatRow, ...]:
-        """The same as conversations."""
+        """The training rows of a session as conversations. Raises NotFound while the session is not done."""
         result = await self._result(session_id, tenant)
         turns = await self._store.turns(session_id, result.attempt)
         return await self._offload.run(lambda: tuple(chat_rows(build_samples(turns, result), turns)))
@@ -137,7 +138,7 @@ class ViewReader:
 def _turn_view(
     turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
 ) -> TurnView:
-    """`tokenizer` is None for a frozen model that the settings do not have any more."""
+    """`tokenizer` is None for a frozen model that is no longer in the settings."""
     return TurnView(
         index=turn.index,
         parent=turn.parent,
@@ -170,8 +171,8 @@ def _turn_view(
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
-    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them. Without
-    the key of the session: while it runs, whoever may look must not be able to make its model calls."""
+    """Return the ids as text, or `words` if there are no ids (as in the turns of a text engine) or no tokenizer. The
+    session's key is left out: while the session runs, readers must not be able to make its model calls."""
     return without_keys(tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words)
 
 
@@ -196,7 +197,7 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
 class EncodedPage:
     """A page of results, made of encoded groups so that its size in memory is known while it grows.
 
-    `groups` are in the order they were added; `json()` is a `schemas.ResultsPage` of them.
+    `groups` are in the order of their addition; `json()` encodes the page as a `schemas.ResultsPage`.
     """
 
     def __init__(self, after: int) -> None:
@@ -206,8 +207,8 @@ class EncodedPage:
         self._size = 0
 
     def add(self, group: GroupView, body: bytes, *, max_bytes: int) -> bool:
-        """Add a group whose JSON is `body`, unless the page would exceed `max_bytes`; whether it was added. The first
-        group is always added, or a consumer could never get past a large one."""
+        """Add a group whose JSON is `body`, unless the page would exceed `max_bytes`. Returns True if the group was
+        added. The first group is always added, or a consumer could never get past a large group."""
         if self.groups and self._size + len(body) > max_bytes:
             return False
         self.groups.append(group)

@@ -1,1 +1,1 @@
-"""The durable state: groups, sessions, turns and results in SQL; images and artifacts in folders."""
+"""The durable state: groups, sessions, turns, results and images in SQL; artifacts in a folder."""

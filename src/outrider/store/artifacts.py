@@ -1,8 +1,8 @@
-"""Stores artifacts, the files that a task keeps of its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
+"""Stores artifacts, the files that a task keeps from its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
 
-The name that a file had in its sandbox is data in an index and never becomes a file name here. Invariants: every file
-in an attempt's index is stored in full, after a loss of power, too; an attempt without an index has no artifacts. What
-is not a coroutine blocks.
+The name of a file in its sandbox is data in an index and never becomes a file name here. Invariants: every file in an
+attempt's index is stored in full, even after a loss of power; an attempt without an index has no artifacts. Functions
+other than coroutines block.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from outrider.schemas import ArtifactList
 INDEX = "index.json"
 
 CARRIED = "outrider:carried"
-"""The name of the artifact with what was carried to the grading. It is no path, so no file of a sandbox has it."""
+"""Name of the artifact with the files carried to the grading. The name is no path, so no file of a sandbox has it."""
 PATCH = "outrider:patch.diff"
-"""The same, of the changes to a repository."""
+"""Name of the artifact with the diff of a repository carried to the grading."""
 KEPT = (CARRIED, PATCH)
-"""Of these an attempt has one at most."""
+"""At most one per attempt."""
 
 
 class KeepsArtifacts(Protocol):
-    """What an attempt needs of the store. All raise OSError, and where they are not the store itself OutriderError."""
+    """The part of the store that an attempt needs. All methods raise OSError, and remote implementations also
+    OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
@@ -40,13 +41,14 @@ class KeepsArtifacts(Protocol):
 
 
 class ArtifactStore:
-    """Call `put` for each file of an attempt, then `index`. Session ids become paths, so they must be ours."""
+    """Call `put` for each file of an attempt, then `index`. Session ids become paths, so they must be the store's own
+    ids."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def put(self, session_id: str, attempt: int, data: bytes) -> str:
-        """Store a file; its SHA-256 (hex). Raises OSError."""
+        """Store a file. Returns its SHA-256 (hex). Raises OSError."""
         digest = hashlib.sha256(data).hexdigest()
         self._write(session_id, attempt, digest, data)
         return digest
@@ -56,7 +58,7 @@ class ArtifactStore:
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        for folder in (place, place.parent, self._folder):  # their entries, too, must be on the disk
+        for folder in (place, place.parent, self._folder):  # the folders' entries must be on the disk, too
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -64,15 +66,15 @@ class ArtifactStore:
                 os.close(descriptor)
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
-        """`put` in a thread."""
+        """Run `put` in a thread."""
         return await asyncio.to_thread(self.put, session_id, attempt, data)
 
     async def keep_index(self, listed: ArtifactList) -> None:
-        """`index` in a thread."""
+        """Run `index` in a thread."""
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """The one of KEPT that the attempt has, read in a thread. Raises NotFound, and OSError."""
+        """Read the attempt's artifact among KEPT, in a thread. Raises NotFound, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
@@ -82,7 +84,7 @@ class ArtifactStore:
         return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """The artifacts of an attempt, by default of the newest that has an index; an empty list if there is none."""
+        """List the artifacts of an attempt, by default the newest attempt with an index. Empty if there is no index."""
         attempts = [attempt] if attempt is not None else []
         if attempt is None:
             with suppress(FileNotFoundError):
@@ -96,7 +98,7 @@ class ArtifactStore:
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
     def file(self, session_id: str, path: str, attempt: int | None = None) -> Path:
-        """The file with the bytes of an artifact, given its path in the sandbox. Raises NotFound."""
+        """Return the file with the bytes of an artifact, given its path in the sandbox. Raises NotFound."""
         listed = self.listed(session_id, attempt)
         for artifact in listed.artifacts:
             if artifact.path == path:

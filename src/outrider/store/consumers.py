@@ -1,8 +1,8 @@
-"""Named consumers of the results: each has a position of its own, up to which it has processed the groups.
+"""Named consumers of the results: each has a position, up to which it has processed the groups.
 
-A consumer belongs to a tenant, and sees that tenant's groups; or to the admins, and sees everybody's. Two tenants may
-each have one of the same name. It knows no group. Invariants: a position is never beyond the newest cursor that was
-given to a group; it moves back only when that is asked for.
+A consumer belongs to a tenant and sees that tenant's groups, or belongs to the admins and sees all groups. Two tenants
+may each have a consumer of the same name. Invariants: a position is never beyond the newest cursor of a group; a
+position moves back only on request.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from outrider.store.rows import Consumer
 from outrider.store.tenants import newest_cursor
 
 MAX_CONSUMERS = 1000
-"""The most of one tenant."""
+"""Maximum number of consumers of one tenant."""
 
 OF_ADMINS = ""
-"""What the table has for a tenant where a consumer sees everybody's groups: no tenant has this name."""
+"""Value of the tenant column for consumers that see all groups: no tenant has this name."""
 
 
 class Consumers:
-    """The consumers in a store, which opens and closes the database. Every method raises ServiceError when it fails.
+    """The consumers in a store, which opens and closes the database. Every method raises ServiceError when the
+    database fails.
 
-    `tenant` is whose consumer is meant: None for one that sees everybody's groups.
+    `tenant` is the owner of the consumer; None for a consumer that sees all groups.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
@@ -32,7 +33,7 @@ class Consumers:
         self._clock = clock
 
     async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> int:
-        """The position of the consumer, which has just been heard of. An unknown one is made, at position `at`.
+        """Return the consumer's position, and set its `seen` to now. An unknown consumer is created at position `at`.
 
         Raises Conflict for a position that no group has reached, and if the tenant has too many consumers.
         """
@@ -56,7 +57,7 @@ class Consumers:
         return await self._db.write(body)
 
     async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> Consumer:
-        """Move a consumer forward to `cursor`; back, too, with `rewind`.
+        """Move a consumer forward to `cursor`, or also back with `rewind`.
 
         Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
         """
@@ -76,12 +77,12 @@ class Consumers:
         return await self._db.write(body)
 
     async def listed(self, tenant: str | None = None) -> list[Consumer]:
-        """The tenant's consumers; or all of them. Those of admins come first, then those of each tenant, by name."""
+        """List the tenant's consumers, or all: first the admins' consumers, then each tenant's, by name."""
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
 
     async def remove(self, name: str, *, tenant: str | None = None) -> None:
-        """Forget a consumer and its position. Raises NotFound for an unknown one."""
+        """Delete a consumer and its position. Raises NotFound for an unknown consumer."""
 
         async def body(tx: Connection) -> None:
             sql = "DELETE FROM consumers WHERE tenant = ? AND name = ?"
@@ -111,7 +112,7 @@ async def _consumers(tx: Connection, where: str, *values: str) -> list[Consumer]
 
 
 async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
-    """How many groups are left at the most. What was removed before it was read is not left to be read."""
+    """Return the maximum number of groups left to read. Groups that were removed unread do not count."""
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])

@@ -1,8 +1,8 @@
-"""What the store needs of a database: to run transactions, each of them a coroutine function of a connection.
+"""The interface of a database for the store. A database runs transactions, each a coroutine function of a connection.
 
-It knows no table. SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement it. Statements use `?` placeholders
-and the SQL that both share; a database with other placeholders translates them.
-Invariant: the changes of a transaction are committed as a whole before its caller sees the result, or not at all.
+SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement the interface. Statements use `?` placeholders and the
+SQL common to both databases. A database with other placeholders translates `?`. Invariant: the changes of a
+transaction are committed as a whole before the caller sees the result, or not at all.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """The transaction that a body runs in. Valid only until the body returns."""
+    """The transaction in which a body runs. Valid only until the body returns."""
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Run a statement that changes rows; the number of changed rows."""
+        """Run a statement that changes rows. Returns the number of changed rows."""
         ...
 
     async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
-        """Run one statement for each row of values; the total number of changed rows."""
+        """Run one statement for each row of values. Returns the total number of changed rows."""
         ...
 
     async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         ...
 
 
@@ -38,23 +38,23 @@ class Database(Protocol):
     """Transactions over one database.
 
     `types` are the column types whose names differ between databases: `blob`, and `serial` for a growing primary key
-    that never repeats. A body must touch and await nothing but its connection: it may run on any thread, and again
-    after a rollback. An error that it raises rolls it back and reaches the caller; if the database itself fails,
-    ServiceError is raised.
+    without repeats. A body must touch and await nothing but the connection: a body may run on any thread, and again
+    after a rollback. An error in a body rolls the changes back and reaches the caller. ServiceError is raised for a
+    failure of the database.
     """
 
     types: Mapping[str, str]
 
     async def open(self) -> None: ...
     async def close(self) -> None:
-        """Finish the transactions already asked for and refuse later ones. Idempotent."""
+        """Finish the transactions already requested and refuse later ones. Idempotent."""
         ...
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        """Run a body as if no other writer existed. It may still be committed after its caller was cancelled.
+        """Run a body as if no other writer existed. The body may still be committed after its caller was cancelled.
 
-        What it changed survives a loss of power. What a `volatile` body changed survives the death of any process,
-        and a loss of power only if a write that is not volatile came after it.
+        The changes survive a loss of power. The changes of a `volatile` body survive the end of any process, but a
+        loss of power only if a later write was not volatile.
         """
         ...
 
@@ -63,11 +63,11 @@ class Database(Protocol):
         ...
 
     def overwriting(self) -> AbstractAsyncContextManager[None]:
-        """What is overwritten within it shall not be left in the database's files after it. PostgreSQL keeps it there
-        until it has vacuumed, and in its log."""
+        """Data overwritten within the block is not left in the database's files after the block. In PostgreSQL such
+        data stays in the files until a vacuum, and in the server's log."""
         ...
 
     async def shrink(self) -> bool:
-        """Return a little of the room that deleted rows had to the file system, unless the database does that by
-        itself; whether to call it again for more."""
+        """Return a little of the room of deleted rows to the file system, unless the database does so by itself.
+        Returns True if another call would return more."""
         ...

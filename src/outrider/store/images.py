@@ -1,7 +1,7 @@
-"""Stores the bytes of images apart from the turns that show them, once for each digest.
+"""Stores the bytes of images apart from the turns, once for each digest.
 
-An agent sends the same screenshot with every call; stored inside the turns it would be stored again with each.
-It opens no transaction. Invariant: a turn that is split, stored with its images and restored is unchanged.
+An agent sends the same screenshot with every call; stored inside the turns, each copy would take room. No transaction
+is opened here. Invariant: a turn that is split, stored with its images and restored is unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def split(turn: Turn) -> Split:
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
     """Insert the images that are not stored yet, and note that the session shows all of them."""
     for image in images:
-        # A session shows the same screenshot with every call: this is all that it costs.
+        # A session shows the same screenshot with every call: this query is then the only cost.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue
@@ -52,7 +52,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Note that a session shows no images any more, and delete those that no other session shows."""
+    """Note that a session shows no images any more, and delete the images that no other session shows."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?
@@ -61,7 +61,7 @@ async def forget_images(tx: Connection, session_id: str) -> None:
 
 
 async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
-    """An image that a session of the tenant shows. Raises NotFound."""
+    """Return an image that a session of the tenant shows. Raises NotFound."""
     sql = "SELECT media_type, data FROM images WHERE digest = ?"
     if tenant is not None:
         sql += " AND EXISTS (SELECT 1 FROM image_uses WHERE image_uses.digest = images.digest AND tenant = ?)"
@@ -76,7 +76,7 @@ async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> 
 
 
 async def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the bytes of their images. Raises NotFound for an image that is not stored."""
+    """Return the turns with the bytes of their images. Raises NotFound for an image that is not stored."""
     images = (image for turn in turns for message in turn.messages for image in images_in(message))
     shown = {image.digest for image in images if image.url is None}
     data = {digest: (await find_image(tx, digest)).data for digest in shown}
@@ -88,5 +88,5 @@ async def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _changed(turn: Turn, change: Callable[[Image], Image]) -> Turn:
-    """The turn with each of its images changed."""
+    """Return the turn with each of its images changed."""
     return msgspec.structs.replace(turn, messages=tuple(with_images(message, change) for message in turn.messages))

@@ -1,7 +1,7 @@
-"""The schema of the store, as a list of migrations to which new ones are only ever appended.
+"""The schema of the store: a list of migrations. New migrations are only ever appended.
 
-Words in braces are column types whose names differ between databases (`Database.types`).
-Invariant: the version recorded in a database is the number of migrations applied, in order, each exactly once.
+Words in braces are column types whose names differ between databases (`Database.types`). Invariant: the version
+recorded in a database is the number of migrations applied, in order, each exactly once.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ async def _note_image_uses(tx: Connection) -> None:
 
 
 async def _share_queue(tx: Connection) -> None:
-    """Give the sessions that wait, or may wait again, their bucket: before, buckets were not those of tenants, and
-    earlier still the queue knew priority and age alone."""
+    """Give the sessions that wait, or may wait again, their bucket: before, buckets were not per tenant, and earlier
+    still the queue was ordered by priority and age alone."""
     await tx.execute("DELETE FROM queue_shares")
     sql = "SELECT id, tenant, labels, priority, created FROM groups WHERE state = 'active' ORDER BY created, id"
     for group_id, tenant, packed, priority, created in await tx.fetch(sql):
@@ -104,12 +104,12 @@ async def _share_queue(tx: Connection) -> None:
         await open_share(tx, priority, bucket, evaluation=EVALUATION_LABEL in labels, since=created)
 
 
-# Turns without this have no images and are not decoded: there may be millions of turns.
+# Turns without this tag have no images and are not decoded: there may be millions of turns.
 _IMAGE_TAG = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("image")
 
 MIGRATIONS: Migrations = (
     (
-        # `open_sessions` counts those not done; `cursor` orders the done groups.
+        # `open_sessions` counts the sessions that are not done; `cursor` orders the done groups.
         """CREATE TABLE groups (
             id TEXT PRIMARY KEY,
             spec {blob} NOT NULL,
@@ -126,8 +126,8 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX groups_by_age ON groups (created, id)",
         "CREATE INDEX groups_by_state ON groups (state, created, id)",
-        # `waiting` is 1 exactly while the session may be started, `lease_until` is set exactly while an attempt
-        # is under way; `priority` and `created` are the group's, so that the queue is one index.
+        # `waiting` is 1 exactly while the session may be started. `lease_until` is set exactly while an attempt is
+        # under way. `priority` and `created` are the group's, so that the queue is one index.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -172,7 +172,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try)",
     ),
     (
-        # A list of groups shows these, and would otherwise have to read every spec and every session.
+        # Columns for the list of groups, which would otherwise have to read every spec and every session.
         "ALTER TABLE groups ADD COLUMN labels TEXT NOT NULL DEFAULT '{{}}'",
         "ALTER TABLE groups ADD COLUMN errors INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE groups ADD COLUMN rewarded INTEGER NOT NULL DEFAULT 0",
@@ -180,7 +180,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_to_cancel ON groups (created, id) WHERE cancelled = 1 AND state = 'active'",
         _label_groups,
         _count_outcomes,
-        # A failed attempt is not repeated before `due`; `recovered` counts attempts whose node died.
+        # A failed attempt is not repeated before `due`; `recovered` counts attempts that lost their node.
         "ALTER TABLE sessions ADD COLUMN due DOUBLE PRECISION NOT NULL DEFAULT 0",
         "ALTER TABLE sessions ADD COLUMN recovered INTEGER NOT NULL DEFAULT 0",
         "DROP INDEX sessions_queue",
@@ -189,7 +189,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
     ),
     (
-        # `digest` is the SHA-256 of `data`, so the image that many sessions show many times is stored once.
+        # `digest` is the SHA-256 of `data`, so an image that many sessions show many times is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
         _move_images,
     ),
@@ -199,7 +199,7 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN began_version BIGINT",
     ),
     (
-        # Beside the policy's turns and not among them, so that nothing that trains can read them by mistake.
+        # Kept apart from the policy's turns, so that no training code can read frozen turns by mistake.
         """CREATE TABLE frozen_turns (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -210,8 +210,8 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `ending` is why a session is to end, from the moment that this is decided; before, only whole groups were
-        # cancelled. `min_usable` is how many verdicts are enough for a group.
+        # `ending` is the reason to end a session, from the moment of the decision; before, only whole groups were
+        # cancelled. `min_usable` is the number of verdicts that is enough for a group.
         "ALTER TABLE sessions ADD COLUMN ending TEXT",
         """UPDATE sessions SET ending = 'cancelled'
             WHERE state <> 'done' AND group_id IN (SELECT id FROM groups WHERE cancelled = 1)""",
@@ -220,14 +220,15 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN min_usable INTEGER",
     ),
     (
-        # A named reader of the results: it has processed the groups up to `cursor`, and last asked at `seen`.
+        # A named reader of the results: it has processed the groups up to `cursor`, and made its last request at
+        # `seen`.
         """CREATE TABLE consumers (
             name TEXT PRIMARY KEY,
             cursor BIGINT NOT NULL,
             created DOUBLE PRECISION NOT NULL,
             seen DOUBLE PRECISION NOT NULL
         )""",
-        # `since` is when the group was done, `given_up` is set while the delivery is a dead letter.
+        # `since` is the time when the group was done; `given_up` is set while the delivery is a dead letter.
         "ALTER TABLE outbox ADD COLUMN since DOUBLE PRECISION NOT NULL DEFAULT 0",
         "ALTER TABLE outbox ADD COLUMN given_up DOUBLE PRECISION",
         "ALTER TABLE outbox ADD COLUMN fault TEXT",
@@ -237,7 +238,7 @@ MIGRATIONS: Migrations = (
         "DROP INDEX outbox_due",
         "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
-        # Which sessions show an image, so that it can be removed with the last of them.
+        # The sessions that show an image: the image is removed with the last of these sessions.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -245,8 +246,8 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX image_uses_by_digest ON image_uses (digest)",
         _note_image_uses,
-        # One row, written when a group is done or removed: the newest cursor, which must not repeat when its group is
-        # removed; sums over the done groups, which are too many to count; and the last cursor of a removed event.
+        # One row, written when a group is done or removed: the newest cursor, which must not repeat after the removal
+        # of a group; sums over the done groups, which are too many to count; and the last cursor of a removed event.
         """CREATE TABLE totals (
             id INTEGER PRIMARY KEY CHECK (id = 1),
             cursor BIGINT NOT NULL,
@@ -254,7 +255,7 @@ MIGRATIONS: Migrations = (
             bytes BIGINT NOT NULL,
             removed_event BIGINT NOT NULL DEFAULT 0
         )""",
-        # Of its spec, and of the turns, results and artifacts of the sessions that are done.
+        # Size of the spec, and of the turns, results and artifacts of the sessions that are done.
         "ALTER TABLE groups ADD COLUMN bytes BIGINT NOT NULL DEFAULT 0",
         """UPDATE groups SET bytes = LENGTH(spec)
             + (SELECT COALESCE(SUM(LENGTH(result)), 0) FROM sessions WHERE sessions.group_id = groups.id)
@@ -272,7 +273,7 @@ MIGRATIONS: Migrations = (
     ),
     (
         # A row for each bucket that has had sessions in the queue (see queue.py): `waiting` is 1 if some may wait now,
-        # `served` orders the starts of sessions, `since` is when the bucket was seen first.
+        # `served` orders the starts of sessions, `since` is the time when the bucket first appeared.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -290,13 +291,13 @@ MIGRATIONS: Migrations = (
         "DROP INDEX sessions_queue",
         """CREATE INDEX sessions_queue ON sessions (priority, bucket, created, group_id, sample_index, due)
             WHERE waiting = 1""",
-        # Until its first start a session may expire.
+        # A session may expire until its first start.
         "ALTER TABLE sessions ADD COLUMN expires DOUBLE PRECISION",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
     ),
     (
-        # `digest` is the SHA-256 of the token (hex). A revoked one stays: its name is that of groups and audit lines.
+        # `digest` is the SHA-256 of the token (hex). A revoked token stays: groups and audit lines refer to its name.
         """CREATE TABLE tokens (
             name TEXT PRIMARY KEY,
             digest TEXT NOT NULL UNIQUE,
@@ -310,12 +311,13 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_by_submitter ON groups (submitted_by, open_sessions) WHERE open_sessions > 0",
     ),
     (
-        # One row, which `Store.probe` changes to find out whether anything can be stored.
+        # One row, which `Store.probe` changes to find out whether the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
     (
-        # Whose it is: by default of the token's own name. What nobody's token has submitted is the operator's.
+        # The tenant of a token is by default the token's own name. Groups submitted without a token belong to the
+        # operator.
         "ALTER TABLE tokens ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
         "UPDATE tokens SET tenant = name",
         "CREATE INDEX tokens_by_tenant ON tokens (tenant)",
@@ -328,7 +330,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
         "DROP INDEX groups_by_end",
         "CREATE INDEX groups_by_end ON groups (finished, cursor, tenant) WHERE cursor IS NOT NULL",
-        # What is read of a tenant without looking at the rows of others has its group's tenant, too.
+        # Tables that are read by tenant without looking at other tenants' rows repeat the tenant of their group.
         "ALTER TABLE events ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
         "UPDATE events SET tenant = COALESCE((SELECT tenant FROM groups WHERE groups.id = events.group_id), '')",
         "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
@@ -340,7 +342,7 @@ MIGRATIONS: Migrations = (
             JOIN groups ON groups.id = sessions.group_id WHERE sessions.id = image_uses.session_id)""",
         "DROP INDEX image_uses_by_digest",
         "CREATE INDEX image_uses_by_digest ON image_uses (digest, tenant)",
-        # As `totals`, for each tenant that has had a done group. Cursors that were given before are known as reached.
+        # Like `totals`, for each tenant that has had a done group. Cursors given before count as reached.
         """CREATE TABLE tenants (
             name TEXT PRIMARY KEY,
             cursor BIGINT NOT NULL,
@@ -351,8 +353,8 @@ MIGRATIONS: Migrations = (
             SELECT known.tenant, totals.cursor, totals.removed_event,
                 (SELECT COALESCE(SUM(n), 0) FROM groups WHERE groups.tenant = known.tenant AND groups.state = 'done')
             FROM totals, (SELECT tenant FROM groups UNION SELECT tenant FROM tokens) AS known""",
-        # `tenant` is empty for those of admins, who see all. Who has read as a consumer was not known: each goes on
-        # from its position, for admins and for every tenant that may acknowledge.
+        # `tenant` is empty for the consumers of admins, who see all tenants. The readers of earlier consumers are
+        # unknown: each consumer goes on from its position, for admins and for every tenant that may acknowledge.
         "ALTER TABLE consumers RENAME TO earlier_consumers",
         """CREATE TABLE consumers (
             tenant TEXT NOT NULL,
@@ -380,7 +382,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX queue_shares_of_tenant ON queue_shares (tenant, served)",
     ),
     (
-        # 1 where `spec` and `callback_url`, and the URL in the outbox, are encrypted: `Store` encrypts the others.
+        # 1 if `spec`, `callback_url` and the URL in the outbox are encrypted; `Store` encrypts the others.
         "ALTER TABLE groups ADD COLUMN sealed INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX groups_to_seal ON groups (id) WHERE sealed = 0",
     ),
@@ -399,11 +401,11 @@ MIGRATIONS: Migrations = (
     ),
 )
 SEALING = 12
-"""The version from which on tasks are encrypted."""
+"""The version that introduced the encryption of tasks."""
 
 
 async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
-    """Bring the schema up to date inside one transaction; the number of migrations applied.
+    """Bring the schema up to date inside one transaction. Returns the number of migrations applied.
 
     Raises ServiceError when the database is newer than this program.
     """

@@ -1,12 +1,13 @@
 """`Database` over PostgreSQL: one transaction writes at a time, in all processes together; a few connections read.
 
-It knows no table but its own, `writers`. A transaction that writes first takes a lock of the whole database, so that
-commits happen in the order in which cursors are given: a reader that pages by cursor never misses one that is committed
-later. (Sequences alone do not give that, nor does SERIALIZABLE.) Writes that arrive during a commit share the next one,
-so its cost is paid once for all of them. A commit that was acknowledged survives a loss of power, unless the server is
-told otherwise (synchronous_commit).
-Invariant: ServiceError means that nothing was committed. Where the reply to a COMMIT is lost, the database is asked for
-the outcome before anything else is written. Only `close` does not wait for that for ever.
+A writing transaction first takes a lock of the whole database, so that commits happen in the order of the cursors: a
+reader that pages by cursor never misses a row committed later. (Neither sequences nor SERIALIZABLE guarantee this
+order.) Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss
+of power, unless the server is configured otherwise (synchronous_commit). The only table used here directly is
+`writers`.
+
+Invariant: ServiceError means that nothing was committed. If the reply to a COMMIT is lost, the outcome is read from
+the database before the next write. Only `close` limits the wait for the outcome.
 """
 
 from __future__ import annotations
@@ -37,44 +38,44 @@ MAX_BATCH = 256
 READERS = 4
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
-"""A server that has not answered a statement by then is taken for lost."""
+"""A server that has not replied to a statement after this many seconds is considered lost."""
 FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
-"""How long a transaction is tried again while the server cannot be reached: it may be restarting."""
+"""Seconds for which a transaction is retried while the server cannot be reached: it may be restarting."""
 HANDOVER_SECONDS = 5.0
-"""How long to wait for the end of another service on the same database: the server may not have noticed its death."""
+"""Seconds to wait for the end of another service on the same database: the server may notice a killed client late."""
 PAUSES = Backoff(first=0.05, longest=1.0)
 
-# Advisory locks are a database's own, and known by two numbers. The first of ours is "outr" in ASCII.
+# Advisory locks belong to one database and are identified by two numbers. Our first number is "outr" in ASCII.
 LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # What holds the lock of all writers and does not go on is cut off: a stopped process, a host that is gone.
+    # A holder of the writers' lock that makes no progress is cut off: a stopped process, a host that is gone.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
 
-# The batch that each writer has committed last. Those of a day ago are of processes that were killed.
+# The last batch that each writer has committed. Rows older than a day are from processes that were killed.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
-# READ COMMITTED, in which each statement sees what was committed before it: a snapshot of the whole transaction would
-# be taken before the lock is given.
+# In READ COMMITTED, each statement sees everything committed before it. A snapshot of the whole transaction would be
+# taken before the lock is given.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-# Connections that we have lost, and the server has not: they may hold locks. A writer's name is its own.
+# Connections lost here but not on the server may still hold locks. Each writer has a name of its own.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
     WHERE locktype = 'advisory' AND classid = {LOCKS} AND objid = {SERVICE} AND granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
 
-# asyncpg calls it an error of its own when a connection is used between the server's farewell and its end.
+# asyncpg raises its InternalClientError when a connection is used after the server has begun to close it.
 BROKEN = (TimeoutError, asyncpg.InternalClientError)
 FAULTS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 
@@ -89,16 +90,16 @@ HINTS: dict[str, str] = {
     "55P03": "another process holds the database: a long migration, or an administrator's statement",
     "57": "the server's log says why",
 }
-"""By the beginning of the SQLSTATE."""
+"""Hints by the beginning of the SQLSTATE."""
 
 
 def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:
-    """A store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME)."""
+    """Return a store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME)."""
     return Store(PostgresqlDatabase(url, sole=sole), key=key)
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """Return the URL with its password hidden."""
     scheme, _, rest = url.partition("://")
     credentials, at, place = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")
@@ -108,9 +109,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """`Database` over one PostgreSQL database.
 
-    `sole` is for a service, of which there may be one: it writes only while it holds a lock of the server's, and a
-    second one is refused with ServiceError that says who holds it. Other processes may write at any time. The first
-    write, which is the migration, has no time limit.
+    `sole` is for a service, the only one on a database: it writes only while it holds a lock of the server's. A second
+    service is refused with a ServiceError that names the holder. Other processes may write at any time. The first
+    write, the migration, has no time limit.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -145,7 +146,7 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # A volatile change is made like any other: a server that is killed would lose what it commits asynchronously.
+        # Volatile writes get no shortcut: a killed server would lose asynchronous commits.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -159,7 +160,7 @@ class PostgresqlDatabase:
         yield
 
     async def shrink(self) -> bool:
-        return False  # the server's autovacuum makes room in its files for what is stored next
+        return False  # the server's autovacuum makes room in its files for later rows
 
     async def _read(self, body: Body[T]) -> T:
         if self._writer is None:
@@ -194,7 +195,7 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """There is no connection, or no longer, or not the service's lock: another try may get it."""
+    """There is no connection any more, or the service's lock is held elsewhere: another try may succeed."""
 
 
 class _Connection:
@@ -205,7 +206,7 @@ class _Connection:
         self._limit = limit  # None: the connection's own
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        # The server says `UPDATE 3`, `INSERT 0 1` or, of what changes no rows, `CREATE TABLE`.
+        # The server replies `UPDATE 3`, `INSERT 0 1` or, for statements that change no rows, `CREATE TABLE`.
         said: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
         count = said.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
@@ -218,7 +219,7 @@ class _Connection:
 
 
 class _Server:
-    """Where connections come from. Its connections carry a name that people and `_Writer` know them by."""
+    """Opens connections. Their application name identifies them to administrators and to `_Writer`."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -226,7 +227,7 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server gives up before we do: else it would go on waiting for a lock that nobody wants any more.
+        # The server gives up before we do, or it would go on waiting for a lock without a client.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:
@@ -235,7 +236,7 @@ class _Server:
             return await asyncpg.connect(
                 self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
             )
-        except ValueError:  # its text may be a part of the password
+        except ValueError:  # the error's text may contain a part of the password
             raise InvalidField(
                 f"the database's URL cannot be read: {self.shown}",
                 field="store",
@@ -265,7 +266,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # no number comes twice, whatever an earlier writer has left
+        self._batches = time.time_ns()  # numbers never repeat, whatever an earlier writer has left
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 
@@ -275,7 +276,7 @@ class _Writer:
         return future
 
     def stop(self) -> None:
-        """Make `serve` return, once the jobs put before are done."""
+        """Make `serve` return once all earlier jobs are done."""
         self._stopping = True
         self._waiting.put_nowait(None)
 
@@ -297,7 +298,7 @@ class _Writer:
                 await _closed(self._raw)
 
     async def connection(self) -> asyncpg.Connection:
-        """The open connection, which holds the service's lock if that is asked for."""
+        """Return the open connection, which holds the service's lock if `sole` is set."""
         if self._raw is None or self._raw.is_closed():
             raw = await self._server.connect("writer")
             try:
@@ -331,7 +332,7 @@ class _Writer:
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
         """Run the jobs in one transaction. When a body fails, each half is run again by itself, until only the failing
-        body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
+        body is refused. Savepoints would avoid the repetition, but every batch would pay for them."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:
@@ -340,7 +341,7 @@ class _Writer:
                 self._patience,
                 lasting=lambda: batch.results is not None and not self._stopping,
             )
-        except Exception as error:  # whatever a body raises
+        except Exception as error:  # a body may raise anything
             if len(jobs) > 1 and not isinstance(error, _Unreachable):
                 middle = len(jobs) // 2
                 await self._settle(jobs[:middle])
@@ -355,13 +356,13 @@ class _Writer:
                     job.future.set_result(result)
 
     async def _commit(self, batch: _Batch) -> list[Any]:
-        """The results of the batch, once they are committed."""
+        """Commit the batch and return its results."""
         raw = await self.connection()
         writer, number = self._server.id, batch.number
         try:
             await raw.execute(BEGIN_WRITE)
             if batch.results is not None:
-                # An earlier try has lost the reply to its COMMIT. It has ended, as the lock is ours.
+                # An earlier try has lost the reply to its COMMIT. That transaction has ended, because we hold the lock.
                 sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
                 if await raw.fetchval(sql, writer, number):
                     await raw.execute("ROLLBACK")
@@ -373,7 +374,8 @@ class _Writer:
             try:
                 await raw.execute(COMMIT_WRITE.format(writer, number))
             except asyncpg.PostgresError as error:
-                # It was refused. What ends the connection (FATAL, PANIC) may also come after it was carried out.
+                # The COMMIT was refused. Errors that end the connection (FATAL, PANIC) may also come after a successful
+                # COMMIT.
                 if error.severity_en == "ERROR":
                     batch.results = None
                 raise
@@ -387,7 +389,8 @@ class _Writer:
 async def _patiently(
     once: Callable[[], Awaitable[T]], patience: float, lasting: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call `once` until it does not raise `_Unreachable`, for `patience` seconds, or anything while it is `lasting`."""
+    """Call `once` until it succeeds. `_Unreachable` is retried for `patience` seconds; while `lasting`, any error
+    is."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience
     tries = 0
@@ -402,7 +405,7 @@ async def _patiently(
 
 
 async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
-    """Undo the transaction after an error. A connection that cannot do that is closed."""
+    """Undo the transaction after an error. A connection that cannot do so is closed."""
     try:
         if isinstance(error, BROKEN):
             raw.terminate()
@@ -421,7 +424,7 @@ async def _closed(raw: asyncpg.Connection) -> None:
 
 @cache
 def _numbered(sql: str) -> str:
-    """With $1, $2 ... for each `?`. No statement has one in a literal."""
+    """Return the statement with $1, $2 ... for each `?`. No statement has a `?` in a literal."""
     first, *others = sql.split("?")
     return first + "".join(f"${number}{other}" for number, other in enumerate(others, start=1))
 
@@ -431,7 +434,7 @@ def _hint(code: str) -> str | None:
 
 
 def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
-    """Raise what the caller of a transaction is told of an error in it."""
+    """Translate an error in a transaction and raise it for the caller."""
     if isinstance(error, asyncpg.CharacterNotInRepertoireError):
         raise InvalidField("PostgreSQL cannot store text with a NUL character", field="text") from error
     if isinstance(error, OutriderError):

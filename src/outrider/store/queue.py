@@ -1,13 +1,14 @@
-"""The order of the queue: fair share between tenants, then a tenant's priorities, then fair share between its buckets,
+"""The order of the queue: fair share between tenants, then a tenant's priorities, then fair share between buckets,
 then age.
 
-A bucket is the sessions of one run of a tenant, or of one user where no run is named; all others of the tenant share
-the bucket without a name. Of the tenants that wait, the one with the least work under way goes first, then the one that
-was served the longest time ago; and of its buckets at its highest priority, likewise. A priority is the client's word:
-it orders the groups of one tenant, and no tenant's before another's. So a client that invents a run
-for each group takes from its own tenant only. Within a bucket the oldest session goes first. It opens no transaction.
-Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` = 1. The reverse does not hold:
-who finds nothing in a bucket tells `close_shares`.
+A bucket is the sessions of one run of a tenant, or of one user if no run is named. All other sessions of the tenant
+share the bucket without a name. Among waiting tenants, the tenant with the least work under way goes first, then the
+tenant served the longest time ago. The same rule orders a tenant's buckets at the tenant's highest priority. Within a
+bucket the oldest session goes first. Priorities are set by clients, so a priority orders only the groups of one
+tenant. Likewise, a client that invents a run for each group takes only from its own tenant.
+
+No transaction is opened here. Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` =
+1. The reverse does not hold: a reader that finds a bucket empty calls `close_shares`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from outrider.store.database import Connection, Row
 from outrider.store.rows import SessionRow
 
 BUCKET_LABELS = ("run", "user")
-"""Labels that name a group's bucket; the first that it has counts."""
+"""Labels that name a group's bucket; the first label present counts."""
 
 COUNT_WAITING = """SELECT COUNT(*) FROM (
     SELECT 1 FROM queue_shares JOIN sessions
         ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
     WHERE queue_shares.{column} = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
 
-# Goes from tenant to tenant in the index: a plain DISTINCT would read the row of every bucket.
+# Steps from tenant to tenant in the index: a plain DISTINCT would read the row of every bucket.
 TENANTS = """WITH RECURSIVE found (tenant) AS (
         SELECT MIN(tenant) FROM queue_shares WHERE {which}
         UNION ALL
@@ -45,23 +46,23 @@ TENANTS = """WITH RECURSIVE found (tenant) AS (
     FROM found WHERE found.tenant IS NOT NULL ORDER BY last, found.tenant"""
 
 ABOVE_ALL = (1 << 31) - 1
-"""Above every priority."""
+"""A value above every priority."""
 
 MOST_PASSED = 64
-"""A tenant is passed over once so many of its buckets are, so that a look at the queue has a bound. The tenants behind
-it are looked at all the same."""
+"""A tenant with this many skipped buckets is passed over, so that one pass over the queue has a bound. The tenants
+behind are still considered."""
 
 
 class Picked(msgspec.Struct, frozen=True):
-    """The sessions that come next, in order, and the buckets, each at a priority, in which none waits any more."""
+    """The next sessions in order, and the buckets, each at a priority, in which no session waits any more."""
 
     sessions: list[SessionRow]
     empty: list[tuple[int, str]]
 
 
 def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
-    """The bucket of a group: its tenant, and a digest, because a label may be long or contain what a database refuses.
-    Evaluations of a run have a bucket of their own."""
+    """Return the bucket of a group: its tenant and a digest, because a label may be long or contain characters that a
+    database refuses. Evaluations of a run have a bucket of their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     evaluation = EVALUATION_LABEL in labels
     if not named and not evaluation:
@@ -71,7 +72,7 @@ def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:
-    """Note that sessions of a bucket wait, the oldest since then."""
+    """Note that sessions of a bucket wait, the oldest since the given time."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, evaluation, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
@@ -114,12 +115,12 @@ async def pick(
     skip: Collection[str],
     evaluations: bool,
 ) -> Picked:
-    """The next sessions that are due by `now`, or only after `latest`: nothing is put off for so long, so the clock has
-    been set back since. `under_way` counts the sessions under way by bucket; buckets in `skip` are left out, and
-    tenants with MOST_PASSED of them; with `evaluations` only evaluations are looked at.
+    """Return the next sessions that are due by `now`, or only after `latest`: no session is put off for that long, so
+    the clock has been set back since. `under_way` counts the sessions under way by bucket. Buckets in `skip` are left
+    out, and so are tenants with MOST_PASSED of them. With `evaluations`, only evaluations are considered.
 
-    Its cost grows with `limit`, the number of tenants and that of buckets with work under way, not with the length of
-    the queue.
+    The cost grows with `limit`, the number of tenants and the number of buckets with work under way, not with the
+    length of the queue.
     """
     picked = Picked([], [])
     which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
@@ -138,7 +139,7 @@ async def pick(
 
 
 class _Look:
-    """One look at the queue."""
+    """One pass over the queue."""
 
     def __init__(
         self,
@@ -156,21 +157,21 @@ class _Look:
         self.latest = latest
         self.skip = skip
         self.busy = Counter(under_way)
-        """Work under way by bucket, with what is picked."""
+        """Work under way by bucket, including picked sessions."""
         self.work: Counter[str] = Counter()
-        """The same by tenant."""
+        """Work under way by tenant, as the pass began."""
         for bucket, number in under_way.items():
             self.work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
     async def tenants(self) -> list[str]:
-        """The tenants that wait, first the one that was served the longest time ago."""
+        """The tenants with waiting sessions, starting with the tenant served the longest time ago."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 
 
 class _Tenant:
-    """What one tenant has waiting, the highest priority first."""
+    """The waiting sessions of one tenant, highest priority first."""
 
     def __init__(self, look: _Look, name: str) -> None:
         self._look = look
@@ -200,18 +201,18 @@ class _Line:
         self.tenant = tenant
         self._order = count()
         self._buckets: list[tuple[int, int, str]] = []
-        """A heap: the work under way, the turn among equals, the bucket."""
+        """A heap of the work under way, the order among equals, and the bucket."""
         self._last: tuple[int, float, str] | None = (-1, 0.0, "")
         """`served`, `since` and name of the last bucket that was read; None once all were."""
         self._read: dict[str, list[Row]] = {}
         self._taken: dict[str, int] = {}
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """The tenant's next session, None if none is left; about `wanted` may be asked for. Adds to `empty` the buckets
-        in which none waits any more."""
+        """Return the tenant's next session at this priority, or None if none is left. About `wanted` sessions may be
+        requested in all. Adds buckets without waiting sessions to `empty`."""
         look = self._look
         while True:
-            # A bucket without work under way may still come; one with some has to wait for all of these.
+            # A bucket without work under way may still follow; a bucket with work has to wait for all of these.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(look.busy) + len(look.skip))
             if not self._buckets:
@@ -226,7 +227,7 @@ class _Line:
                 empty.append((self._priority, bucket))
 
     async def _read_buckets(self, number: int) -> None:
-        """Read buckets in the order in which they were served."""
+        """Read buckets, least recently served first."""
         found = await self._look.tx.fetch(
             f"""SELECT served, since, bucket FROM queue_shares
                 WHERE {self._look.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)
@@ -239,7 +240,7 @@ class _Line:
         self._last = found[-1] if len(found) == number else None
 
     async def _next_in(self, bucket: str, wanted: int) -> Row | None:
-        """The bucket's oldest session that is due and was not taken before."""
+        """Return the bucket's oldest session that is due and was not taken before."""
         look = self._look
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])
@@ -258,6 +259,6 @@ class _Line:
         return read.pop()
 
     async def _is_empty(self, bucket: str) -> bool:
-        """Whether no session waits in it, due or not."""
+        """Return True if no session waits in the bucket, due or not."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
         return not await self._look.tx.fetch(sql, (self._priority, bucket))

@@ -1,9 +1,11 @@
-"""Removes finished groups with all that is stored of them, in steps short enough to run beside everything else.
+"""Removes finished groups with all their rows, in steps short enough to run beside all other work.
 
-A removal begins with `hide`: from then on nobody finds the group or its sessions, and they take no part in anything.
-`erase` deletes their rows, step by step. It knows no files, and does not decide what is to be removed.
-Invariants: a group is hidden as a whole or not at all; never one that is not done, that has a delivery to make, or that
-a consumer who sees it has not acknowledged (unless that is overruled). What is hidden stays so, whatever dies.
+A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them.
+`erase` deletes the rows, step by step. Files are removed elsewhere, and the caller decides which groups to remove.
+
+Invariants: a group is hidden as a whole or not at all. A group is hidden only when it is done, has no delivery left to
+make, and is acknowledged by every consumer that sees it (unless overruled). A hidden group stays hidden, even if a
+process is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ REMOVED = "removed"
 
 ALL_CURSORS = (1 << 63) - 1
 
-# The bound of the consumers that see all is a number. A group before it costs one look at the consumers of its tenant.
+# One number bounds all consumers that see all tenants. Each group before it costs one lookup in its tenant's consumers.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 
@@ -30,7 +32,7 @@ REMOVABLE = "cursor IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbo
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished group that may be removed. `bytes` are those of its spec, turns, results and artifacts."""
+    """A finished group that may be removed. `bytes` is the size of its spec, turns, results and artifacts."""
 
     id: str
     sessions: int
@@ -40,29 +42,30 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> tuple[float, int]:
-        """Its place in the order of `Removals.candidates`."""
+        """The group's position in the order of `Removals.candidates`."""
         return self.finished, self.cursor
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of finished groups that may not be removed: some consumer has not acknowledged them, or their callback is
-    not delivered. A group may be both."""
+    """Numbers of finished groups that may not be removed: a consumer has not acknowledged them, or their callback is
+    not delivered. A group may count in both."""
 
     unacknowledged: int
     undelivered: int
 
 
 class Removals:
-    """Removals from a store, which opens and closes the database. Every method raises ServiceError when it fails.
+    """Removals from a store, which opens and closes the database. Every method raises ServiceError when the database
+    fails.
 
-    `force` overrules the consumers: what they have not acknowledged may be removed.
+    `force` overrules the consumers: groups that they have not acknowledged may be removed.
     """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def size(self) -> int:
-        """Bytes of all finished groups, and of all images."""
+        """Total bytes of all finished groups and all images."""
         sql = "SELECT bytes, (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM images) FROM totals"
         ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
         return int(groups) + int(images)
@@ -70,8 +73,8 @@ class Removals:
     async def candidates(
         self, *, before: float = inf, force: bool, after: tuple[float, int] = (-inf, 0), limit: int
     ) -> list[Candidate]:
-        """Groups that may be removed and finished before a time, the first to finish first; `after` is the place to go
-        on from."""
+        """Return the groups that may be removed and finished before a time, earliest first. `after` is the `place` of
+        the last group already returned."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND finished < ? AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
@@ -85,7 +88,7 @@ class Removals:
         return await self._db.read(body)
 
     async def held(self, *, before: float = inf, force: bool) -> Held:
-        """Of the groups that finished before a time, those that may not be removed."""
+        """Count the groups that finished before a time and may not be removed."""
 
         kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND NOT ({ACKNOWLEDGED})"
 
@@ -99,7 +102,7 @@ class Removals:
         return await self._db.read(body)
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        """Hide those of the groups that still may be removed; their ids. Call `erase` until it is done."""
+        """Hide the given groups that still may be removed. Returns their ids. Call `erase` until it returns False."""
         sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
@@ -125,7 +128,7 @@ class Removals:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))]
 
     async def unknown(self, session_ids: Sequence[str]) -> list[str]:
-        """Those of the ids that no session has."""
+        """Return the given ids that no session has."""
 
         async def body(tx: Connection) -> list[str]:
             sql = "SELECT 1 FROM sessions WHERE id = ?"
@@ -134,9 +137,10 @@ class Removals:
         return await self._db.read(body)
 
     async def erase(self, rows: int) -> bool:
-        """Delete up to about so many rows of hidden groups; whether there are more.
+        """Delete up to about `rows` rows of hidden groups. Returns True if there are more.
 
-        What else is kept of their sessions, such as files, must be gone: a session's row is what one would find it by.
+        All other data of the sessions, for example files, must be gone already: the rows of the sessions lead to the
+        data.
         """
 
         async def body(tx: Connection) -> bool:
@@ -174,18 +178,18 @@ class Removals:
         return await self._db.write(body)
 
     async def shrink(self) -> bool:
-        """Return some of the room that erased rows had to the file system; whether there is more to return."""
+        """Return some of the room of erased rows to the file system. Returns True if there is more to return."""
         return await self._db.shrink()
 
 
 def _removable(force: bool) -> str:
-    """A group has a cursor from its end until it is hidden."""
+    """Return the condition for removable groups. A group has a cursor from its end until it is hidden."""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 
 async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
-    """The value of ACKNOWLEDGED: the last cursor that every consumer which sees all has acknowledged. With `force`,
-    which asks for no acknowledgement, there is none."""
+    """Return the value of ACKNOWLEDGED: the last cursor acknowledged by every consumer of all tenants' results. Empty
+    with `force`, when no acknowledgement is required."""
     if force:
         return ()
     slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]

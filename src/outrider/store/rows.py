@@ -1,7 +1,7 @@
-"""The rows of the store: their structs, the columns they are read from, and how packed columns are encoded.
+"""The rows of the store: structs, columns, and the encoding of packed columns.
 
-It runs no statement. Results, errors and turns are stored as msgpack; event data is JSON, so that people can read it.
-Invariant: every struct read here equals the one that was written.
+No statements here. Results, errors and turns are stored as msgpack; event data is JSON, for people to read. Invariant:
+every struct read here equals the struct that was written.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked, tena
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
 
-    `cursor` is the group's place in the results once it is done. The store counts the outcomes of its `n` sessions:
-    `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards. Once
-    `min_usable` have a reward, the others are ended. `submitted_by` names the token that it was submitted with,
-    `tenant` whose it is. No other group of the tenant has its `idempotency_key`.
+    `cursor` is the position of a done group in the results. The store counts the outcomes of the `n` sessions: `done`,
+    with an error (`errors`), with a reward (`rewarded`), and the sum of the rewards. Once `min_usable` sessions have a
+    reward, the rest are ended. `submitted_by` is the name of the submitting token, `tenant` the owner. The
+    `idempotency_key` is unique among the tenant's groups.
     """
 
     id: str
@@ -64,10 +64,10 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """A session. Times are seconds since the epoch.
 
-    `attempt` counts from 1; it is 0 before the first attempt. `recovered` is how many attempts ended because their node
-    died, which is not a failure of the session. A queued session is not started before `due`. `last_error` is why the
-    last attempt failed. `ending` is why the session is to end, if that is decided. `bucket` is what the queue is shared
-    between (see `queue.py`).
+    `attempt` counts from 1; 0 before the first attempt. `recovered` is the number of attempts that lost their node,
+    which is not a failure of the session. A queued session is not started before `due`. `last_error` is the error of
+    the last failed attempt. `ending` is the reason to end the session, once decided. `bucket` is the session's bucket
+    in the queue (see `queue.py`).
     """
 
     id: str
@@ -89,7 +89,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """How many sessions wait, in how many buckets, and of how many tenants."""
+    """The numbers of waiting sessions, of buckets and of tenants with waiting sessions."""
 
     sessions: int
     buckets: int
@@ -97,15 +97,15 @@ class QueueLength(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The version that a trainer has set last, and where its weights are, if the engines were told."""
+    """The version that a trainer has set last, and the location of its weights, if the engines loaded any."""
 
     version: int
     weights: str | None = None
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API. Times are seconds since the epoch; `digest` is the SHA-256 of its text (hex); what is
-    submitted with it is its `tenant`'s."""
+    """A token of the control API. Times are seconds since the epoch. `digest` is the SHA-256 of its text (hex). Groups
+    submitted with the token belong to its `tenant`."""
 
     name: str
     digest: str
@@ -143,8 +143,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
-    It has been due since `since`, and failed `tries` times, at last for the reason `fault`. Once it is `given_up` it is
-    not tried again by itself.
+    The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. A push with
+    `given_up` set is retried only on request.
     """
 
     group_id: str
@@ -161,8 +161,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of a tenant's results, or of everybody's (None). It has processed the groups up to `cursor`, and
-    was last heard of at `seen`; up to `lag` groups are left for it."""
+    """A named reader of a tenant's results, or of all results (tenant None). The consumer has processed the groups up
+    to `cursor`, and made its last request at `seen`; up to `lag` groups are left to read."""
 
     tenant: str | None
     name: str
@@ -176,12 +176,12 @@ pack = msgspec.msgpack.encode
 
 
 def receiver_of(url: str) -> str:
-    """The host and port of a callback URL."""
+    """Return the host and port of a callback URL."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def stored_key(tenant: str, idempotency_key: str) -> str:
-    """As the column has it, which is unique: the names of tenants have no slash."""
+    """Return the value of the unique key column. Names of tenants contain no slash."""
     return f"{tenant}/{idempotency_key}"
 
 
@@ -194,7 +194,7 @@ def turn_from(packed: bytes) -> Turn:
 
 
 def group_from(row: Row) -> GroupRow:
-    """From GROUP_COLUMNS."""
+    """Build the struct from GROUP_COLUMNS."""
     return GroupRow(
         id=row[0],
         n=row[1],
@@ -218,7 +218,7 @@ def group_from(row: Row) -> GroupRow:
 
 
 def session_from(row: Row) -> SessionRow:
-    """From SESSION_COLUMNS."""
+    """Build the struct from SESSION_COLUMNS."""
     return SessionRow(
         id=row[0],
         group_id=row[1],
@@ -240,7 +240,7 @@ def session_from(row: Row) -> SessionRow:
 
 
 def event_from(row: Row) -> Event:
-    """From EVENT_COLUMNS."""
+    """Build the struct from EVENT_COLUMNS."""
     return Event(
         cursor=row[0],
         at=row[1],
@@ -252,7 +252,7 @@ def event_from(row: Row) -> Event:
 
 
 def token_from(row: Row) -> TokenRow:
-    """From TOKEN_COLUMNS."""
+    """Build the struct from TOKEN_COLUMNS."""
     return TokenRow(
         name=row[0],
         digest=row[1],
@@ -266,7 +266,7 @@ def token_from(row: Row) -> TokenRow:
 
 
 def delivery_from(row: Row) -> Delivery:
-    """From DELIVERY_COLUMNS."""
+    """Build the struct from DELIVERY_COLUMNS."""
     return Delivery(
         group_id=row[0], url=row[1], tries=row[2], next_try=row[3], since=row[4], given_up=row[5], fault=row[6]
     )

@@ -1,10 +1,13 @@
-"""`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for it.
+"""`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for the
+writer.
 
-It knows no table. Writes that arrive during a commit share the next one, so its cost is paid once for all of them; a
-separate thread brings the log into the file. A commit survives the death of the process. It also waits for the disk,
-and so survives a loss of power with all before it, unless all of its batch is volatile: a loss of power may undo the
-volatile commits of the last seconds, but never half of one (WAL; synchronous is FULL, or NORMAL for those).
-Invariant: a body that fails undoes only its own changes, never those of another body in its batch.
+No tables here. Writes that arrive during a commit share the next commit and its cost. A separate thread moves the log
+into the file. Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss
+of power together with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the
+volatile commits of the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile
+batches).
+
+Invariant: a failing body undoes only its own changes, never those of another body in the batch.
 """
 
 from __future__ import annotations
@@ -31,22 +34,22 @@ MAX_BATCH = 256
 """Maximum number of writes in one commit."""
 READERS = 2
 BUSY_SECONDS = 5.0
-"""How long to wait for a lock that another process holds on the file."""
+"""Seconds to wait for a lock that another process holds on the file."""
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
-"""In the list of what fails."""
+"""Name of this work in the list of failures."""
 CHECKPOINT_PAGES = 16_384
 """Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
 
 NORMAL, FULL = 1, 2
-"""Of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
+"""Two of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
 
 INCREMENTAL = 2
 """The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
 SHRINK_PAGES = 64
 """Pages (256 KiB) that one call of `shrink` returns. The writer is busy for a few milliseconds."""
 SPARE = 10
-"""One page in so many is kept free for what is stored next: a file that shrinks and grows all the time is slower."""
+"""One page in this many is kept free for later rows: a file that keeps shrinking and growing is slower."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -62,8 +65,8 @@ GONE = "put the data folder back where it was, or restart the service: what it g
 
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
-    """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests. What fails
-    beside its transactions is noted in `failures`. Without a key, the folder has it."""
+    """Return a store in the SQLite file at `path`, whose folder must exist; None keeps the store in memory, for tests.
+    Failures outside of transactions are noted in `failures`. Without `key`, the key is a file in the same folder."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
     return Store(SqliteDatabase(path, failures), key=key)
@@ -82,7 +85,7 @@ class SqliteDatabase:
         self._reads: _Jobs | None = None
         self._threads: list[_Thread] = []
         self._file: tuple[int, int] | None = None
-        """Device and inode of the file that is open, once something was written."""
+        """Device and inode of the open file, once something was written."""
 
     async def open(self) -> None:
         """Start the threads. Raises ServiceError when the file cannot be opened."""
@@ -104,8 +107,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # One by one: only the last connection to close removes the log, and of several that close at the same time none
-        # may see that it is the last.
+        # One by one: only the last connection to close removes the log, and of several that close at the same time,
+        # none may detect that it is the last.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -126,7 +129,8 @@ class SqliteDatabase:
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
-            # A file from before this setting keeps its size: only VACUUM would change that, which blocks for minutes.
+            # A file older than this setting keeps its size: only VACUUM would shrink the file, and VACUUM blocks for
+            # minutes.
             if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
                 return False
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
@@ -138,8 +142,8 @@ class SqliteDatabase:
         return await self.write(body, volatile=True)
 
     def _check_file(self) -> None:
-        """Raises ServiceError where the file is not at its path any more: SQLite goes on with a removed one, and what
-        it commits is gone with the process."""
+        """Raises ServiceError if the file is no longer at its path: SQLite goes on with a removed file, whose commits
+        are lost when the process ends."""
         if self._path is None:
             return
         try:
@@ -215,7 +219,7 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies to run, served by one or more threads. It needs no bound: every entry has a caller that waits."""
+    """Queue of bodies to run, served by one or more threads. No bound is needed: every entry has a waiting caller."""
 
     def __init__(self, begin: str, batch: int, check_file: Callable[[], None] = lambda: None) -> None:
         self._begin = begin
@@ -230,7 +234,7 @@ class _Jobs:
         return future
 
     def stop(self) -> None:
-        """Make every serving thread return, once the jobs put before are done."""
+        """Make every serving thread return once all earlier jobs are done."""
         self._waiting.put(None)
 
     def serve(self, raw: sqlite3.Connection) -> None:
@@ -238,7 +242,8 @@ class _Jobs:
             self._loop.call_soon_threadsafe(_deliver, self._settle(raw, batch))
 
     def _next(self) -> list[_Job]:
-        """Wait for a job, then take the others that are waiting, up to the batch size; empty after `stop`."""
+        """Wait for a job, then take the others that are waiting, up to the batch size. Returns an empty list after
+        `stop`."""
         batch: list[_Job] = []
         job = self._waiting.get()
         while job is not None:
@@ -249,12 +254,12 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # so that the next call, and those of the other threads, see the stop too
+        self._waiting.put(None)  # so that the next call and the other threads see the stop, too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
-        """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the failing
-        body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
+        """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the
+        failing body is refused. Savepoints would avoid the repetition, but every batch would pay for them."""
         try:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
@@ -266,7 +271,7 @@ class _Jobs:
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
-        except Exception as error:  # whatever a body raises
+        except Exception as error:  # a body may raise anything
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:
@@ -276,9 +281,9 @@ class _Jobs:
 
 
 class _Thread:
-    """A thread with its own connection, on which it runs `serve` until `stop` makes that return.
+    """A thread with its own connection, on which it runs `serve` until `stop` makes `serve` return.
 
-    `opened` is set once the connection is open, or to ServiceError if it cannot be opened.
+    `opened` is resolved once the connection is open, or fails with ServiceError if the connection cannot be opened.
     """
 
     def __init__(
@@ -321,7 +326,7 @@ class _Thread:
 
 
 def _truncate_log(path: Path) -> None:
-    """Move all that is in the log to the database, and empty the log."""
+    """Move everything in the log to the database, and empty the log."""
     try:
         raw = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
         try:
@@ -333,7 +338,7 @@ def _truncate_log(path: Path) -> None:
 
 
 def _run(body: Body[T], connection: _Connection) -> T:
-    """Run a body without an event loop: nothing that it awaits suspends, so one step brings it to its end."""
+    """Run a body without an event loop: none of its awaits suspends, so one step completes it."""
     coroutine = body(connection)
     try:
         coroutine.send(None)
@@ -361,7 +366,7 @@ def _deliver(outcomes: Sequence[_Outcome]) -> None:
 
 
 def _translated(error: Exception) -> Exception:
-    if isinstance(error, MemoryError):  # ours, or what sqlite3 makes of SQLITE_NOMEM
+    if isinstance(error, MemoryError):  # ours, or from sqlite3 for SQLITE_NOMEM
         return ServiceError(
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )

@@ -1,10 +1,11 @@
-"""The durable state of a service: groups, sessions, attempts, turns, results and events, and every change to them.
+"""The durable state of a service: groups, sessions, attempts, turns, results and events, and all changes to them.
 
-Every statement and transaction of Outrider is in this folder; each public method is one transaction. It knows no
-particular database (see `database.py`), no engine and no sandbox, and decides nothing about rollouts: who runs, retries
-or cancels is the caller's decision.
-Invariants: a session is written only by its newest attempt, while that is under way; a write of any other attempt is
-refused with Conflict. A session's result, its group's state, cursor, event and outbox row are one transaction.
+Every statement and transaction of Outrider is in this folder; each public method is one transaction. `database.py`
+hides the particular database. No engines or sandboxes here, and no decisions about rollouts: the caller decides which
+sessions run, retry or are cancelled.
+
+Invariants: a session is written only by the newest attempt, while that attempt is under way; writes of other attempts
+are refused with Conflict. A session's result and the group's state, cursor, event and outbox row are one transaction.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from outrider.store.tenants import (
 from outrider.trajectory import SessionResult, Turn
 
 SEALED_AT_ONCE = 100
-"""Groups whose specs one transaction encrypts, when a database of an older version is opened."""
+"""Number of groups whose specs one transaction encrypts, when a database of an older version is opened."""
 MOST_PACES = 1000
-"""Engines whose pace is remembered. Where engines come and go, so do their names."""
+"""Maximum number of engines whose pace is kept: the names of engines that came and went pile up."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
 
-# One statement inserts the turn and checks its attempt, because a model call waits for it. `lease_until` is set exactly
-# while an attempt is under way. Why nothing was inserted is looked up only when that happens.
+# One statement inserts the turn and checks the attempt, because a model call waits. `lease_until` is set exactly while
+# an attempt is under way. If nothing was inserted, a further statement looks up the reason.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -74,22 +75,22 @@ REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = 
 
 
 class MoreTurns(Exception):
-    """The attempt has turns that the result does not count: read them again."""
+    """The attempt has turns that the result does not count: read the turns again."""
 
 
 class Store:
-    """Durable state in a database. `async with` opens and closes it. Specs and callback URLs are stored encrypted.
+    """Durable state in a database. `async with` opens and closes the store. Specs and callback URLs are stored
+    encrypted.
 
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
-    session raise Conflict if the session is done or `attempt` is not its newest attempt.
+    session raise Conflict if the session is done or `attempt` is not the newest attempt.
 
-    What is asked for with a `tenant` is looked for among the rows of that tenant only: what belongs to another is as
-    unknown as what does not exist.
+    A method with a `tenant` reads only the tenant's rows: the ids of other tenants are unknown.
 
     Sessions that are to end (`SessionRow.ending`: cancelled, or not needed any more) leave the queue at once: `queued`
-    does not list them and `start_attempt` refuses them. They are not done until the caller finishes each for that
-    reason, even when `requeue` or `recover` ends their attempt (their state is then QUEUED). `to_end` lists those that
-    are left to finish, for instance after a crash.
+    does not list these sessions and `start_attempt` refuses them. Such a session is not done until the caller finishes
+    it for the reason in `ending`, even when `requeue` or `recover` ends the attempt (the state is then QUEUED).
+    `to_end` lists the sessions left to finish, for instance after a crash.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """Tasks are encrypted with `key`. Without one they cannot be read again once this store is closed."""
+        """`key` encrypts tasks. Without a given key, tasks cannot be read again once this store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -109,8 +110,8 @@ class Store:
         self.removals = Removals(database)
 
     async def __aenter__(self) -> Self:
-        """Open the database, bring its schema up to date, and encrypt what an older version has stored in clear. Raises
-        ServiceError."""
+        """Open the database, bring the schema up to date, and encrypt tasks stored in clear by an older version.
+        Raises ServiceError."""
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
@@ -128,14 +129,14 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Store something. Raises ServiceError where that fails; takes as long as the database's patience."""
+        """Write a row. Raises ServiceError if the write fails; takes as long as the database's patience."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
     async def _find_key(self) -> TaskKey:
         if (key := await asyncio.to_thread(self._key_source.load)) is not None:
             return key
-        # A new key must not take the place of one that was forgotten: what is queued could not be run any more.
+        # A new key must not replace a lost key: queued tasks could not be run any more.
         if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 1 AND state <> ?", (REMOVED,))):
             raise self._key_source.missing()
         return await asyncio.to_thread(self._key_source.make)
@@ -163,7 +164,7 @@ class Store:
         return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
 
     def _group(self, row: Row) -> GroupRow:
-        """From GROUP_COLUMNS. A URL that is sealed with another key is left out."""
+        """Build the struct from GROUP_COLUMNS. A URL that is sealed with another key is left out."""
         group = rows.group_from(row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
@@ -187,12 +188,12 @@ class Store:
         expires: float | None = None,
         quota: int | None = None,
     ) -> GroupRow:
-        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions that have
-        not started by the time `expires` end then (`expire`).
+        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions not
+        started by the time `expires` are ended by `expire`.
 
-        The stored group starts active and not cancelled, whatever `group` says. If its tenant has a group with its
-        idempotency key, that one is returned if its spec is the same bytes; else Conflict is raised. QuotaExceeded is
-        raised if its submitter would have more than `quota` sessions that are not done.
+        The stored group starts active and not cancelled, whatever state `group` has. If the tenant already has a group
+        with this idempotency key, the existing group is returned if the specs have the same bytes; else Conflict is
+        raised. QuotaExceeded is raised if the submitter would have more than `quota` sessions queued or running.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -266,13 +267,13 @@ class Store:
         return await self._db.read(lambda tx: self._find_group(tx, group_id, tenant))
 
     async def spec(self, group_id: str) -> bytes:
-        """The JSON of the group's GroupSpec. Raises UnreadableTask where it was encrypted with another key."""
+        """Return the JSON of the group's GroupSpec. Raises UnreadableTask if it was encrypted with another key."""
         return self._key.open(await self._db.read(lambda tx: _find_spec(tx, group_id)), _spec_of(group_id))
 
     async def groups(
         self, *, state: GroupState | None = None, limit: int = 100, tenant: str | None = None
     ) -> list[GroupRow]:
-        """Newest first."""
+        """List groups, newest first."""
         where, value = ("state <> ?", REMOVED) if state is None else ("state = ?", state.value)
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where}{own.sql} ORDER BY created DESC, id DESC LIMIT ?"
@@ -280,7 +281,7 @@ class Store:
         return [self._group(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """The sessions that are to end and are not done yet, of one group or of all, in sample order."""
+        """List the sessions that are to end and are not done yet, of one group or of all, in sample order."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
@@ -289,7 +290,7 @@ class Store:
         return await self._db.read(lambda tx: _find_session(tx, session_id, tenant))
 
     async def sessions(self, group_id: str) -> list[SessionRow]:
-        """The group's sessions in sample order."""
+        """List the group's sessions in sample order."""
         found = await self._db.read(lambda tx: _find_sessions(tx, "group_id = ? ORDER BY sample_index", group_id))
         if not found:
             raise NotFound(f"no group {group_id!r}")
@@ -305,7 +306,7 @@ class Store:
         skip: Collection[str] = (),
         evaluations: bool = False,
     ) -> list[SessionRow]:
-        """The next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
+        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
         picked = await self._db.read(
             lambda tx: queue.pick(
                 tx, limit, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
@@ -316,13 +317,13 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Have the sessions end as expired that have waited for too long for their first attempt; whether there were
+        """Mark sessions to end as expired whose first attempt has not started in time. Returns True if there were
         any."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """When the next queued session is due or expires, of those that do so later than `after`."""
+        """Return the earliest time later than `after` at which a queued session is due or expires."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -333,7 +334,7 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Reads the whole queue."""
+        """Count the waiting sessions, buckets and tenants. Reads the whole queue."""
 
         async def body(tx: Connection) -> QueueLength:
             sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
@@ -344,11 +345,11 @@ class Store:
         return await self._db.read(body)
 
     async def waiting_with(self, tenant: str, labels: Mapping[str, str], *, most: int) -> int:
-        """How many sessions wait in the bucket of the tenant's groups with these labels, counted up to `most`."""
+        """Count the sessions that wait in the bucket of the tenant's groups with these labels, up to `most`."""
         return await self._waiting("bucket", queue.bucket_of(tenant, labels), most)
 
     async def waiting_of(self, tenant: str, *, most: int) -> int:
-        """How many sessions of the tenant wait, counted up to `most`."""
+        """Count the tenant's waiting sessions, up to `most`."""
         return await self._waiting("tenant", tenant, most)
 
     async def _waiting(self, column: str, value: str, most: int) -> int:
@@ -357,7 +358,7 @@ class Store:
         return found
 
     async def has_key(self, tenant: str, idempotency_key: str) -> bool:
-        """Whether a group of the tenant was stored with this key."""
+        """Return True if a group of the tenant was stored with this key."""
         sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
@@ -372,12 +373,12 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (node,)))
 
     async def counts(self, *, tenant: str | None = None) -> dict[SessionState, int]:
-        """Sessions per state, over all groups."""
+        """Count sessions by state, over all groups."""
         live = [state.value for state in SessionState if state is not SessionState.DONE]
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Sessions that are not done are in active groups. `<>` keeps the index of all sessions by state out of it.
+            # Sessions that are not done are in active groups. `<>` avoids the index of all sessions by state.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -396,10 +397,10 @@ class Store:
     async def start_attempt(
         self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0, goes_on: bool = False
     ) -> int:
-        """Move a queued session to INITIALIZING under a lease; the number of the new attempt. If it is the first of its
-        group, the group has begun at `policy_version`; None if the policy has no part in it. `goes_on`: the attempt
-        goes on with the run of the one before, whose turns are now its own. Raises Conflict if the session is not
-        queued or is to end."""
+        """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. If this is the
+        group's first attempt, the group has begun at `policy_version`; None if the policy has no part in it.
+        `goes_on`: the attempt continues the run of the previous attempt and takes over its turns. Raises Conflict if
+        the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -430,8 +431,8 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Store the turns of another session, which is done, as those of an attempt under way, too; the other session.
-        Repeating it changes nothing. Raises Conflict if the other is not done."""
+        """Copy the turns of another session, which is done, to an attempt under way. Returns the other session.
+        Repeating the call changes nothing. Raises Conflict if the other session is not done."""
 
         async def body(tx: Connection) -> SessionRow:
             await _under_way(tx, session_id, attempt)
@@ -452,7 +453,7 @@ class Store:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """As it was kept last; None before."""
+        """Return the policy as last kept; None before."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 
@@ -462,11 +463,11 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def engine_paces(self) -> dict[str, str]:
-        """How long engines took, as it was kept last, by the engine's name."""
+        """Return the paces of engines as last kept, by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
-        """Keep the paces of these engines, and of no more than `MOST_PACES` in all: the newest."""
+        """Keep the paces of these engines. At most `MOST_PACES` are kept in all: the newest."""
         now = self._clock()
         sql = """INSERT INTO engine_paces (engine, pace, kept) VALUES (?, ?, ?)
                  ON CONFLICT (engine) DO UPDATE SET pace = excluded.pace, kept = excluded.kept"""
@@ -479,7 +480,7 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Make a move of lifecycle.MOVES. Raises Conflict for any other, and for those that have their own method
+        """Make a move of lifecycle.MOVES. Raises Conflict for any other move, and for moves with a method of their own
         (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
@@ -496,7 +497,7 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Extend the leases of attempts, given by session id. Those that are not under way any more are passed over."""
+        """Extend the leases of attempts, given by session id. Attempts that are no longer under way are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
@@ -504,8 +505,8 @@ class Store:
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
 
-        `model` is the frozen model that sampled it; the turns of each count from 0, apart from the policy's. The bytes
-        of its images are stored apart from it, once for each digest over all sessions.
+        `model` is the frozen model that sampled the turn. Each model's turns count from 0, apart from the policy's.
+        The bytes of images are stored apart from the turn, once for each digest over all sessions.
         """
         taken = split(turn)
         packed = rows.pack(taken.turn)
@@ -519,14 +520,15 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # Volatile, because the agent's call waits for it. A loss of power ends the attempt, and the session runs again
-        # from its task; once an attempt's end is stored, so are all its turns.
+        # Volatile, because the agent's call waits. A loss of power ends the attempt, and the session runs again from
+        # its task. Once an attempt's end is stored, so are all turns of the attempt.
         await self._db.write(body, volatile=True)
 
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """The turns of one attempt (default: the newest) by index. Their images have bytes only with `images`."""
+        """Return the turns of one attempt (default: the newest) by index. Their images have bytes only with
+        `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         async def body(tx: Connection) -> list[bytes]:
@@ -539,7 +541,7 @@ class Store:
     async def frozen_turns(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> dict[str, list[Turn]]:
-        """The turns of frozen models in one attempt (default: the newest), by model, each by index."""
+        """Return the turns of frozen models in one attempt (default: the newest), by model, each by index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
         async def body(tx: Connection) -> list[tuple[str, bytes]]:
@@ -554,7 +556,8 @@ class Store:
         return found
 
     async def image(self, digest: str, *, tenant: str | None = None) -> Image:
-        """An image in a stored turn, with its bytes. If the same bytes came with several media types, the first."""
+        """Return an image in a stored turn, with its bytes. If the same bytes came with several media types, the first
+        counts."""
         return await self._db.read(lambda tx: find_image(tx, digest, tenant))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
@@ -574,14 +577,14 @@ class Store:
         under_way: bool = False,
         of_all_turns: bool = False,
     ) -> bool:
-        """End a session for good; True if its group is now done.
+        """End a session for good. Returns True if the group is now done.
 
-        With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
-        If its `min_usable` verdicts are there before that, the sessions that are left are to end early.
-        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled. An attempt that
-        ends its own session says `under_way`: it is refused if its lease has lapsed, and its session waits for another.
-        A result that was made of turns read before, while the attempt could still add some, is to be `of_all_turns`:
-        raises MoreTurns if one has come since.
+        With its last session a group is done: the group gets a cursor, an event, and, if there is a callback, an
+        outbox row. If a group has `min_usable` verdicts before, the remaining sessions are to end early. A queued
+        session may be finished (with `attempt` the last attempt): this is how a queued session is cancelled. An
+        attempt that ends its own session sets `under_way`, and is refused if the lease has lapsed and the session
+        waits for another attempt. `of_all_turns` is for a result made from turns read while the attempt could still
+        add turns: MoreTurns is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -643,7 +646,7 @@ class Store:
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
-            if url is not None:  # as it is sealed: also one whose key is missing now must not be forgotten
+            if url is not None:  # still sealed: a callback whose key is missing now must not be lost
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",
@@ -654,7 +657,7 @@ class Store:
         return await self._db.write(body)
 
     async def cancel_group(self, group_id: str, *, tenant: str | None = None) -> list[SessionRow]:
-        """Mark a group cancelled; its sessions that are not done, which the caller must now end."""
+        """Mark a group cancelled. Returns its sessions that are not done, which the caller must now end."""
 
         async def body(tx: Connection) -> list[SessionRow]:
             group = await self._find_group(tx, group_id, tenant)
@@ -667,8 +670,8 @@ class Store:
         return await self._db.write(body)
 
     async def cancel_session(self, session_id: str, *, tenant: str | None = None) -> SessionRow:
-        """Have one session end as cancelled; the session, which the caller must now end unless it is done. The others
-        of its group go on."""
+        """Mark one session to end as cancelled. Returns the session, which the caller must now end unless it is done.
+        The other sessions of its group go on."""
 
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
 
@@ -681,10 +684,10 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`, except those in `held`: its node died. The attempt is
-        counted as recovered. The next one starts at `due` or later.
+        """Requeue every session whose lease ended before `now`, except sessions in `held`: the node is lost. The
+        attempt is counted as recovered. The next attempt starts at `due` or later.
 
-        Returns the sessions as they are afterwards, also those that are to end.
+        Returns the sessions after the change, including sessions that are to end.
         """
 
         async def body(tx: Connection) -> list[SessionRow]:
@@ -704,25 +707,26 @@ class Store:
         return await self._db.write(body)
 
     async def results(self, *, after: int, limit: int, tenant: str | None = None) -> list[GroupRow]:
-        """Done groups with a cursor greater than `after`, in cursor order, which is one for all tenants."""
+        """List done groups with a cursor greater than `after`, in cursor order. All tenants share one sequence of
+        cursors."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [self._group(row) for row in found]
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
-        """The newest cursor that was given to a result; 0 before the first."""
+        """The newest cursor given to a result; 0 before the first."""
         return await self._db.read(lambda tx: newest_cursor(tx, tenant))
 
     async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[Event]:
-        """Events with a cursor greater than `after`, in order."""
+        """List events with a cursor greater than `after`, in order."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
         return [rows.event_from(row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
-        """Every token of the control API, also expired and revoked ones, oldest first."""
+        """List every token of the control API, including expired and revoked ones, oldest first."""
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
         return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
@@ -732,8 +736,8 @@ class Store:
         return rows.token_from(found[0]) if found else None
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
-        """Raises Conflict for a name that a token has or had: groups and the audit log know tokens by their names.
-        A new tenant must be new: with `joins` the token's tenant may be one that other tokens have."""
+        """Store a token. Raises Conflict for a name that a token has or had, because groups and the audit log refer to
+        tokens by name; and, unless `joins` is set, for a tenant that other tokens have."""
         values = (token.name, token.digest, token.role, token.max_queued, token.created, token.expires, token.revoked)
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
@@ -753,7 +757,7 @@ class Store:
         await self._db.write(body)
 
     async def revoke_token(self, name: str) -> TokenRow:
-        """Revoke a token; one that is revoked already keeps its time. Raises NotFound."""
+        """Revoke a token. A token that is already revoked keeps its time of revocation. Raises NotFound."""
 
         async def body(tx: Connection) -> TokenRow:
             await tx.execute("UPDATE tokens SET revoked = ? WHERE name = ? AND revoked IS NULL", (self._clock(), name))
@@ -765,15 +769,15 @@ class Store:
         return await self._db.write(body)
 
     async def last_event(self, *, tenant: str | None = None) -> int:
-        """The newest cursor that was given to an event, removed ones included; 0 before the first."""
+        """The newest cursor given to an event, removed ones included; 0 before the first."""
         return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
         self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
     ) -> list[Delivery]:
-        """Deliveries that are due for a try, but none to receivers that are `busy`.
+        """List deliveries that are due for a try, except those to `busy` receivers.
 
-        One that is put off to a time after `latest` is due, too: the clock has been set back since.
+        A delivery put off to a time after `latest` is due, too: the clock has been set back since.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
@@ -790,12 +794,12 @@ class Store:
         await self._change_outbox("DELETE FROM outbox WHERE group_id = ?", group_id)
 
     async def delivery_failed(self, group_id: str, *, next_try: float, fault: str | None = None) -> None:
-        """Count a try that failed, and set the time of the next one."""
+        """Count a failed try, and set the time of the next try."""
         sql = "UPDATE outbox SET tries = tries + 1, next_try = ?, fault = ? WHERE group_id = ?"
         await self._change_outbox(sql, next_try, fault, group_id)
 
     async def give_up_delivery(self, group_id: str, *, fault: str) -> None:
-        """Count a try that failed, and make the delivery a dead letter: it is not tried again by itself."""
+        """Count a failed try, and make the delivery a dead letter: it is retried only on request."""
 
         async def body(tx: Connection) -> None:
             sql = "UPDATE outbox SET tries = tries + 1, given_up = ?, fault = ? WHERE group_id = ?"
@@ -807,7 +811,7 @@ class Store:
         await self._db.write(body)
 
     async def dead_deliveries(self, *, limit: int, tenant: str | None = None) -> list[Delivery]:
-        """Dead letters, the newest first."""
+        """List dead letters, newest first."""
         own = of_tenant(tenant)
         sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL{own.sql}
             ORDER BY given_up DESC, group_id DESC LIMIT ?"""
@@ -815,18 +819,18 @@ class Store:
         return [self._delivery(row) for row in found]
 
     async def redeliver(self, group_id: str) -> None:
-        """Make a dead letter due, as if it had never been tried. Raises NotFound if it is not one."""
+        """Make a dead letter due, as if it had never been tried. Raises NotFound if there is no such dead letter."""
         now = self._clock()
         await self._change_outbox(f"{REVIVE} AND group_id = ?", now, now, group_id)
 
     async def redeliver_some(self, limit: int) -> int:
-        """Make so many dead letters due, as if they had never been tried; how many there were."""
+        """Make up to `limit` dead letters due, as if they had never been tried. Returns their number."""
         oldest = "SELECT group_id FROM outbox WHERE given_up IS NOT NULL ORDER BY given_up, group_id LIMIT ?"
         now = self._clock()
         return await self._db.write(lambda tx: tx.execute(f"{REVIVE} AND group_id IN ({oldest})", (now, now, limit)))
 
     async def discard_delivery(self, group_id: str) -> None:
-        """Remove a dead letter from the outbox. Raises NotFound if it is not one."""
+        """Remove a dead letter from the outbox. Raises NotFound if there is no such dead letter."""
         await self._change_outbox("DELETE FROM outbox WHERE given_up IS NOT NULL AND group_id = ?", group_id)
 
     async def _find_group(self, tx: Connection, group_id: str, tenant: str | None = None) -> GroupRow:
@@ -913,7 +917,7 @@ async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[Sessi
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """The session. Raises Conflict unless `attempt` is its newest and it is not done."""
+    """Return the session. Raises Conflict if it is done or `attempt` is not its newest attempt."""
     session = await _find_session(tx, session_id)
     if session.attempt != attempt:
         raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")
@@ -923,7 +927,7 @@ async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionR
 
 
 async def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """The session. Raises Conflict unless `attempt` is under way."""
+    """Return the session. Raises Conflict unless `attempt` is under way."""
     session = await _unfinished(tx, session_id, attempt)
     if session.state is SessionState.QUEUED:
         raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")

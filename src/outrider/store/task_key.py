@@ -1,6 +1,6 @@
-"""The key with which tasks are encrypted before the database has them: their environments may hold secrets.
+"""The key that encrypts tasks before they reach the database: the environments of tasks may hold secrets.
 
-It is not in the database, so that a copy of that shows nothing of them. It knows no table. Invariant: what is sealed
+The key is not in the database, so a copy of the database reveals no secrets. No tables here. Invariant: data sealed
 for one place (a column of a group) cannot be opened for another.
 """
 
@@ -23,9 +23,9 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 SEALED = b"\0sealed1"
-"""How sealed bytes begin, as no JSON does. Behind it: the key's id, the nonce, and AES-256-GCM's output."""
+"""Prefix of sealed bytes, different from any JSON. Then follow the key's id, the nonce, and AES-256-GCM's output."""
 SEALED_URL = "sealed1:"
-"""How a sealed URL begins. Behind it: the receiver (host and port), a blank, and sealed bytes in base64."""
+"""Prefix of a sealed URL. Then follow the receiver (host and port), a blank, and sealed bytes in base64."""
 HINT = (
     "bring back the key with which the service ran before: the file task.key of its data folder, or OUTRIDER_TASK_KEY"
 )
@@ -36,23 +36,23 @@ NEW_KEY_HINT = (
 
 
 class KeySource(Protocol):
-    """Where the key is."""
+    """A source of the key."""
 
     def load(self) -> TaskKey | None:
-        """The key; None where there is none yet. Raises ServiceError for one that cannot be read."""
+        """Return the key, or None if there is none yet. Raises ServiceError for a key that cannot be read."""
         ...
 
     def make(self) -> TaskKey:
-        """Make one, and keep it. Raises ServiceError."""
+        """Make a key, and keep it. Raises ServiceError."""
         ...
 
     def missing(self) -> ServiceError:
-        """The error for a database whose tasks were sealed, without a key."""
+        """Return the error for a database with sealed tasks whose key is missing."""
         ...
 
 
 class TaskKey:
-    """Seals and opens. It is its own source, for a key that is given."""
+    """Seals and opens data. A given key is also its own `KeySource`."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -92,7 +92,7 @@ class TaskKey:
             raise UnreadableTask(f"{place} is encrypted with another key than this service has", hint=HINT)
         try:
             return self._cipher.decrypt(sealed[head:body], sealed[body:], place.encode())
-        except (InvalidTag, ValueError) as error:  # ValueError: it is cut off
+        except (InvalidTag, ValueError) as error:  # ValueError: the data is truncated
             hint = "restore the database from a copy, or submit the task again"
             raise UnreadableTask(
                 f"{place} is damaged, or was changed by somebody without the key", hint=hint
@@ -110,7 +110,7 @@ class TaskKey:
 
 
 class KeyFile:
-    """A key in a file, which only its owner can read."""
+    """A key in a file that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,7 +134,7 @@ class KeyFile:
             new.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # a key that a loss of power undoes takes all tasks with it
+                os.fsync(folder)  # losing the key in a power failure would lose all tasks
             finally:
                 os.close(folder)
         except OSError as error:
@@ -151,12 +151,12 @@ class KeyFile:
 
 
 def receiver_of_sealed(url: str) -> str:
-    """The host and port of a sealed URL, for which no key is needed."""
+    """Return the host and port in a sealed URL. No key is needed."""
     return url.removeprefix(SEALED_URL).partition(" ")[0]
 
 
 def given_key(text: str) -> TaskKey:
-    """The key that the settings name. Raises InvalidField."""
+    """Return the key given in the settings. Raises InvalidField."""
     try:
         return TaskKey.parse(text)
     except ValueError as error:

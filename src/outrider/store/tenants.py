@@ -1,9 +1,8 @@
-"""Tenants: whose a group is, with all that belongs to it. The conditions that keep reads to one tenant's rows, and the
-totals of each tenant.
+"""Tenants, the owners of groups: conditions that limit reads to one tenant's rows, and the totals of each tenant.
 
-A tenant is the label of one or several tokens (see docs/security.md); the group that a token submits is its tenant's
-for good. Every read takes a `tenant`: None stands for everybody, which only the service itself and admins read.
-It opens no transaction. Invariant: what one tenant reads does not depend on any row of another.
+A tenant is the label of one or several tokens (see docs/security.md). A group belongs for good to the tenant of the
+submitting token. Every read takes a `tenant`; None stands for all tenants, for the service itself and admins only. No
+transaction is opened here. Invariant: a tenant's reads do not depend on rows of other tenants.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from outrider.store.database import Connection
 
 
 class Condition(NamedTuple):
-    """What to add to a WHERE clause, and its values."""
+    """An addition to a WHERE clause, and its values."""
 
     sql: str
     values: tuple[str, ...]
@@ -24,12 +23,12 @@ EVERYBODY = Condition("", ())
 
 
 def of_tenant(tenant: str | None) -> Condition:
-    """For tables whose rows name their tenant."""
+    """Return the condition for tables with a `tenant` column."""
     return EVERYBODY if tenant is None else Condition(" AND tenant = ?", (tenant,))
 
 
 def session_of_tenant(tenant: str | None) -> Condition:
-    """For `sessions`: their group names the tenant."""
+    """Return the condition for `sessions`, whose tenant is that of their group."""
     if tenant is None:
         return EVERYBODY
     sql = " AND EXISTS (SELECT 1 FROM groups WHERE groups.id = sessions.group_id AND groups.tenant = ?)"
@@ -48,7 +47,7 @@ async def note_done(tx: Connection, group_id: str) -> None:
 
 
 async def note_hidden(tx: Connection, group_id: str, sessions: int) -> None:
-    """Take a group, which is to be removed, out of the totals of its tenant."""
+    """Subtract a group that is being removed from the totals of its tenant."""
     sql = "UPDATE tenants SET sessions = sessions - ? WHERE name = (SELECT tenant FROM groups WHERE id = ?)"
     await tx.execute(sql, (sessions, group_id))
 
@@ -63,7 +62,7 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 
 async def newest_cursor(tx: Connection, tenant: str | None) -> int:
-    """The newest cursor that was given to a result of the tenant; 0 before the first."""
+    """The newest cursor given to a result of the tenant; 0 before the first."""
     if tenant is None:
         found = await tx.fetch("SELECT cursor FROM totals")
     else:
@@ -72,7 +71,7 @@ async def newest_cursor(tx: Connection, tenant: str | None) -> int:
 
 
 async def newest_event(tx: Connection, tenant: str | None) -> int:
-    """The newest cursor that was given to an event of the tenant, removed ones included; 0 before the first."""
+    """The newest cursor given to an event of the tenant, removed ones included; 0 before the first."""
     if tenant is None:
         sql, values = "SELECT (SELECT COALESCE(MAX(cursor), 0) FROM events), removed_event FROM totals", ()
         ((stored, removed),) = await tx.fetch(sql, values)
@@ -84,7 +83,7 @@ async def newest_event(tx: Connection, tenant: str | None) -> int:
 
 
 async def sessions_in_done_groups(tx: Connection, tenant: str | None) -> int:
-    """How many sessions the tenant's done groups have: they may be millions, and are not counted one by one."""
+    """Number of sessions in the tenant's done groups: there may be millions, so they are not counted one by one."""
     if tenant is None:
         found = await tx.fetch("SELECT sessions FROM totals")
     else:

@@ -1,8 +1,8 @@
-"""An engine that replies by a script: the fake that ships, for tests, dry runs and benchmarks.
+"""An engine that replies from a script: the fake that ships, for tests, dry runs and benchmarks.
 
-It samples nothing. It keeps the whole contract of an engine (stops, limits, overflow, pausing, aborting,
-versions) and adds what a test needs: failures and stalls at a chosen token, and a record of its requests.
-Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
+Nothing is sampled. The engine implements the whole contract (stops, limits, overflow, pausing, aborting, versions) and
+adds features for tests: failures and stalls at a chosen token, and a record of the requests. Invariant: token `id` at
+context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TAIL_TOKENS = 1024
-"""Tokens at the prompt's end in which a rule's `when` is searched."""
+"""Number of tokens at the prompt's end in which a rule's `when` is searched."""
 
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
-"""Those that asked last keep their place in the script. An engine is not told when a session ends."""
+"""Number of sessions whose position in the script is kept, most recently used first. An engine is not notified when a
+session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -47,10 +48,10 @@ FAILURES: dict[str, type[EngineError]] = {
 
 
 def scripted_logprob(position: int, token_id: int) -> float:
-    """A number in [-4, 0), exact in float32 and in JSON, told apart by token and by position.
+    """Return a number in [-4, 0), exact in float32 and in JSON, that differs by token and by position.
 
-    `position` counts from the start of the context (prompt and output), so a training row can be checked
-    with nothing but its own ids.
+    `position` counts from the start of the context (prompt and output), so a training row can be checked from its own
+    ids alone.
     """
     return -((position * 2654435761 + token_id * 40503) % 4096 + 1) / 1024
 
@@ -58,9 +59,9 @@ def scripted_logprob(position: int, token_id: int) -> float:
 class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
 
-    With `when` it is a rule, used for every prompt whose decoded tail contains that text; without, it is the
-    next line of its session's script. `fail` raises that error once `after` tokens were given, if so many were asked
-    for. `stall` waits at that many tokens until `release` is called.
+    With `when` the entry is a rule, used for every prompt with `when` in its decoded tail; otherwise the entry is the
+    next line of its session's script. `fail` raises an error after `after` tokens, unless the request's limit is
+    lower. `stall` waits after so many tokens until `release` is called.
     """
 
     reply: str = ""
@@ -72,8 +73,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`replies` without `when` are given in order to each session's turns, the last one again and again.
-    `chunk_tokens` is how many tokens a chunk brings."""
+    """The script's options. `replies` without `when` are given in order to each session's turns; the last one repeats.
+    `chunk_tokens` is the number of tokens per chunk."""
 
     replies: list[str | Reply] = []
     chunk_tokens: int = 1
@@ -82,8 +83,8 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: its tokens, how it ends (`failure` instead of `finish`), where it stalls. `script` is what it
-    was made from."""
+    """A whole generation: its tokens, its end (`failure` instead of `finish`), and its stall. `script` is the entry
+    from which the plan was made."""
 
     ids: list[int]
     finish: FinishReason | None
@@ -96,19 +97,19 @@ class _Plan(msgspec.Struct, frozen=True):
 class ScriptedEngine:
     """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` from a script.
 
-    A reply that a pause has aborted goes on where it stopped, if the next request of its session has the same prompt
-    and those ids. Weights are not read: their path must exist, and is kept in `weights`.
+    A reply aborted by a pause continues where it stopped, if the next request of its session has the same prompt
+    followed by the ids already sent. Weights are not read: their path must exist, and is kept in `weights`.
 
-    For tests: `requests` are the last ones given; `aborted` the ids of generations whose consumer left, after
-    which `abort_seen` is set; `stalled` is set when a generation reaches its stall, which `release` ends;
-    `kill` makes it unavailable, also to generations in flight, until `revive`; `hang` has it say nothing more to
-    anybody, its health included, until `revive`.
+    For tests: `requests` are the most recent requests. `aborted` are the request ids of generations whose consumer
+    left; each sets `abort_seen`. `stalled` is set when a generation reaches a stall, which `release` ends. `kill`
+    makes the engine unavailable, also to generations in flight, until `revive`. `hang` stops every response, health
+    included, until `revive`.
     """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # none is enforced: the author of a script sees to it
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # it has no cache
+    constraints = frozenset(ConstraintKind)  # not enforced: the author of a script must comply
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)
@@ -130,7 +131,7 @@ class ScriptedEngine:
         self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
         self._cut: OrderedDict[tuple[str, bytes], tuple[Reply, list[int]]] = OrderedDict()
-        """What was left of replies that were aborted, by session and the ids that go before it."""
+        """The rest of each aborted reply, by session and the ids before the rest."""
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -247,7 +248,8 @@ class ScriptedEngine:
             self._cut.popitem(last=False)
 
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
-        """The next chunk, once it may come: not while frozen or stalled, and not when killed or aborted."""
+        """Return the next chunk, waiting while frozen or stalled. A killed engine raises, and an aborted generation
+        ends."""
         if run.position:
             await asyncio.sleep(0)
         while (stalled := plan.stall == run.position and not self._released) or self._still or self._down:
@@ -272,7 +274,7 @@ class ScriptedEngine:
 
 
 class _Run:
-    """How far one generation has come. `aborts` is the engine's abort count at its start."""
+    """The progress of one generation. `aborts` is the engine's abort count at its start."""
 
     def __init__(self, prompt_length: int, aborts: int) -> None:
         self.position = 0
@@ -284,7 +286,7 @@ class _Run:
     def chunk(
         self, ids: list[int], version: int, finish: FinishReason | None = None, match: int | str | None = None
     ) -> Chunk:
-        """The chunk of the next `ids`, sampled by `version`."""
+        """Return the chunk of the next `ids`, sampled by `version`."""
         start = self._prompt_length + self.position
         logprobs = [scripted_logprob(start + offset, token_id) for offset, token_id in enumerate(ids)]
         if ids and (not self._starts or self._starts[-1][0] != version):
@@ -303,7 +305,7 @@ class _Run:
 
 
 class _Script:
-    """Which reply a request gets."""
+    """Selects the reply of each request."""
 
     def __init__(self, replies: list[str | Reply], tokenizer: Tokenizer | None) -> None:
         entries = [Reply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
@@ -316,7 +318,7 @@ class _Script:
         self._turns: OrderedDict[str, int] = OrderedDict()
 
     def next(self, request: GenerateRequest) -> tuple[Reply, list[int]]:
-        """Raises EngineRejected when the script has nothing to say to this prompt."""
+        """Return the reply for a request. Raises EngineRejected when the script has no reply for this prompt."""
         if self._rules and self._tokenizer is not None:
             tail = self._tokenizer.decode(request.input_ids[-TAIL_TOKENS:].tolist())
             for when, rule, ids in self._rules:
@@ -345,7 +347,7 @@ class _Ending(msgspec.Struct, frozen=True):
 
 
 def _ending(ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> _Ending:
-    """Where a reply ends: at the first stop id or string, at the limit, or at its own end."""
+    """Return the end of a reply: the first stop id or string, the limit, or the reply's own end."""
     stops = frozenset(sampling.stop_token_ids)
     if sampling.stop and tokenizer is None:
         raise EngineRejected("stop strings need a tokenizer folder")

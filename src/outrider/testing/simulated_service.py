@@ -1,8 +1,8 @@
 """A service whose sessions only take time, for the sampler's tests and benchmark: no sandbox, no model, no HTTP.
 
-It has the methods of `client.AsyncClient` that a sampler calls, with the same meaning, and a number of slots in which
-sessions run in the order of their submission. All times are those of the event loop's clock, so that hours of rollouts
-pass in a moment on a loop that does not wait (`VirtualLoop`). Invariant: a slot is free or runs one session.
+The service has the methods of `client.AsyncClient` that a sampler calls, with the same meaning, and a number of slots
+in which sessions run in the order of submission. All times come from the event loop's clock, so hours of rollouts pass
+in a moment on a loop that does not wait (`VirtualLoop`). Invariant: a slot is free or runs one session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, 
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: when nothing is left to do now, its clock jumps to the next timer."""
+    """An event loop that never waits: when no callback is ready, its clock jumps to the next timer."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -49,14 +49,14 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """How a session goes: it runs for so many seconds and gets this reward, or, with None, fails."""
+    """The outcome of a session: it runs for `seconds` and gets `reward`, or fails if `reward` is None."""
 
     seconds: float
     reward: float | None
 
 
 class SimulatedService:
-    """`play(task, sample_index, version)` says how a session of a task goes that starts under a policy version.
+    """`play(task, sample_index, version)` returns the outcome of a task's session that starts under a policy version.
 
     `version` is the policy's, set by the test. `busy` sums the seconds for which slots ran sessions.
     """
@@ -209,7 +209,7 @@ class _Session:
         )
 
     def sample(self) -> Sample:
-        """A row of one sampled token."""
+        """A training row with one sampled token."""
         assert self.result is not None
         assert self.result.verdict is not None
         return Sample(

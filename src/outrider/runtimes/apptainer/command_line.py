@@ -1,7 +1,7 @@
-"""The program Apptainer: where it is, whether it works for this user, and the command line of one sandbox.
+"""The program Apptainer: its path, a probe for this user, and the command line of one sandbox.
 
-Pure except for `find_apptainer`. Invariant: the command line shows nothing of the host but what the caller names, and
-passes nothing of the service's environment on.
+Pure except for `find_apptainer`. Invariant: the command line shows only the host paths named by the caller, and passes
+on no variable of the service's environment.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ISOLATION = (
     "--no-umask",
 )
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
-"""For an ordinary user: uid 0 in a user namespace that has this one user."""
+"""For an ordinary user: uid 0 in a user namespace with this single user."""
 ROOT_AS_ROOT = ("--userns",)
-"""The same for root, whom --fakeroot refuses without an entry in /etc/subuid."""
+"""The same for root: --fakeroot refuses root without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFINEMENT = (
     *("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate"),
     "isolation.container_entry",
 )
-"""In the order in which they import each other."""
+"""Modules in import order."""
 
 
 class Apptainer(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`; or a `device`, which can be used. A file
-    system that is mounted in it needs a bind of its own to be read-only too (see kernel/mounts.py)."""
+    """A folder, file or socket of the host, shown read-only at `target`; or a usable `device`. A file system mounted
+    below `source` needs its own bind to be read-only too (see kernel/mounts.py)."""
 
     source: str
     target: str
@@ -69,10 +69,11 @@ class Bind(msgspec.Struct, frozen=True):
 
 
 def find_apptainer() -> Apptainer:
-    """Raises RuntimeUnavailable, with what to do about it, when there is none that works. Blocks."""
+    """Return a working Apptainer. Raises RuntimeUnavailable, with a hint for the repair, when there is none.
+    Blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
-    # It works if the portable interpreter starts in an empty root.
+    # Apptainer works if the portable interpreter starts in an empty root.
     with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
         root = Path(folder, "root")
         for name in EMPTY_FOLDERS:
@@ -114,7 +115,7 @@ def _version(path: str) -> str:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """The command line up to the program to run. `env` is set inside."""
+    """Return the command line up to the program to run. `env` is set inside."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,
@@ -126,7 +127,8 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """The environment of Apptainer itself: it finds its helpers in PATH, and writes its files below `folder`."""
+    """The environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
+    `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {
         "PATH": environment("PATH") or PATH,
@@ -139,12 +141,12 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The command, which enters its control groups before it starts: what it forks cannot escape them."""
+    """Prefix the command with a step that enters its control groups, so that its children cannot escape them."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
 def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
-    """The command of the tool server; the words at its end are for guest/isolation/container_entry.py."""
+    """Return the command of the tool server; its last words are arguments for guest/isolation/container_entry.py."""
     options = {"bytes": size, "files": files, "memory": memory, **limits}
     return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]
 

@@ -1,8 +1,8 @@
 """The apptainer runtime: rootless containers of HPC machines, without a daemon, from a SIF file or a root folder.
 
-A sandbox is one `apptainer exec` that runs for as long as the sandbox, with our tool server as its program. It does not
-know who uses it. Invariant: the tool server is the first process of the container's pid namespace, so that its death is
-the death of all inside; and what Apptainer runs outside for it is dead when `stop` returns.
+A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program. This
+module is independent of its callers. Invariant: the tool server is the first process of the container's pid namespace,
+so its exit kills all processes inside; when `stop` returns, Apptainer's processes outside the container are dead too.
 """
 
 from __future__ import annotations
@@ -53,18 +53,17 @@ from outrider.spec import Resources, RuntimeSpec
 
 SHARED_AT = "/run/outrider-shared"
 PID, STARTED, GROUP = "pid", "started", "group"
-"""In the handle of a sandbox that may outlive its node: the process `apptainer exec`, when that was started, and the
-folders of its control group."""
+"""Keys in the handle of a sandbox that may outlive its node: pid and start time of the process `apptainer exec`, and
+the folders of the control group."""
 OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""What Apptainer sets by itself, whatever the image."""
+"""Variables set by Apptainer, for every image."""
 
 
 class ApptainerRuntime:
-    """The kind `apptainer`. Paths are the sandbox's own. What is written anywhere lives in memory and is gone with
-    `stop`."""
+    """The kind `apptainer`. Paths are the sandbox's own. Written files live in memory, and `stop` discards them."""
 
     gives_gpus = True
 
@@ -114,7 +113,7 @@ async def launch(
 ) -> AsyncIterator[RunningServer]:
     """Run `apptainer exec`. See tool_server/launch.py.
 
-    Not with its `--nv`, which shows a container all GPUs of the machine."""
+    The option `--nv` is not used, because it shows a container all GPUs of the machine."""
     name = context.directory.name
     image, stored_env = _image(spec)
     found = await asyncio.to_thread(APPTAINER.get)
@@ -139,7 +138,7 @@ async def launch(
     ]
     async with AsyncExitStack() as undo:
         shared = SharedFolder(context.directory / "tools", context.gateway_socket)
-        shared.stop_listening()  # this server's connection is its standard input
+        shared.stop_listening()  # the connection is the server's standard input
         group = groups.make(name, resources)
         undo.push_async_callback(undone, name, group.remove)
         environment = {**program_environment(context.directory), **first.marking()}
@@ -153,7 +152,7 @@ async def launch(
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
         await configure(tools, first)
         descendants.hold()
-        # Only now can the variables that the image sets be asked for.
+        # The variables set by the image can only be read from the running server.
         image_env = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
         yield _running(tools, group, child)
@@ -163,7 +162,7 @@ async def launch(
 async def take_over(
     spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
 ) -> AsyncIterator[RunningServer]:
-    """Go on with a sandbox that has outlived its node. See tool_server/launch.py."""
+    """Continue a sandbox that has outlived its node. See tool_server/launch.py."""
     name = context.directory.name
     async with AsyncExitStack() as undo:
         group = Group(tuple(map(Path, filter(None, handle[GROUP].split(os.pathsep)))))
@@ -185,7 +184,7 @@ async def take_over(
 
 def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
     async def ended_inside() -> bool:
-        """Apptainer writes to the same log as the tool server, so that the log proves nothing."""
+        """Ignore the log: Apptainer and the tool server write to the same one, so the log proves nothing."""
         return group.ran_out()
 
     handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: os.pathsep.join(map(str, group.folders))}
@@ -195,7 +194,7 @@ def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """What Apptainer is to start, and the variables that our own store knows of it. Raises InvalidField,
+    """Return the image for Apptainer to start, and the image's variables in our own store. Raises InvalidField,
     RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
@@ -217,21 +216,20 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, gpus: Shown
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # Each with what is mounted in it, before the next is shown, perhaps in the same place.
+    # Each folder is followed by the mounts in it, before the next folder is shown, perhaps at the same path.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """The limits, and on top of them what Apptainer's own processes take, which share the sandbox's control group and
-    its user."""
+    """The limits, plus the needs of Apptainer's own processes, which share the sandbox's control group and user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill what is inside and wait for the end of all that was started for it. The connection is closed already: a
-    server that is not held yet, because it is just being started, ends by that."""
+    """Kill the processes inside and wait for the exit of every process started for the sandbox. The connection is
+    already closed, so a server that is still starting, and not yet held, exits."""
     descendants.hold()
     descendants.kill_first_inside()
     if not await child.end(STOP_SECONDS):
@@ -240,13 +238,13 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
 
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
-    """What the tool server was started with."""
+    """Return the environment with which the tool server was started."""
     told = await tools.call("environ", {}, Part)
     entries = told.data.decode("utf-8", "surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def of_image(env: Mapping[str, str]) -> dict[str, str]:
-    """Of a container's environment that which its image has set. Apptainer's own LANG is C."""
+    """Select the variables of a container's environment that its image has set. LANG=C comes from Apptainer."""
     own = {name: value for name, value in env.items() if name not in NAMES and not name.startswith(PREFIXES)}
     return {name: value for name, value in own.items() if (name, value) != ("LANG", "C")}

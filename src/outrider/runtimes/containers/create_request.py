@@ -1,8 +1,9 @@
-"""The request by which a container is created, as the Docker Engine API has it. Pure but for this process's own limits.
+"""The request that creates a container, in the form of the Docker Engine API. Pure except for reading this process's
+own limits.
 
-It knows no daemon. Invariant: a container has no network and no privilege beyond its own files, nor a way to get any,
-and shows of the host what is mounted here, all of it read-only. File systems mounted below that have to be named by
-themselves (see kernel/mounts.py).
+This module is independent of daemons. Invariant: a container has no network, no privilege beyond its own files, and no
+way to gain more, and sees only the host paths mounted here, all read-only. File systems mounted below those paths must
+be named separately (see kernel/mounts.py).
 """
 
 from __future__ import annotations
@@ -20,29 +21,32 @@ MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
 """Podman's own limit."""
 MIN_NANO_CPUS = 10_000_000
-"""Daemons refuse less."""
+"""The minimum that daemons accept."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
-"""What an image sets of these must not load code into the tool server's interpreter; nor, where NVIDIA's runtime is the
-daemon's default, give the container GPUs: CUDA's images set NVIDIA_VISIBLE_DEVICES=all."""
+"""Overrides for variables that images set. An image must not load code into the tool server's interpreter. Nor must it
+give the container GPUs: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's runtime is the
+daemon's default."""
 
 ROOT = ("DAC_OVERRIDE",)
-"""Images have files of other users, and folders whose mode lets not even root write to them."""
+"""Capability for images with files of other users, and with folders whose mode denies writing even to root."""
 MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""For `apt`, `su`, `chown` and the like: what engines give by default, without devices and raw sockets."""
+"""Capabilities for `apt`, `su`, `chown` and similar programs: the defaults of container engines, without devices and
+raw sockets."""
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, and where it is inside."""
+    """A folder, file or socket of the host, and its path inside."""
 
     source: Path
     target: str
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`command` runs as root, without a shell. `limits`: the daemon can limit containers to `resources`."""
+    """The parameters of one container. `command` runs as root, without a shell. `limits`: the daemon can limit
+    containers to `resources`."""
 
     image: str
     command: Sequence[str]
@@ -56,22 +60,22 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Sequence[str] = ()
 
     def body(self, sized: bool) -> dict[str, Any]:
-        """The JSON body. `sized`: the daemon can bound the size of a container's file system."""
+        """Return the JSON body. `sized`: the daemon can bound the size of a container's file system."""
         env = {**NEUTRAL, **self.env}
-        if plain := [name for name in self.gpus if "/" not in name]:  # docker says so, too, but behind what is here
+        if plain := [name for name in self.gpus if "/" not in name]:  # docker adds it too, but after the entries here
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
             "AutoRemove": True,
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
             "CapAdd": list(ROOT if self.users == 1 else MANY_USERS),
-            # Without it SELinux lets no socket through between processes of the host and of a container.
+            # Without label=disable SELinux blocks sockets between processes of the host and of a container.
             "SecurityOpt": ["no-new-privileges", "label=disable"],
             "Mounts": [
                 {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
                 for one in self.shown
             ],
-            # Given in every case: a daemon's default may be above its own hard limit, and then no container starts.
+            # Always given: a daemon's default may exceed its own hard limit, and then no container starts.
             "Ulimits": [
                 ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
                 ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
@@ -105,8 +109,9 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
-    """As docker takes them. A plain name is for NVIDIA's own driver of docker's, which needs no description of the
-    machine's devices; `vendor/class=device` is one of the Container Device Interface (CDI)."""
+    """Return the GPU requests in docker's form. A plain name goes to docker's own NVIDIA driver, which needs no
+    description of the machine's devices; `vendor/class=device` names a device of the Container Device Interface
+    (CDI)."""
     requests: list[dict[str, Any]] = []
     if plain := [name for name in gpus if "/" not in name]:
         requests.append({"Driver": "nvidia", "DeviceIDs": plain, "Capabilities": [["gpu"]]})
@@ -116,7 +121,7 @@ def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def ulimit(name: str, kind: int, most: int) -> dict[str, Any]:
-    """A limit of a container's processes: `most`, or this process's own hard limit where that is lower."""
+    """Return a limit of a container's processes: `most`, or this process's own hard limit if that is lower."""
     own = resource.getrlimit(kind)[1]
     value = most if own == resource.RLIM_INFINITY else min(own, most)
     return {"Name": name, "Soft": value, "Hard": value}

@@ -1,8 +1,8 @@
-"""A container engine of this machine, docker's or podman's, and its daemon as the sandboxes of one node share it.
+"""A container engine of this machine, docker's or podman's, and its daemon, shared by the sandboxes of one node.
 
-It knows what a container is named and labelled, not what runs in it. Invariant: a container of this node is in
-`_ours` from before the daemon is asked to make it until the daemon has said that there is none. Every other container
-that carries the label of this node, or of a dead one, is removed by the next `sweep`.
+This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
+`_ours` from before the request for its creation until the daemon has confirmed its absence. Every other container with
+the label of this node, or of a dead node, is removed by the next `sweep`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.runtimes.containers.create_request import ContainerRequest
 from outrider.runtimes.containers.libpod_request import libpod_body
 from outrider.runtimes.node_host import Host, lives, same_folder, survives
 
-if TYPE_CHECKING:  # it needs aiodocker, which is optional
+if TYPE_CHECKING:  # needs aiodocker, which is optional
     from outrider.runtimes.containers.docker_api import LocalImage
 
 NODE_LABEL = "outrider.node"
@@ -38,18 +38,18 @@ REMOVE_SECONDS = 60.0
 PAUSE_SECONDS = 0.02
 PROBE_SECONDS = 3.0
 NO_GPU = ("device driver", "CDI device", "unknown device")
-"""Words of the errors by which daemons refuse a GPU."""
+"""Parts of the error messages with which daemons refuse a GPU."""
 SIZE_REFUSED = ("storage-opt", "storage opt", "overlay.size", "pquota", "quota")
-"""Words of the errors by which daemons refuse a bound on the size of a container's file system."""
+"""Parts of the error messages with which daemons refuse a bound on the size of a container's file system."""
 
 log = logging.getLogger("outrider.runtime")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What tells docker from podman: its name, the environment variable and the usual `places` of its daemon's socket
-    (the likeliest first), the hint for a machine that has none, and the one for a daemon that cannot give a GPU.
-    `libpod`: it has Podman's own API beside Docker's."""
+    """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most
+    likely first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU.
+    `libpod`: the daemon has Podman's own API besides Docker's."""
 
     name: str
     variable: str
@@ -59,11 +59,11 @@ class Engine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Not entered: use `await host.part(engine.daemon)`."""
+        """Return the daemon's part, not entered. Use `await host.part(engine.daemon)`."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
-        """The daemon's socket. Raises RuntimeUnavailable."""
+        """Return the daemon's socket. Raises RuntimeUnavailable."""
         if find_spec("aiodocker") is None:
             raise RuntimeUnavailable("aiodocker is not installed", hint="pip install 'outrider[docker]'")
         if named := environment(self.variable):
@@ -96,7 +96,8 @@ class Engine:
         return Availability(ok=True, detail=f"{version} at {path}{limits}")
 
     def oci_runtimes(self) -> frozenset[str]:
-        """The names of the OCI runtimes that it can start containers with; empty when it does not answer. Blocks."""
+        """Return the names of the OCI runtimes that the daemon can start containers with; empty when the daemon does
+        not respond. Blocks."""
         try:
             return frozenset(msgspec.json.decode(ask(self.find(), "/info").body, type=Info).runtimes)
         except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
@@ -136,8 +137,8 @@ PODMAN_ENGINE = Engine(
 
 
 class ContainerDaemon:
-    """A part of a node's host (see node_host.py). `limits` says whether the daemon can limit what a container uses,
-    `sized` whether it can bound the size of its file system."""
+    """The part of a node's host (see node_host.py) that runs containers. `limits`: the daemon can limit the resources
+    of a container. `sized`: the daemon can bound the size of a container's file system."""
 
     def __init__(self, engine: Engine, host: Host) -> None:
         self.engine = engine
@@ -146,14 +147,14 @@ class ContainerDaemon:
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        """Raises RuntimeUnavailable, RuntimeFailure."""
+        """Connect to the daemon and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
         from outrider.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
 
         self._error = DockerApiError
         self.socket = self.engine.find()
         try:
             self.limits = limits_hold(self.socket)
-            self.sized = not rootless(self.socket)  # until it says otherwise
+            self.sized = not rootless(self.socket)  # until the daemon refuses
         except OSError as error:
             raise RuntimeFailure(
                 f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint
@@ -175,7 +176,8 @@ class ContainerDaemon:
             await self._api.close()
 
     async def image(self, name: str) -> LocalImage:
-        """Raises RuntimeUnavailable when the daemon does not have it: nothing is fetched for a task."""
+        """Return an image. Raises RuntimeUnavailable when the daemon does not have the image: no image is pulled for a
+        task."""
         try:
             return await self._api.image(name)
         except self._error as error:
@@ -187,9 +189,9 @@ class ContainerDaemon:
             raise self._failure("look for the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
-        """Create and start a container. When this raises, or is cancelled, `remove` must follow. A call once sent is
-        waited for: only so is it known what there is to remove. Raises RuntimeUnavailable where the daemon cannot give
-        the container its GPUs, and RuntimeFailure."""
+        """Create and start a container. When this method raises, or is cancelled, `remove` must follow. A request once
+        sent is awaited, because only the response shows whether there is a container to remove. Raises
+        RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
         self._ours.add(name)
         sized = self.sized
         try:
@@ -208,7 +210,7 @@ class ContainerDaemon:
             raise self._failure("start a container", error) from error
 
     def take_over(self, name: str) -> None:
-        """A container of an earlier node is this one's from now on. `remove` must follow."""
+        """Adopt a container of an earlier node. `remove` must follow."""
         self._ours.add(name)
 
     async def _create(self, name: str, plan: ContainerRequest, sized: bool) -> None:
@@ -219,7 +221,7 @@ class ContainerDaemon:
             await self._api.create(name, body)
 
     async def runs(self, name: str) -> bool:
-        """Raises RuntimeFailure when the daemon does not answer."""
+        """Return whether the container runs. Raises RuntimeFailure when the daemon does not respond."""
         try:
             return await self._api.runs(name)
         except self._error as error:
@@ -228,19 +230,19 @@ class ContainerDaemon:
             raise self._failure("look at a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
-        """Whether something in the container was killed because it had used the memory that it may. None when the
-        daemon does not answer, or does not know the container, which somebody has removed."""
+        """Return whether a process in the container was killed because the container reached its memory limit. None
+        when the daemon does not respond, or the container is missing because somebody has removed it."""
         try:
             return await self._api.out_of_memory(name)
         except self._error:
             return None
 
     async def remove(self, name: str) -> None:
-        """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure when it does not
-        come to that; the next sweep tries again."""
+        """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure otherwise; the
+        next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
-                while await self._is_there(name):  # noqa: ASYNC110  # nothing tells when another remover is done
+                while await self._is_there(name):  # noqa: ASYNC110  # no event reports another remover's end
                     await asyncio.sleep(PAUSE_SECONDS)
         except TimeoutError as error:
             message = f"{self.engine.name} did not remove {name} within {REMOVE_SECONDS:.0f} s"
@@ -249,9 +251,9 @@ class ContainerDaemon:
             self._ours.discard(name)
 
     async def _is_there(self, name: str) -> bool:
-        """Whether there is such a container, after two requests to remove it.
+        """Send two requests to remove the container, and return whether it still exists.
 
-        Two, because the first answer says that the removal was asked for, the second that it is done."""
+        The response to the first request confirms the request, the response to the second the removal."""
         for _ in range(2):
             try:
                 await self._api.remove(name)
@@ -264,8 +266,8 @@ class ContainerDaemon:
         return True
 
     async def sweep(self) -> int:
-        """Remove the containers of dead nodes, and those that this node lost sight of; returns how many. Called every
-        minute or so. Raises RuntimeFailure when the daemon does not answer."""
+        """Remove the containers of dead nodes, and the lost containers of this node. Returns the number of removed
+        containers. Called about once a minute. Raises RuntimeFailure when the daemon does not respond."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
@@ -276,7 +278,7 @@ class ContainerDaemon:
         return len(left)
 
     def _is_left(self, name: str, node: str) -> bool:
-        """Whether nobody will stop this container of that node."""
+        """Return whether the container, labelled with that node, has no owner left to stop it."""
         if name in self._ours:
             return False
         if same_folder(node, self.node):
@@ -288,20 +290,20 @@ class ContainerDaemon:
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """A daemon's answer, and how it names itself in there."""
+    """A daemon's response, and its name and version in the header `Server`."""
 
     version: str
     body: bytes
 
 
 class Info(msgspec.Struct, frozen=True):
-    """Of the answer to `GET /info`, what is used here."""
+    """The used fields of the response to `GET /info`."""
 
     runtimes: dict[str, msgspec.Raw] = msgspec.field(name="Runtimes", default_factory=dict)
 
 
 def ask(path: Path, what: str) -> Pong:
-    """One GET request to the daemon at the socket `path`. Blocks; raises OSError, HTTPException."""
+    """Send one GET request to the daemon at the socket `path`. Blocks; raises OSError, HTTPException."""
     connection = HTTPConnection("localhost", timeout=PROBE_SECONDS)
     with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as end:
         end.settimeout(PROBE_SECONDS)
@@ -315,10 +317,11 @@ def ask(path: Path, what: str) -> Pong:
 
 
 def rootless(path: Path) -> bool:
-    """Whether the daemon at this socket is an ordinary user's, who then owns the socket."""
+    """Return whether the daemon at this socket runs as an ordinary user, who then owns the socket."""
     return path.stat().st_uid != 0
 
 
 def limits_hold(path: Path) -> bool:
-    """Whether the daemon can limit containers: an ordinary user's may only make control groups of version 2."""
+    """Return whether the daemon can limit containers: a daemon of an ordinary user can make control groups of version
+    2 only."""
     return not rootless(path) or Path("/sys/fs/cgroup/cgroup.controllers").exists()

@@ -1,7 +1,8 @@
-"""The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, by aiodocker.
+"""The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, with aiodocker.
 
-It knows no sandbox, and neither repeats nor undoes a call. Invariant: every failure is a `DockerApiError` with the
-daemon's own text and status, or with status 0 when nobody can tell whether the call was carried out.
+This module is independent of sandboxes, and neither repeats nor undoes a call. Invariant: every failure is a
+`DockerApiError` with the daemon's own text and status, or with status 0 if the call may or may not have been carried
+out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 LIBPOD = "v4.0.0"
-"""The version of Podman's own API that is spoken: every newer Podman speaks it, too."""
+"""The version used of Podman's own API. Every newer Podman supports this version."""
 NO_CONNECTION = 900
 """aiodocker's own status for a call that did not reach the daemon."""
 
 
 class DockerApiError(Exception):
-    """`status` is the daemon's HTTP status, 0 where there was no answer."""
+    """A failed call. `status` is the daemon's HTTP status, or 0 without a response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,7 +34,7 @@ class DockerApiError(Exception):
 
 
 class LocalImage(msgspec.Struct, frozen=True):
-    """An image that the daemon has: the id of its content, and the variables it sets."""
+    """An image of the daemon: the id of its content, and its environment variables."""
 
     id: str
     env: dict[str, str]
@@ -45,10 +46,11 @@ class ListedContainer(msgspec.Struct, frozen=True):
 
 
 class DockerApi:
-    """Close it after use. Any number of calls may be under way. All of them raise DockerApiError."""
+    """A client of one daemon, to be closed after use. Any number of calls may be in flight. Every call raises
+    DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
-        # A call on a kept connection that the daemon is just closing would fail, so each call has its own.
+        # A call on a kept connection that the daemon is just closing would fail, so each call has its own connection.
         self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)
@@ -60,8 +62,8 @@ class DockerApi:
         await self._session.close()
 
     async def _api(self) -> aiodocker.Docker:
-        """With the newest version that the daemon speaks. The ping tells it at once; aiodocker's own request for it
-        takes podman half a second."""
+        """Return the client, with the newest API version of the daemon. The ping returns the version at once;
+        aiodocker's own version request takes podman half a second."""
         if self._docker is None:
             async with self._session.get(f"{URL}/_ping") as answer:
                 version = f"v{answer.headers['Api-Version']}"
@@ -82,7 +84,7 @@ class DockerApi:
             await (await self._api()).containers.create(dict(body), name=name)
 
     async def create_by_libpod(self, name: str, body: Mapping[str, Any]) -> None:
-        """As `create`, by Podman's own API."""
+        """Create a container through Podman's own API."""
         async with (
             translated(),
             self._session.post(f"{URL}/{LIBPOD}/libpod/containers/create", json={**body, "name": name}) as answer,
@@ -106,12 +108,13 @@ class DockerApi:
         return bool(found["State"].get("OOMKilled"))
 
     async def remove(self, name: str) -> None:
-        """Kill and remove. Status 404 when there is none, 409 while somebody else removes it."""
+        """Kill and remove a container. Raises status 404 when there is none, and 409 during a removal by another
+        client."""
         async with translated():
             await (await self._api()).containers.container(name).delete(force=True, v=True)
 
     async def labelled(self, label: str) -> list[ListedContainer]:
-        """All containers that have the label, running or not."""
+        """Return all containers with the label, running or not."""
         filters = msgspec.json.encode({"label": [label]}).decode()
         async with translated():
             found = await (await self._api()).containers.list(all=True, filters=filters)

@@ -1,8 +1,8 @@
-"""The request by which Podman creates a container with GPUs: one of its own API, since Podman 4 overlooks them in
-one of Docker's and says nothing.
+"""The request that creates a container with GPUs in Podman, through Podman's own API: Podman 4 silently ignores GPUs
+in requests of Docker's API.
 
-It is made of Docker's, so that there is one description of what a container may do. Invariant: a part of Docker's
-request that has no translation here is an error, never left out.
+The request is translated from Docker's, so that the permissions of a container are described only once. Invariant: a
+part of Docker's request without a translation here is an error, and is never left out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIXED = {
     "Healthcheck": {"Test": ["NONE"]},
     "StopSignal": "SIGKILL",
 }
-"""Parts that are the same in every request, with the value that the translation stands for."""
+"""Parts that are the same in every request, with the value that the translation assumes."""
 
 
 def libpod_body(body: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """The request for a container as in the body of Docker's, with these GPUs. Podman finds each by its name in the
+    """Translate the body of Docker's request into Podman's, with these GPUs. Podman finds each GPU by its name in the
     Container Device Interface (CDI)."""
     parts = {name: value for name, value in body.items() if name != "HostConfig"}
     parts |= {f"HostConfig.{name}": value for name, value in body["HostConfig"].items()}

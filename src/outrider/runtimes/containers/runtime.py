@@ -1,8 +1,9 @@
-"""The docker, podman and gvisor runtimes: a container per sandbox, by the daemon's API, with our tool server as its
-first process.
+"""The docker, podman and gvisor runtimes: one container per sandbox, made through the daemon's API, with our tool
+server as its first process.
 
-Docker and podman differ in the daemon only; gvisor is docker with the OCI runtime runsc. It does not know who uses it.
-Invariant: what a launch asked a daemon for is gone, by that daemon's own word, when `stop` returns.
+Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. This module is independent
+of its callers. Invariant: when `stop` returns, the daemon has confirmed that everything requested by the launch is
+gone.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ if TYPE_CHECKING:
 
 BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
 CONTAINER, IMAGE = "container", "image"
-"""In the handle of a container that may outlive its node: its name, and its image's id."""
+"""Keys in the handle of a container that may outlive its node: the container's name, and its image's id."""
 
 
 @dataclass(frozen=True)
 class ContainerRuntime:
-    """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's own choice).
+    """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's default).
 
-    Paths are the container's own. What is written anywhere is gone with `stop`."""
+    Paths are the container's own. `stop` discards everything written."""
 
     engine: Engine
     oci_runtime: str | None = None
@@ -76,7 +77,7 @@ class ContainerRuntime:
         self.image_name(spec)
 
     def image_name(self, spec: RuntimeSpec) -> str:
-        """Raises InvalidField for a spec that names no image."""
+        """Return the spec's image name. Raises InvalidField for a spec without an image."""
         if spec.rootfs is not None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes are made of images",
@@ -95,12 +96,12 @@ class ContainerRuntime:
 DOCKER = ContainerRuntime(DOCKER_ENGINE)
 PODMAN = ContainerRuntime(PODMAN_ENGINE)
 GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
-"""A kernel of its own, written in Go, between the sandbox and the host's."""
+"""gVisor: a kernel written in Go, between the sandbox and the host's kernel."""
 
 
 @asynccontextmanager
 async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
-    """Have the daemon run a container. See tool_server/launch.py."""
+    """Run a container with the daemon. See tool_server/launch.py."""
     image_name = kind.image_name(spec)
     daemon = await context.host.part(kind.engine.daemon)
     image = await daemon.image(image_name)
@@ -113,7 +114,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
         plan = _plan(kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
-        # Before the daemon is asked: where `run` fails, it may have half made the container.
+        # Registered before the request: a failed `run` may have created the container in part.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
@@ -124,7 +125,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
 async def take_over(
     kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
 ) -> AsyncIterator[RunningServer]:
-    """Go on with a container that has outlived its node. See tool_server/launch.py."""
+    """Continue a container that has outlived its node. See tool_server/launch.py."""
     daemon = await context.host.part(kind.engine.daemon)
     async with AsyncExitStack() as undo:
         name = handle[CONTAINER]
@@ -139,7 +140,7 @@ async def take_over(
 def _running(daemon: ContainerDaemon, name: str, image_name: str, image_id: str, tools: ToolClient) -> RunningServer:
     async def ended_inside() -> bool:
         out_of_memory = await daemon.out_of_memory(name)
-        # None: somebody else has removed the container, or the daemon is gone.
+        # None: the container was removed by somebody else, or the daemon is gone.
         return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
     async def image_is_current() -> bool:

@@ -1,8 +1,8 @@
-"""How a tool server is started in a container, and the socket by which it connects to the host.
+"""The start command of a tool server in a container, and the socket over which the server connects to the host.
 
-The server connects back through a mounted folder, so that no call goes through the daemon. This module does not know
-what made the container. Invariant: that folder holds one socket until the server has
-connected to it; after that, nothing.
+The server connects back through a mounted folder, so no call goes through the daemon. This module does not depend on
+the maker of the container. Invariant: the folder holds one listening socket until the server has connected, and none
+after that.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ CONNECT = (
     " for fd in fds: posix.dup2(end.fileno(),fd)\n"
     " end.close()\n"
 )
-"""The first connection is for calls, the second takes the server's standard error."""
+"""Program that connects the server to the host: the first connection is for calls, the second for its standard
+error."""
 
 
 def command(file_bytes: int, memory: int) -> list[str]:
-    """What a container runs, with the portable interpreter and the shared folder mounted. `memory` is `Setup.memory`.
+    """Return a container's command, which needs the portable interpreter and the shared folder mounted. `memory` is
+    `Setup.memory`.
 
-    No file that is written in it can be larger than `file_bytes`. This rlimit holds where the daemon cannot bound the
-    container's file system."""
+    No file written in the container can exceed `file_bytes`: the rlimit replaces a bound on the container's file
+    system, which not every daemon supports."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 
 class LogTail(asyncio.Protocol):
-    """Keeps the last LOG_TAIL bytes that come."""
+    """Keeps the last LOG_TAIL bytes received."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -60,8 +62,8 @@ class LogTail(asyncio.Protocol):
 
 
 class ToolSocket:
-    """Listens from when it is made, so that the container can be started after that. Call `close` in any case, but not
-    while `connect` or `meet` runs."""
+    """The host's end of the socket. It listens from its creation, so start the container afterwards. Always call
+    `close`, but not while `connect` or `meet` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
         """`folder` is to be mounted at TOOLS_AT. Raises OSError."""
@@ -71,8 +73,9 @@ class ToolSocket:
         self._log = LogTail()
 
     async def connect(self, bytecode: bytes, setup: Setup, runs: Runs) -> ToolClient:
-        """Wait for the server in the container, and set it up. `runs` tells whether the container still runs. Raises
-        RuntimeFailure when it does not, and when the server does not connect within START_SECONDS."""
+        """Wait for the server in the container, and configure it. `runs` returns whether the container still runs.
+        Raises RuntimeFailure when the container has stopped, and when the server does not connect within
+        START_SECONDS."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._tools = tools = ToolClient(await self._accept(runs), self._log.text)

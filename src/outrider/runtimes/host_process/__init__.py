@@ -1,1 +1,1 @@
-"""Programs on the host itself: without isolation (`process`), or confined by Landlock."""
+"""Programs that run directly on the host: without isolation (`process`), or confined by Landlock."""

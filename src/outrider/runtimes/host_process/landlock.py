@@ -1,9 +1,9 @@
 """The process-landlock runtime: programs on the host itself, confined by Landlock where user namespaces are off.
 
-Weaker than a sandbox of namespaces: programs see the host's system folders and its processes, though not what is in
-those; and without control groups each process is limited by itself, not all of them together. It does not know what it
-runs. Invariant: files are changed in the sandbox's own directory alone, except that the terminals of the service's user
-can be written to. `stop` kills what the process runtime's does.
+Weaker than a sandbox of namespaces: programs see the host's system folders and its processes, but cannot look into
+those processes. Without control groups, limits hold for each process separately, not for all together. This module is
+independent of the programs inside. Invariant: programs change files only in the sandbox's own directory, except that
+they can write to the terminals of the service's user. `stop` kills the same processes as the process runtime's.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from outrider.spec import RuntimeSpec
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
-"""The version of Landlock with which a file that cannot be written cannot be cut off either: Linux 6.2."""
+"""The version of Landlock (Linux 6.2) that also prevents truncating a file without write access."""
 READ = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
-    # Beside these there may be a folder with the keys of the machine's own certificates.
+    # The parent folders may also contain the keys of the machine's own certificates.
     *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
     *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
     *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
 )
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
-"""The last also leads to other terminals of the service's user; without it no terminal of one's own can be opened."""
+"""Writable paths. /dev/pts also gives access to other terminals of the service's user; without /dev/pts no new
+terminal can be opened."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
-"""Git gives up where there is a configuration for the whole host and it cannot read it."""
+"""Git exits with an error if it cannot read an existing host-wide configuration."""
 
 
 class LandlockRuntime:
-    """The kind `process-landlock`: as `ProcessRuntime`, but that no file is written outside of the sandbox's own
-    directory, nothing read but the system's folders and the harness's programs, and no TCP connection made but to the
-    gateway."""
+    """The kind `process-landlock`: like `ProcessRuntime`, but programs write only below the sandbox's own directory,
+    read only the system's folders and the harness's programs, and make TCP connections only to the gateway."""
 
     check_spec = ProcessRuntime.check_spec
 
@@ -68,7 +68,7 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """The tool server behind guest/isolation/landlock.py, which reads the words that follow the command."""
+    """The tool server behind guest/isolation/landlock.py, which parses the words after the command."""
     shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

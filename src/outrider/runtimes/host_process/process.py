@@ -1,7 +1,7 @@
-"""The process runtime: trusted code on the host itself, without isolation, by the same tool server.
+"""The process runtime: trusted code on the host itself, without isolation, with the same tool server.
 
-It does not know what it runs. Invariant: after `stop` every process that was started through it is dead, also one
-that left its session and its parents.
+This module is independent of the programs inside. Invariant: after `stop` no process started through this runtime is
+left, even one that left its session and its parents.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from outrider.spec import RuntimeSpec
 
 WORK = "work"
 SCRATCH = "tmp"
-"""Folders of the sandbox's own directory."""
+"""Names of folders in the sandbox's own directory."""
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
-"""Returns the command that becomes the tool server, and the code that is sent to it first. Its arguments are the
+"""Returns the command that becomes the tool server, and the code to send to the server first. The arguments are the
 sandbox's context, the server's bytecode, the rlimits of each program, and `Setup.memory`."""
 
 
 class ProcessRuntime:
     """The kind `process`. The folder `work` of the sandbox's own directory stands for the spec's workdir, but only in
-    the paths that methods are given: a command itself sees the host's. A spec with `rootfs`, `image`, `mounts` or
+    the paths passed to methods: a command itself sees the host's paths. A spec with `rootfs`, `image`, `mounts` or
     `users` is refused."""
 
     @classmethod
@@ -71,7 +71,7 @@ class ProcessRuntime:
 
 
 def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
-    """A sandbox whose files are the host's, and which reaches the gateway by its port."""
+    """Return a sandbox that has the host's files and reaches the gateway by its port."""
     return ToolServerSandbox(
         launch,
         spec,
@@ -89,7 +89,7 @@ def gateway_url(context: SandboxContext) -> str:
 def plain_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """The tool server without anything around it."""
+    """The tool server without any confinement."""
     return server_command(sys.executable), bytecode
 
 
@@ -101,7 +101,8 @@ async def launch(
     program: Program = plain_program,
     env: Mapping[str, str] = {},
 ) -> AsyncIterator[RunningServer]:
-    """Start the tool server as a child of this process. `env` is below the spec's own. See tool_server/launch.py."""
+    """Start the tool server as a child of this process. The spec's variables take precedence over `env`. See
+    tool_server/launch.py."""
     name = context.directory.name
     work, scratch = str(context.directory / WORK), str(context.directory / SCRATCH)
     groups = await context.host.part(Cgroups)
@@ -128,8 +129,9 @@ async def launch(
 async def server_process(
     name: str, command: Sequence[str], code: bytes, setup: Setup, *, group: Group | None = None
 ) -> AsyncIterator[RunningServer]:
-    """A tool server that is a child of this process, for the sandbox `name`: `command`, in `group`, with `code` on its
-    standard input. When this is left, every process that was ever below it is dead. Raises RuntimeFailure, OSError."""
+    """Start a tool server for the sandbox `name` as a child of this process: `command`, in `group`, with `code` on its
+    standard input. After the context, every process that was ever below the server has exited. Raises RuntimeFailure,
+    OSError."""
     with connection() as (ours, theirs):
         child = Child.spawn(command, setup.marking(), theirs)
     tools = ToolClient(ours, child.log_tail)
@@ -148,8 +150,9 @@ async def server_process(
 
 
 async def _end(child: Child, tools: ToolClient, mark: str) -> None:
-    """Kill all processes and wait for their end. The server itself kills what is below it, because it alone knows what
-    cleared its environment. We kill by the mark what it could not kill, and everything if it died."""
+    """Kill all processes and wait for their exit. The server kills its own descendants, because only the server can
+    find processes that cleared their environment. Afterwards, processes left by the server, or all processes if the
+    server exited early, are killed by their mark."""
     tools.fail_all("the sandbox was stopped")
     ended = False
     with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):

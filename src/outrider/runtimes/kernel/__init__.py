@@ -1,1 +1,1 @@
-"""Processes and control groups of this machine, for every runtime that starts processes itself."""
+"""Processes and control groups of this machine, for every runtime that starts processes directly."""

@@ -1,8 +1,8 @@
-"""Control groups of a node, by which the kernel keeps the limits of its sandboxes.
+"""Control groups of a node, with which the kernel enforces the limits of its sandboxes.
 
-It uses version 2 where this process may make groups (a delegated unit or container), version 1 where it may (root, or
-chowned folders), and nothing otherwise. It knows no runtime. Invariants: a group is named after its node and its
-sandbox, so that what a dead node left can be told for certain; and after `remove` it is gone.
+Version 2 is used where this process may make groups (a delegated unit or container), version 1 where it may (root, or
+chowned folders), and otherwise none. This module is independent of runtimes. Invariants: a group is named after its
+node and sandbox, so the leftovers of a dead node are identified with certainty; after `remove` the group is gone.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ log = logging.getLogger("outrider.node")
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 UNIFIED = ""
-"""What /proc/self/cgroup calls the controllers of version 2."""
+"""Name of the controllers of version 2 in /proc/self/cgroup."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
 """Maximum bytes that the kernel holds for one sandbox's sockets, by control groups of version 1. All sockets of the
-host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of its memory, and slow down when that is used up."""
+host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when the memory is used up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""The group that this process moves into on version 2, where a group that has members can pass no controllers on."""
+"""The group into which this process moves on version 2, where a group with members cannot pass controllers on to inner
+groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
-    """Where this process may make groups: the folder of each controller that it can set limits with."""
+    """The folder of each controller in which this process may make groups with limits."""
 
     version: int
     folders: Mapping[str, Path]
@@ -55,7 +56,7 @@ NONE = Hierarchies(0, {})
 
 
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
-    """The hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
+    """Return the hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
     paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
     if not (mount / "cgroup.controllers").exists():
         found = {}
@@ -64,7 +65,7 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
             if name in CONTROLLERS and os.access(folder, os.W_OK):
                 found[name] = folder
         return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-    # Version 2: our own group, or the one above if this process has moved into OWN before.
+    # Version 2: our own group, or the parent if this process has moved into OWN before.
     folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:
@@ -78,7 +79,7 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
 
 
 def by_controller(own: str) -> dict[str, str]:
-    """The path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
+    """Return the path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
     lines = [line.split(":", 2) for line in own.splitlines()]
     return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
@@ -90,7 +91,7 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
     if version == 2:
         found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
     else:
-        # Sockets of the Internet's families are counted by themselves, and only where they have a limit.
+        # Internet sockets are counted separately, and only if they have a limit.
         sockets = str(min(resources.most_memory_mb * MEBIBYTE // 4, SOCKET_BYTES))
         found["memory"] = {
             "memory.limit_in_bytes": memory,
@@ -108,11 +109,11 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
 
 UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
-"""Missing where the kernel does not account for swap, or for sockets by themselves."""
+"""Files that are missing if the kernel does not account for swap, or for sockets separately."""
 
 
 class Group:
-    """The groups of one sandbox, one in each hierarchy. Its methods block for a few system calls."""
+    """The groups of one sandbox, one in each hierarchy. The methods block for a few system calls."""
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
         self._folders = folders
@@ -123,16 +124,16 @@ class Group:
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The files to which a process writes "0" to enter the group, with all that it starts from then on."""
+        """The files to which a process writes "0" to enter the group, together with its later children."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed a member because the group was at its own limit of memory."""
+        """Return whether the kernel has killed a member because the group reached its own memory limit."""
         return any(_short_of_memory(folder) and _was_full(folder) for folder in self._folders)
 
     def starved(self) -> bool:
-        """Whether the kernel has killed a member for want of memory although the group never was at its limit: the
-        host, or a group around this one, had no more."""
+        """Return whether the kernel has killed a member for lack of memory although the group never reached its limit:
+        the host, or an enclosing group, had no more memory."""
         return any(_short_of_memory(folder) and not _was_full(folder) for folder in self._folders)
 
     def add(self, pid: int) -> None:
@@ -140,16 +141,17 @@ class Group:
             Path(entrance).write_text(str(pid))
 
     def kill(self) -> None:
-        """SIGKILL every process that is in it now. The limit of processor time is taken off first: dying takes some."""
+        """SIGKILL every current member. The limit of processor time is lifted first, because exiting takes processor
+        time."""
         for folder in self._folders:
             for file, value in UNLIMITED_CPU.items():
-                with contextlib.suppress(OSError):  # of the other version, or of another controller
+                with contextlib.suppress(OSError):  # a file of the other version, or of another controller
                     (folder / file).write_text(value)
             _kill_members(folder)
 
     async def remove(self) -> None:
-        """Remove the groups, and kill what still runs in them. Raises RuntimeFailure when one cannot be removed; the
-        others are."""
+        """Remove the groups, and kill their remaining processes. Raises RuntimeFailure when a group cannot be removed,
+        after removing the others."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
         for folder in self._folders:
@@ -168,20 +170,22 @@ class Group:
 
 
 def _short_of_memory(group: Path) -> bool:
-    """Whether a member was killed for want of memory, whoever had no more: the group, one around it, or the host."""
+    """Return whether a member was killed for lack of memory, whether of the group, of an enclosing group, or of the
+    host."""
     return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
 
 
 def _was_full(group: Path) -> bool:
-    """Whether the group was at its limit once. Version 2 counts that; in version 1 it may as well have been with cached
-    files, which go when more is wanted: the kernel does not tell. (Its `failcnt` stays 0 where swap is limited too.)"""
+    """Return whether the group has ever reached its limit. Version 2 counts these events. In version 1 page cache,
+    which the kernel reclaims on demand, may have filled the group, and the kernel reports no difference. (`failcnt` of
+    version 1 stays 0 where swap is limited too.)"""
     limit = _number(group / "memory.limit_in_bytes")
     nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE  # memory is charged in batches of pages
     return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
 
 
 def _number(file: Path, name: str = "") -> int:
-    """The number in a file, or the one after `name` where its lines are `NAME NUMBER`; 0 if there is none."""
+    """Return the number in a file, or the number after `name` in a file of lines `NAME NUMBER`; 0 if there is none."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -190,7 +194,7 @@ def _number(file: Path, name: str = "") -> int:
 
 
 class Cgroups:
-    """A part of a node's host (see node_host.py) that makes the groups of its sandboxes."""
+    """The part of a node's host (see node_host.py) that makes the groups of its sandboxes."""
 
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
@@ -202,13 +206,13 @@ class Cgroups:
 
     async def __aexit__(self, *_: Any) -> None:
         parents = self._parents()
-        # Its own, and those of earlier nodes whose sandboxes it has taken over.
+        # The groups of this node, and of earlier nodes whose sandboxes this node has taken over.
         names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
         for name in {self._name} | {name for name in names if same_folder(name, self._name)}:
             await asyncio.to_thread(_remove_node, parents, name)
 
     def make(self, sandbox: str, resources: Resources) -> Group:
-        """A group with those limits of `resources` for which there are controllers. Raises RuntimeFailure."""
+        """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:
@@ -231,7 +235,7 @@ class Cgroups:
         try:
             if self.hierarchies.version == 2:
                 # Move this process's group out of the way: only a group without members can pass its controllers on to
-                # groups below it.
+                # inner groups.
                 (folder,) = self._parents()
                 own = folder / OWN
                 own.mkdir(exist_ok=True)
@@ -245,14 +249,14 @@ class Cgroups:
             for folder in self._parents():
                 (folder / self._name).mkdir(exist_ok=True)
         except OSError:
-            self.hierarchies = NONE  # what looked writable is not
+            self.hierarchies = NONE  # the folders looked writable but are not
 
     def _parents(self) -> list[Path]:
         return _parents(self.hierarchies)
 
 
 def sweep() -> int:
-    """End what dead nodes left in control groups; returns how many such nodes there were. Blocks."""
+    """End the leftovers of dead nodes in control groups. Returns the number of such nodes. Blocks."""
     parents = _parents(find())
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
@@ -262,7 +266,7 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # another user's, perhaps: the others are removed all the same
+        except OSError as error:  # for example another user's: the others are still removed
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 
@@ -289,8 +293,8 @@ def _inner_first(folder: Path) -> Iterator[Path]:
 
 
 def _kill_members(folder: Path) -> None:
-    """SIGKILL what is in a group. Each process is held by a pidfd before its membership is read again, so that a number
-    that went to another process meanwhile is not hit."""
+    """SIGKILL the members of a group. Each process is held by a pidfd before its membership is read again, so that a
+    pid reused by another process receives no signal."""
     for pid in _members(folder):
         with contextlib.suppress(OSError):
             held = os.pidfd_open(pid)
@@ -323,6 +327,6 @@ def _removed(folder: Path) -> bool:
 def _set(file: Path, value: str) -> None:
     try:
         file.write_text(value)
-    except OSError:  # for a missing file EACCES: this would be to create it
+    except OSError:  # EACCES for a missing file, because the write would create it
         if file.name not in OPTIONAL or file.exists():
             raise

@@ -1,8 +1,8 @@
-"""A process that works for the service, watched by a pidfd, and the processes below it.
+"""A process that works for the service, watched through a pidfd, and its descendants.
 
-It is a child that was spawned without copying the service's memory, or one that the zygote forked. This module knows
-nothing of sandboxes. Invariants: after `Child.end` the process is dead, and reaped if it was a child; and a signal goes
-only to a process that is held by a pidfd, never to a number.
+The process is a child spawned without copying the service's memory, or was forked by the zygote. This module is
+independent of sandboxes. Invariants: after `Child.end` the process is dead, and reaped if it was a child; a signal is
+sent only through a pidfd, never to a process id.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outrider.runtimes.kernel.process_marks import started
 
 LOG_TAIL = 4096
 END_SECONDS = 5.0
-"""How long the descendants of a child may take to end by themselves."""
+"""Time limit for the descendants of a child to exit by themselves."""
 
 
 class Child:
-    """`pidfd` refers to the process; `log` is a file in memory with its standard error. Both are closed by `close`."""
+    """One process. `pidfd` refers to it; `log` is a file in memory with its standard error. `close` closes both."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -36,10 +36,10 @@ class Child:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
-        """Start `argv[0]` in a session of its own, with `end` as its standard input and output; `extra` maps its
-        descriptors (> 2) to ours. `posix_spawn` neither copies page tables nor starts a watcher thread.
+        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps its descriptors
+        (> 2) to ours. `posix_spawn` neither copies page tables nor starts a watcher thread.
 
-        Raises RuntimeFailure when it cannot be executed, OSError when there is no descriptor left to watch it by.
+        Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
         """
         log = os.memfd_create("stderr")
         actions = [(os.POSIX_SPAWN_DUP2, end.fileno(), target) for target in (0, 1)]
@@ -68,8 +68,8 @@ class Child:
 
     @classmethod
     def found(cls, pid: int, since: str) -> Child:
-        """A process that an earlier node has started, and was started at `since` (`process_marks.started`). Raises
-        RuntimeFailure when it is dead."""
+        """Open a process that an earlier node started at the time `since` (`process_marks.started`). Raises
+        RuntimeFailure when the process is dead."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             if started(pid) == since:
@@ -78,7 +78,7 @@ class Child:
         raise RuntimeFailure(f"process {pid} of the sandbox has ended")
 
     def stopped_by_signal(self) -> bool:
-        """Whether a signal has stopped it, or a debugger. Call it before `close`."""
+        """Return whether a signal or a debugger has stopped the process. Call this method before `close`."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -95,8 +95,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait for its end, kill it when that does not come within `seconds`, reap it and close. Returns whether it
-        ended by itself. Call it once, shielded from cancellation."""
+        """Wait for the process to exit, kill it after `seconds`, reap and close. Returns whether the process exited
+        unforced. Call once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -113,20 +113,20 @@ class Child:
         return True
 
     def reap(self) -> None:
-        """Reap a process that has ended, and close."""
-        with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours
+        """Reap a process that has exited, and close."""
+        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
         self.close()
 
     def log_tail(self) -> str:
-        """The end of what it wrote to standard error; empty after `close`."""
+        """Return the last LOG_TAIL bytes of the process's standard error; empty after `close`."""
         if self._log < 0:
             return ""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Give the descriptors back. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if self._log >= 0:
             os.close(self._log)
             os.close(self.pidfd)
@@ -134,7 +134,7 @@ class Child:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. A pidfd is when its process is dead."""
+    """Wait until `fd` is readable. A pidfd is readable when its process is dead."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
@@ -145,27 +145,28 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """Those of a child; made before that ends. `hold` is called again for processes that came later."""
+    """The descendants of a child; create before the child exits. Call `hold` again for processes that start later."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._held: dict[int, int] = {}
 
     def hold(self) -> None:
-        """Open a pidfd of each process that is below the child now. Blocks for a few system calls each."""
+        """Open a pidfd of each current descendant of the child. Blocks for a few system calls per process."""
         todo = [self._child.pid, *self._held]
         while todo:
             above = todo.pop()
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    if _status(pid, "PPid") != [above]:  # the number went to another process meanwhile
+                    if _status(pid, "PPid") != [above]:  # the pid was reused by another process
                         os.close(self._held.pop(pid))
                         continue
                     todo.append(pid)
 
     def kill_first_inside(self) -> None:
-        """SIGKILL the first process of a pid namespace below the child: all processes in there die with it."""
+        """SIGKILL the first process of a pid namespace below the child: the kernel then kills all other processes of
+        the namespace."""
         for pid, held in self._held.items():
             numbers = _status(pid, "NSpid")
             if len(numbers) > 1 and numbers[-1] == 1:
@@ -173,7 +174,7 @@ class Descendants:
                     signal.pidfd_send_signal(held, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Wait until all held processes are dead, and kill those that have not ended after END_SECONDS."""
+        """Wait until all held processes have exited, and kill the remaining ones after END_SECONDS."""
         held, self._held = self._held, {}
         try:
             with contextlib.suppress(TimeoutError):
@@ -190,7 +191,8 @@ class Descendants:
 
 
 def _children(pid: int) -> set[int]:
-    """By the children of its threads; empty for a process that is gone, as it may be at any moment."""
+    """Return the children of all threads of a process; empty for a process that is gone, which may happen at any
+    moment."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -201,7 +203,7 @@ def _children(pid: int) -> set[int]:
 
 
 def _status(pid: int, name: str) -> list[int]:
-    """The numbers of one line of a process's status; empty when it is gone."""
+    """Return the numbers in one line of a process's status; empty when the process is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

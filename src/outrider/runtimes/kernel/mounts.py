@@ -1,9 +1,9 @@
-"""The file systems that are mounted on this machine, as this process sees them.
+"""The file systems mounted on this machine, as seen by this process.
 
-Some are below the host folders that a sandbox is shown. Container engines that mount a folder read-only mount these
-with it and leave them writable; an overlay does not show them at all. Each has to be mounted again by itself, over what
-is there. This module mounts nothing, and asks no file system anything but whether a path exists. Invariant: the places
-that it names keep their positions relative to the folder they are in.
+Some are mounted below host folders that are shown in a sandbox. Container engines that mount such a folder read-only
+also mount the inner file systems, but writable. An overlay omits them. Therefore each must be mounted again
+separately, over its path. This module mounts nothing, and only checks whether paths exist. Invariant: the returned
+mount points keep their positions relative to their folder.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import msgspec
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""How mountinfo writes blanks and the like in a path."""
+"""Escape sequence of mountinfo for blanks and similar characters in a path."""
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """Where something is mounted, and the kind of file system (`tmpfs`)."""
+    """A mount point and the kind of its file system (such as `tmpfs`)."""
 
     path: str
     kind: str
 
 
 class MountTable:
-    """The mounts of this machine, read anew only after the kernel has reported a change. Call `close` at the end."""
+    """The mounts of this machine, read again only after the kernel has reported a change. Call `close` at the end."""
 
     def __init__(self, mountinfo: Path = MOUNTINFO) -> None:
         self._file = os.open(mountinfo, os.O_RDONLY | os.O_CLOEXEC)
@@ -38,7 +38,8 @@ class MountTable:
         self._mounts: tuple[Mount, ...] | None = None
 
     def mounts(self) -> tuple[Mount, ...]:
-        """All of them, outer ones before those in them; of several at one place the last, which hides the others."""
+        """Return all mounts, outer mounts before inner ones. At each path only the last mount counts, because it hides
+        the others."""
         if self._mounts is None or self._changes.poll(0):
             os.lseek(self._file, 0, os.SEEK_SET)
             with open(self._file, "rb", closefd=False) as lines:
@@ -50,7 +51,8 @@ class MountTable:
 
 
 def parse(mountinfo: bytes) -> tuple[Mount, ...]:
-    """See proc_pid_mountinfo(5): the fifth field is the place; behind a lone dash there is the kind."""
+    """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone
+    dash."""
     kinds = {}
     for line in mountinfo.splitlines():
         fields = line.split(b" ")
@@ -59,9 +61,10 @@ def parse(mountinfo: bytes) -> tuple[Mount, ...]:
 
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:
-    """What is mounted below the paths of `shown`, as `shown` itself: (path of the host, path inside), outer ones first.
+    """Return the mounts below the paths of `shown`, in the same form (path on the host, path inside), outer mounts
+    first.
 
-    Blocks for as long as a look at some paths."""
+    Blocks for checks of a few paths."""
     points = [mount.path for mount in parse(mountinfo.read_bytes())]
     found = []
     for source, target in shown:

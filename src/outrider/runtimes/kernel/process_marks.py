@@ -1,10 +1,10 @@
-"""Finding and killing processes by the mark in their environment, so that nothing a sandbox started is left.
+"""Finding and killing the processes of a sandbox by the mark in their environment, so that no process is left.
 
-Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, its own directory in
-there, the call it belongs to. Run as a program, `python process_marks.py FOLDER LOCK SIGN`, this is a node's keeper:
-when the node has died it kills the node's processes, and keeps those sandboxes for the next node that may outlive this
-one. It knows nothing of isolation. Invariant: a signal goes only to a process that is held by a pidfd from before its
-mark is read, never to a number. Standard library only.
+Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
+directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER LOCK SIGN`, this module is a
+node's keeper. After the node's exit the keeper kills the node's processes, except sandboxes that may outlive the node,
+and keeps those for the next node. This module is independent of isolation. Invariant: a signal is sent only through a
+pidfd opened before the mark is read, never to a process id. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 RUN_FILE = "run.json"
-"""In a sandbox's folder: what the next node must know to go on with it, if it may outlive this one."""
+"""File in a sandbox's folder with the data for the next node to continue the sandbox. Exists only if the sandbox may
+outlive its node."""
 OUTLIVE_SECONDS = 60.0
-"""How long a sandbox that may outlive its node waits for the next one."""
+"""Seconds for which a sandbox waits for the next node."""
 KEEPER = "keeper.sock"
-"""In a node's folder, after its death: where the next node gets the folder's lock from the keeper."""
+"""Socket in the folder of a dead node, over which the keeper passes the folder's lock to the next node."""
 DONE = b"d"
-"""What a node that has removed its folder tells its keeper, so that this ends."""
+"""Message with which a node that has removed its folder makes the keeper exit."""
 QUIET_LOOKS = 2
-"""A process that starts another and ends between two steps of one look at /proc is not missed by the next."""
+"""Number of consecutive looks at /proc that must find no marked process. A single look misses a process whose parent
+starts it and exits between two steps of the look."""
 
 
 def mark_of(directory: Path) -> str:
-    """The mark of the sandbox whose private directory this is: unique on the host while the directory is there."""
+    """Return the mark of the sandbox with this private directory: unique on the host while the directory exists."""
     return f"{directory.parent.name}/{directory.name}"
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS, spared: Sequence[str] = ()) -> int:
-    """SIGKILL every process whose mark begins with `mark`, and with none of `spared`, and all below it, until /proc
-    shows none. Returns how many are still there after `seconds`. Blocks."""
+    """SIGKILL every process whose mark begins with `mark` and with none of `spared`, and its descendants, until /proc
+    shows none. Returns the number of processes left after `seconds`. Blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
     while quiet < QUIET_LOOKS:
@@ -57,14 +59,14 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS, spared: Sequence[st
 
 
 def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
-    """The living processes, without this one, whose mark begins with `mark`, and all below them; but for those whose
-    mark begins with one of `spared`."""
+    """Return the live processes whose mark begins with `mark`, and their descendants, except this process and
+    processes with a mark that begins with one of `spared`."""
     needle = f"\0{VARIABLE}={mark}".encode()
     left_out = [f"\0{VARIABLE}={one}".encode() for one in spared]
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # The environment it was started with; empty for a dead process, or another user's.
+        # The environment at the start of the process; empty for a dead process and for another user's.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and _state(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -75,7 +77,7 @@ def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
         state, parent = _state(pid)
-        if state not in "ZX" or _threads(pid):  # else it is gone, or a zombie, which has no children
+        if state not in "ZX" or _threads(pid):  # else the process is gone, or a zombie, which has no children
             below.setdefault(parent, set()).add(pid)
     new = found
     while new := {child for pid in new for child in below.get(pid, ())} - found:
@@ -84,13 +86,13 @@ def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
 
 
 def _kill(mark: str, spared: Sequence[str]) -> None:
-    """Stop them all before any is killed: else those not yet seen go on to start others."""
+    """Stop all marked processes before any is killed: otherwise processes not yet seen start others."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark, spared) - held.keys():
             opened: dict[int, int] = {}
             for pid in new:
-                with contextlib.suppress(OSError):  # it is gone
+                with contextlib.suppress(OSError):  # the process is gone
                     opened[pid] = os.pidfd_open(pid)
             held |= opened
             _signal(marked(mark, spared) & opened.keys(), held, signal.SIGSTOP)
@@ -109,8 +111,8 @@ def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> Non
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """The state's letter, and the parent's number. A process whose first thread has ended looks like a zombie, though
-    other threads live."""
+    """Return the state's letter and the parent's pid. A process whose first thread has ended looks like a zombie, even
+    if other threads live."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -119,8 +121,8 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 def started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; "" when it is dead. With the number it names one process for
-    all time, because numbers are used again."""
+    """Return the start time of a process, in the kernel's ticks; "" when it is dead. The pid and the start time
+    together identify a process for all time, because pids are reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -129,7 +131,7 @@ def started(pid: int) -> str:
 
 
 def _threads(pid: int) -> list[str]:
-    """The numbers of its threads; none for a process that is gone, or has only one."""
+    """Return the ids of a process's threads; empty for a process that is gone or has only one thread."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -145,8 +147,9 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Be the keeper of a node's folder until that is removed, or all is killed that the node left. `held` are the
-    descriptors that show that the folder is in use. `node` is the connection to the node, which its death closes."""
+    """Run as the keeper of a node's folder until the folder is removed, or all processes left by the node are killed.
+    `held` are the descriptors that mark the folder as in use. `node` is the connection to the node, closed by the
+    node's exit."""
     mark = f"{folder.name}/"
     heir: socket.socket | None = node
     while heir is not None:
@@ -165,7 +168,7 @@ def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: fl
                 heir, _ = listener.accept()
                 heir.settimeout(None)
                 socket.send_fds(heir, [DONE], held)
-            except OSError:  # nobody came in time, or it died at once
+            except OSError:  # no node connected in time, or it was killed at once
                 heir = None
             (folder / KEEPER).unlink(missing_ok=True)
     for descriptor in held:
@@ -174,8 +177,8 @@ def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: fl
 
 
 def _end(mark: str, patience: float, spared: Sequence[str] = ()) -> None:
-    """Give the marked processes some time to end by themselves, and kill what is left. A tool server that ends by
-    itself also kills what has cleared its environment, and its mark."""
+    """Give the marked processes some time to exit, and kill the rest. A tool server that exits by itself also kills
+    processes that have lost the mark by clearing their environment."""
     deadline = time.monotonic() + patience
     while marked(mark, spared) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

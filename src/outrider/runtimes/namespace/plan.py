@@ -1,7 +1,7 @@
-"""What a namespace sandbox is made of, as plain data that guest/isolation/isolate.py carries out.
+"""The parts of a namespace sandbox, as plain data that guest/isolation/isolate.py carries out.
 
-It knows the host's folders, and makes nothing but the skeleton of a root. Invariant: of the host, a plan shows its
-system folders, a fixed list of harmless files below /etc and devices, and what the caller names.
+This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host, a plan
+shows its system folders, a fixed list of harmless files below /etc and devices, and the paths named by the caller.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ HIDDEN_KINDS = frozenset(
         *("sysfs", "tracefs"),
     }
 )
-"""File systems that are never shown in a sandbox, even where they are mounted below a system folder (in a chroot, for
-one): the kernel's own, which tell of the host, and `autofs`, in which a look may wait for a server."""
+"""File systems that are never shown in a sandbox, even when mounted below a system folder (in a chroot, for example):
+the kernel's own, which reveal facts about the host, and `autofs`, in which a lookup may wait for a server."""
 
 Ids = tuple[int, int, int]
-"""The first id inside, the first outside, and how many: as in a line of /proc/PID/uid_map."""
+"""The first id inside, the first id outside, and the count: as in a line of /proc/PID/uid_map."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
+    """The plan of one sandbox. `base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
 
-    `layers` are pairs (folder of the host, path inside), the first of them the root; each is under a throw-away
-    writable layer, or read-only where there can be none over the folder, unless that is the root. `folders` are pairs
-    (folder of the host, path inside), mounted read-only. `inner` are such pairs of what is mounted below the layers'
-    folders and `folders` and has to be mounted by itself (see `inner_of`); the source is "" where the place is covered.
-    `shown` are pairs (path of the host, path inside) of what else is mounted read-only, over the former, and so are
-    `named`, which the task names: no part of their paths on the host may be a link. `devices` are such pairs of device
-    files beside the usual ones, which can be used. `bytes` and `files` bound what may be written. `gateway` is the path
-    of the gateway's socket, `cgroups` are the files by which to enter the control groups (see `Group.entrances`).
-    `memory` is `counted_memory`. `saved` is an archive of writable layers to begin with, "" for none. `uids` and `gids`
-    say which users there are; `mappers` are the programs that can map more than one."""
+    `layers` are pairs (folder of the host, path inside), the root first. Each layer is under a throw-away writable
+    layer. A layer other than the root is read-only if its folder cannot have a writable layer over it. `folders` are
+    pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of `layers` and
+    `folders`, which must be mounted separately (see `inner_of`); the source is "" for a mount that is covered. `shown`
+    are pairs (path of the host, path inside) of further read-only mounts, over the former. `named` are the read-only
+    mounts named by the task: no part of their host paths may be a link. `devices` are pairs of usable device files
+    besides the usual ones. `bytes` and `files` bound the written files. `gateway` is the path of the gateway's socket,
+    `cgroups` are the files for entering the control groups (see `Group.entrances`). `memory` is `counted_memory`.
+    `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps of the
+    users; `mappers` are the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -74,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Root(msgspec.Struct, frozen=True):
-    """The folders of the host that a sandbox's root is made of, as in `Plan`."""
+    """The folders of the host that form a sandbox's root, as in `Plan`."""
 
     layers: tuple[tuple[str, str], ...]
     folders: tuple[tuple[str, str], ...] = ()
@@ -85,8 +85,8 @@ def image_root(folder: Path) -> Root:
 
 
 def host_root(skeleton: Path) -> Root:
-    """The host's system folders over a skeleton that `make_skeleton` made. /usr gets a throw-away writable layer only
-    where this user owns it: an overlay over another user's files cannot be written to."""
+    """Return the host's system folders over a skeleton made by `make_skeleton`. /usr gets a throw-away writable layer
+    only if this user owns /usr: an overlay over another user's files cannot be written to."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
@@ -97,8 +97,8 @@ def host_root(skeleton: Path) -> Root:
 
 
 def inner_of(root: Root, mounts: Sequence[Mount]) -> tuple[tuple[str, str], ...]:
-    """`Plan.inner` for a root, where these are all the mounts of the host, outer ones first. What is mounted in a mount
-    comes with it, unless it is of HIDDEN_KINDS."""
+    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
+    mount comes with the outer one, unless it is of HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
         shown, hidden = tuple[str, ...](), tuple[str, ...]()
@@ -116,8 +116,8 @@ def inner_of(root: Root, mounts: Sequence[Mount]) -> tuple[tuple[str, str], ...]
 
 
 def make_skeleton(folder: Path) -> None:
-    """Make a root without its system folders: empty folders, links, and files below /etc, which are made up or copies
-    of the host's harmless ones. Blocks."""
+    """Make a root without its system folders: empty folders, links, and files below /etc, either made up or copied
+    from the host's harmless ones. Blocks."""
     for name in EMPTY_FOLDERS:
         (folder / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
@@ -142,7 +142,7 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """What the kernel lacks of the calls by which a sandbox is made; None when it has them all."""
+    """Return why this machine lacks the system calls for making a sandbox; None when it has them all."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])

@@ -1,8 +1,9 @@
 """The default runtime: a rootless sandbox of namespaces, forked from the node's zygote in milliseconds.
 
-Inside there is a throw-away root (the host's system folders, an image, or a folder the spec names), no network but a
-loopback, and the model gateway behind 127.0.0.1. It does not know who uses it. Invariant: the tool server is the first
-process of the sandbox's pid namespace, so that its death is the death of all, and `stop` waits for exactly that.
+A sandbox has a throw-away root (the host's system folders, an image, or a folder named by the spec), no network but a
+loopback, and the model gateway behind 127.0.0.1. This module is independent of its callers. Invariant: the tool server
+is the first process of the sandbox's pid namespace. Its exit kills all other processes of the sandbox, and `stop`
+waits for its exit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 LAYER_OVERHEAD = 2
-"""An archive of many small files is larger than what they hold."""
+"""Factor by which an archive of many small files may exceed the size of their contents."""
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
 UNSHARE_ALL = """
 import ctypes, os, sys
@@ -57,15 +58,17 @@ if child := os.fork():
 if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
     sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
 """
-"""All the namespaces of a sandbox at once, and its /proc: a container whose own /proc is masked allows none."""
+"""Program that creates all namespaces of a sandbox at once, and mounts /proc. The mount fails in a container whose own
+/proc is masked."""
 NO_OVERLAY = "mount overlay"
-"""In the error of a sandbox whose writable layer could not be mounted."""
+"""Text in the error of a sandbox whose writable layer could not be mounted."""
 DEATH_SECONDS = 0.5
-"""How long a killed first process may take to die before the others of its namespace are killed one by one."""
+"""Time limit for the exit of a killed first process, before the other processes of its namespace are killed one by
+one."""
 
 
 class NamespaceRuntime:
-    """The kind `namespace`. Paths are the sandbox's own. What is written anywhere is gone with `stop`."""
+    """The kind `namespace`. Paths are the sandbox's own. `stop` discards everything written."""
 
     saves_layers = True
     gives_gpus = True
@@ -100,8 +103,8 @@ async def launch(
     name = context.directory.name
     gpus = await asyncio.to_thread(driver.shown, context.gpus)
     groups = await context.host.part(Cgroups)
-    # After the control groups: on version 2 they move the processes of our own group out of the way, one by one, and a
-    # process that starts meanwhile would be missed.
+    # Opened after the control groups, which on version 2 move the processes of our own group out of the way, one by
+    # one, and would miss a process that starts meanwhile.
     zygote = await context.host.part(Zygote)
     root, image_env = _root(spec, zygote)
     shown, python = gpus.libraries, list[str]()
@@ -124,8 +127,8 @@ async def launch(
             setup = rooted_setup(spec, context, image_env, memory=memory, python=python, libraries=gpus.libraries_at)
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked is the doing of the agent that left it, unless the host failed meanwhile,
-            # or something was mounted below /usr since, so that there is no place for what was written there.
+            # A layer that cannot be unpacked was spoiled by the agent that left it, except in two cases: the host
+            # failed meanwhile, or a file system was mounted below /usr since, so that the layer's files have no place.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 error.inside = error.inside or await zygote_lives()
             raise
@@ -176,7 +179,7 @@ def _plan(
 
 
 def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
-    """The root that the spec asks for, and the variables that its image sets. Raises InvalidField,
+    """Return the root that the spec names, and the variables that its image sets. Raises InvalidField,
     RuntimeUnavailable."""
     if spec.image is not None:
         image = known_image(spec.image)
@@ -186,7 +189,7 @@ def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
     folder = Path(spec.rootfs)
     if not folder.is_dir():
         raise RuntimeUnavailable(f"rootfs {folder} is not a folder")
-    # An overlay can only be written to by the owner of what lies below: over files of another user `touch` fails.
+    # Only the owner of the lower files can write to an overlay: over another user's files `touch` fails.
     if folder.stat().st_uid != os.geteuid():
         raise RuntimeUnavailable(
             f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
@@ -200,16 +203,16 @@ def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
 
 
 def _has_python(root: Root) -> bool:
-    if root.folders or root.layers[1:]:  # it is the host's, not an image
+    if root.folders or root.layers[1:]:  # a root made of the host's folders, not of an image
         return True
     folder = root.layers[0][0]
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
 
 
 async def _end(child: Child, group: Group) -> None:
-    """Kill the first process, which takes the others with it, and wait for its death.
+    """Kill the first process, which kills all others with it, and wait for its exit.
 
-    It dies only after all the others. Where they are many on little processor time that takes long, so they are killed
+    The first process exits last. Many processes with little processor time take long to exit, so they are then killed
     one by one."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
@@ -218,7 +221,7 @@ async def _end(child: Child, group: Group) -> None:
 
 
 def probe_user_namespaces() -> None:
-    """Raises RuntimeUnavailable when this user cannot make the namespaces of a sandbox here. Blocks."""
+    """Raise RuntimeUnavailable if this user cannot make the namespaces of a sandbox on this machine. Blocks."""
     if missing := unsupported():
         raise RuntimeUnavailable(missing, hint="use another runtime, such as docker or apptainer")
     command = (sys.executable, "-I", "-c", UNSHARE_ALL)

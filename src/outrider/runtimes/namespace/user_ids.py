@@ -1,6 +1,6 @@
-"""User ids for sandboxes with more than one user: from the ranges of /etc/subuid and /etc/subgid.
+"""User ids for sandboxes with more than one user, from the ranges of /etc/subuid and /etc/subgid.
 
-It starts nothing. Invariant: of the host's ids only this user's own and those of its ranges are used.
+This module starts no process. Invariant: of the host's ids only this user's id and ranges are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UserIds(msgspec.Struct, frozen=True):
 
 
 def user_ids(count: int) -> UserIds | None:
-    """`count` ids, of which the first is this user's own; None when that is the only one. Raises RuntimeUnavailable."""
+    """Return `count` ids, of which the first is this user's own; None for a count of 1. Raises RuntimeUnavailable."""
     if count == 1:
         return None
     own = {"uid": os.geteuid(), "gid": os.getegid()}
@@ -47,13 +47,13 @@ def user_ids(count: int) -> UserIds | None:
 
 
 def _range(kind: str, count: int) -> int:
-    """The first id of a range that is large enough."""
+    """Return the first id of a range that is large enough."""
     uid = os.geteuid()
     names = {str(uid)}
     try:
         names.add(pwd.getpwuid(uid).pw_name)
     except KeyError:
-        """A user without a name is named by number."""
+        """A user without a name is listed by number."""
     try:
         lines = FILES[kind].read_text().split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The node's zygote, as the host sees it: the process from which namespace sandboxes are forked.
+"""The node's end of the zygote, the process from which namespace sandboxes are forked.
 
-The program itself is guest/isolation/zygote.py. This module knows plans and nothing of what runs in a sandbox.
-Invariant: a process that was forked is either returned to the caller or, if the caller was cancelled, killed.
+The program itself is guest/isolation/zygote.py. This module handles plans, and does not depend on the programs in a
+sandbox. Invariant: a forked process is either returned to the caller or, if the caller was cancelled, killed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ for name in ("outrider", "outrider.runtimes"):
 from outrider.runtimes.guest.isolation.zygote import main
 main()
 """
-"""Empty modules stand for the packages above, because the real ones import what `-I -S` cannot find."""
+"""Program of the zygote. Empty modules replace the parent packages, whose real imports are not available under `-I
+-S`."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The zygote's answer to request `number`: the process that it forked, or the error that kept it from that."""
+    """The zygote's reply to request `number`: the forked process, or the error that prevented the fork."""
 
     number: int
     pid: int
@@ -52,9 +53,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Zygote:
-    """A part of a node's host (see node_host.py). `host_root` is the root made of the host's own system folders, `base`
-    an empty folder at which each sandbox mounts its root; `mounts` tells what is mounted on this machine. When the
-    zygote dies, all sandboxes that came from it die with it, and the next fork starts another."""
+    """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's
+    own system folders, `base` an empty folder at which each sandbox mounts its root; `mounts` returns the mounts of
+    this machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another
+    zygote."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -64,8 +66,8 @@ class Zygote:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._spares: list[int] = []
-        """One open descriptor for each answer to come. It is closed just before the answer is read, so that there is
-        room for the pidfd that comes with it: the kernel drops one for which there is none."""
+        """One open descriptor for each expected reply. It is closed just before the reply is read, to make room for
+        the pidfd sent with the reply: the kernel drops a descriptor for which there is no room."""
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
@@ -82,7 +84,7 @@ class Zygote:
         await shielded(self._await_deaths)
 
     async def _await_deaths(self) -> None:
-        """Wait until zygotes that were given up are dead, and with them all that came from them."""
+        """Wait for the exit of abandoned zygotes, and thereby of all sandboxes forked from them."""
         while self._given_up:
             await self._given_up.pop().end(STOP_SECONDS)
 
@@ -95,11 +97,12 @@ class Zygote:
         self._loop.add_reader(ours.fileno(), self._ready)
 
     async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
-        """A new sandbox whose tool server speaks on the socket `tool_server`, and a function that tells whether the
-        zygote that it came from still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
+        """Fork a new sandbox whose tool server uses the socket `tool_server`. Returns the sandbox's process, and a
+        function that returns whether its zygote still runs. Raises RuntimeFailure, and OSError when no descriptors are
+        left."""
         if self._child is None:
             await shielded(self._await_deaths)
-        if self._child is None:  # and nobody has started it meanwhile
+        if self._child is None:  # not started by another call meanwhile
             self._spawn()
         maker = self._child
         with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
@@ -111,7 +114,8 @@ class Zygote:
             undo.pop_all()
 
         async def maker_lives() -> bool:
-            """Waits a moment, because the death of a sandbox may be seen before that of the zygote which caused it."""
+            """Wait a moment first, because a sandbox's exit may be seen before the exit of the zygote that caused
+            it."""
             return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
 
         return Child(pid, pidfd, log), maker_lives
@@ -129,8 +133,8 @@ class Zygote:
             raise
 
     async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
-        """Send the request, waiting for room. A lost connection is the zygote's failure, any other error that of this
-        request alone."""
+        """Send the request, waiting for room. A lost connection counts as a failure of the zygote, any other error as
+        a failure of this request alone."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         try:
             while not answer.done():
@@ -142,7 +146,7 @@ class Zygote:
                     return
         except (BrokenPipeError, ConnectionResetError):
             self._give_up()
-        except BaseException:  # also a cancel: what was begun is undone
+        except BaseException:  # also a cancellation: undo the partial request
             self._waiting.pop(number, None)
             if self._spares:
                 os.close(self._spares.pop())
@@ -167,7 +171,7 @@ class Zygote:
             answer.set_result((told.pid, fds[0]))
 
     def _give_up(self) -> None:
-        """Close the connection, on which the zygote ends, and fail the requests under way."""
+        """Close the connection, which makes the zygote exit, and fail the pending requests."""
         if self._child is None:
             return
         self._loop.remove_reader(self._control.fileno())
@@ -183,8 +187,8 @@ class Zygote:
 
 
 def _skeleton(folder: Path) -> Path:
-    """The skeleton of a root in `folder`. It is made under another name and renamed, so that it is whole also when
-    another process makes it now, or was killed while it did. Blocks."""
+    """Return the skeleton of a root in `folder`. A skeleton is made under another name and renamed, so that it is
+    always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
@@ -193,13 +197,13 @@ def _skeleton(folder: Path) -> Path:
             try:
                 made.rename(skeleton)
             except OSError:
-                if not skeleton.exists():  # else another was faster
+                if not skeleton.exists():  # else another process was faster
                     raise
     return skeleton
 
 
 def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
-    """Kill the process of a request whose caller was cancelled."""
+    """Kill the process forked for a request whose caller was cancelled."""
     if answer.exception() is None:
         _, pidfd = answer.result()
         with contextlib.suppress(ProcessLookupError):

@@ -1,1 +1,1 @@
-"""The host's end of the tool server that runs in every sandbox: how it is launched, called and sent files."""
+"""The host's end of the tool server that runs in every sandbox: its launch, the calls to it and file transfers."""

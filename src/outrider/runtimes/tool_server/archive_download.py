@@ -1,7 +1,7 @@
-"""An archive that a tool server sends in parts, written into a file of the host.
+"""Download of an archive that a tool server sends in parts, into a file of the host.
 
-It does not know what is in it. Invariants: little more than BACKLOG bytes wait to be written, however slow the disk is,
-because nothing more is read from the server meanwhile; and where not all of the archive is written, there is no file.
+The content of the archive is not examined. Invariants: little more than BACKLOG bytes wait to be written, even on a
+slow disk, because reading from the server pauses meanwhile; unless the whole archive is written, no file is left.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SAVE_SECONDS = 600.0
 async def download_archive(
     tools: ToolClient, method: str, args: Mapping[str, Any], target: Path, *, limit: int
 ) -> None:
-    """Call `method`, and write the parts of its answer into the new file `target`, which only this user can read.
+    """Call `method`, and write the parts of its reply into the new file `target`, readable only by this user.
 
-    Raises OSError when `target` cannot be created, RuntimeFailure when the server sends more than `limit` bytes or
-    fails, and when the file cannot be written."""
+    Raises OSError when `target` cannot be created, and RuntimeFailure when the server sends more than `limit` bytes or
+    fails, or the file cannot be written."""
     whole = False
 
     def finish(fd: int) -> None:
@@ -52,7 +52,7 @@ async def download_archive(
 
 
 class ArchiveDownload:
-    """Two tasks: `call` takes the parts that come, `write` writes them. `fault` is what went wrong in either."""
+    """A download in two tasks: `call` receives the parts, `write` writes them. `fault` is the error of either task."""
 
     def __init__(self, tools: ToolClient, fd: int) -> None:
         self.fault: Exception | None = None
@@ -85,12 +85,12 @@ class ArchiveDownload:
         self._some.set()
 
     async def write(self, call: asyncio.Task[None]) -> None:
-        """Until `call` has ended. It is cancelled when a part cannot be written."""
+        """Write parts until `call` has ended. When a part cannot be written, `call` is cancelled."""
         try:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)  # the thread has the descriptor until it ends
+                await shielded(self._put)  # the thread uses the descriptor until it ends
                 if self.fault is not None:
                     break
         finally:
@@ -108,8 +108,8 @@ class ArchiveDownload:
 
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
-    """Blocks; raises OSError."""
+    """Write all pieces. Blocks; raises OSError."""
     for piece in pieces:
         view = memoryview(piece)
         while view:
-            view = view[os.write(fd, view) :]  # a full disk takes a part before it refuses
+            view = view[os.write(fd, view) :]  # a full disk accepts a part before it refuses

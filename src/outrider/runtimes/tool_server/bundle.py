@@ -1,9 +1,9 @@
 """The tool server as one program, in the form that a bare interpreter starts fastest: its own bytecode.
 
-The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling that costs
-more than starting the interpreter, so each interpreter compiles it once. Every later start reads the bytecode from its
-standard input: no file of ours needs to exist in the sandbox. It does not know how a sandbox is made. Invariant: the
-program needs the standard library of Python 3.8 or newer, and nothing else.
+The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling takes
+longer than starting the interpreter, so each interpreter compiles the program once. Later starts read the bytecode
+from standard input, and the sandbox needs no file of ours. This module is independent of how a sandbox is made.
+Invariant: the program needs only the standard library of Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.pythons.portable import portable_command, portable_python
 
-# `posix` and `marshal` are built into the interpreter; `sys.stdin` would load codecs and buffer what comes after.
+# `posix` and `marshal` are built into the interpreter; `sys.stdin` would load codecs and buffer the following bytes.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -42,7 +42,7 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
-"""Ignore the sandbox's variables, its user's modules and site-packages: an image may have anything there."""
+"""Ignore the sandbox's variables, its user's modules and site-packages: an image may contain anything there."""
 
 GUEST = "outrider.runtimes.guest"
 MODULES = (
@@ -66,22 +66,22 @@ MODULES = (
     "netlink_watch",
     "server",
 )
-"""The tool server's modules, each behind those that it imports."""
+"""The tool server's modules, each after its imports."""
 
 COMPILING = threading.Lock()
-"""Held while compiling: sandboxes that start together compile once, and Python 3.11's `ast.parse` fails when several
+"""Held while compiling: sandboxes that start together compile once, and `ast.parse` of Python 3.11 fails when several
 threads use it at once."""
 
 
 def source(name: str) -> str:
-    """The text of a module of runtimes/guest by its name there, such as `filesystem.trees`."""
+    """Return the text of a module of runtimes/guest, named relative to that package, such as `filesystem.trees`."""
     folder = importlib.resources.files(GUEST)
     return folder.joinpath(name.replace(".", "/") + ".py").read_text(encoding="utf-8")
 
 
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
-    """The program of a live Python of that kind, for `python3 -c`."""
+    """Return the program of a live Python of that kind, for `python3 -c`."""
     modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
@@ -89,7 +89,7 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Join modules into one text, without their imports of each other and without types; by default the tool server."""
+    """Join modules into one text, without imports among the modules and without types; by default the tool server."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:
@@ -103,7 +103,7 @@ def program(modules: Sequence[str] = MODULES) -> str:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations: every start would load them, and nothing uses them."""
+    """Removes annotations: they have no use here, and would be loaded at every start."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -139,10 +139,11 @@ def main():
 
 @functools.lru_cache(maxsize=8)  # pure, as our own files do not change
 def confined(modules: Sequence[str], server: bytes) -> bytes:
-    """Bytecode that confines the process before it runs the tool server's.
+    """Return bytecode that confines the process and then runs the tool server's bytecode.
 
-    `modules` are of runtimes/guest, each behind those that it imports; `enter` of the last is called with the words
-    that follow `server_command`. Only for the interpreter that runs this, or a copy of it: bytecode differs by version.
+    `modules` are modules of runtimes/guest, each after its imports. `enter` of the last module is called with the
+    words after `server_command`. The bytecode works only in the running interpreter or a copy, because bytecode
+    differs by Python version.
     """
     parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
@@ -154,7 +155,8 @@ def _bytecode(name: str, text: str) -> bytes:
 
 
 def server_command(interpreter: str) -> list[str]:
-    """The command that starts the tool server. `delivery` of its bytecode must come first on its standard input."""
+    """Return the command that starts the tool server. `delivery` of its bytecode must come first on its standard
+    input."""
     return [interpreter, *FLAGS, "-c", BOOT]
 
 
@@ -163,10 +165,10 @@ def delivery(bytecode: bytes) -> bytes:
 
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """The tool server's bytecode, compiled by `interpreter` inside the sandbox that the command `enter` enters.
+    """Return the tool server's bytecode, compiled by `interpreter` inside the sandbox that the command `enter` enters.
 
-    `stamp` tells one state of the interpreter's file system from another. Raises RuntimeUnavailable when there is no
-    Python of 3.8 or newer. Blocks for about 50 ms the first time, and while another thread compiles.
+    `stamp` identifies one state of the interpreter's file system. Raises RuntimeUnavailable when there is no Python
+    3.8 or newer. Blocks for about 50 ms the first time, and while another thread compiles.
     """
     with COMPILING:
         return _compiled(enter, interpreter, stamp)
@@ -189,7 +191,8 @@ def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) ->
 
 
 def portable_server() -> tuple[Path, bytes]:
-    """The portable interpreter's folder and the tool server's bytecode for it. Blocks; raises RuntimeUnavailable."""
+    """Return the portable interpreter's folder and the tool server's bytecode for it. Blocks; raises
+    RuntimeUnavailable."""
     folder = portable_python()
     *enter, program = portable_command(str(folder))
     return folder, compiled(tuple(enter), program, ())

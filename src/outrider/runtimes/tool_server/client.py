@@ -1,9 +1,9 @@
 """The host's end of a connection to a tool server, over which many calls run at once.
 
-It knows frames and replies, not how the server was started. Replies are decoded into closed types, because the program
-that sends them shares a sandbox with an agent. Invariants: when a call is cancelled, it is cancelled inside too and its
-processes are dead before the cancellation goes on, as long as the server answers at all; and whatever comes costs
-bounded time and memory, because a server that sends more than it was asked for is dropped.
+This module handles frames and replies, independent of how the server was started. Replies are decoded into closed
+types, because their sender shares a sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and
+its processes are dead before the cancellation proceeds, as long as the server responds at all; any received data costs
+bounded time and memory, because a server that sends more than was requested is dropped.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
-"""Maximum bytes of a frame. The largest is that of a command that filled both its outputs."""
+"""Maximum bytes of a frame. The largest is the reply of a command that filled both its outputs."""
 PART_MIN = 1 << 10
-"""Bytes that a smaller part counts for: many small parts cost more than their bytes."""
+"""Minimum bytes counted for a part: many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes that no call waits for, from one answer to the next: parts of calls that were cancelled."""
+"""Maximum bytes received for no waiting call between two replies: parts of calls that were cancelled."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding raises for bytes that are not of the type, text that is no UTF-8, and deep nesting."""
+"""Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""What encoding raises for what msgpack cannot carry: text that is no Unicode, an integer of more than 64 bits."""
+"""Errors of encoding values without a msgpack form: text that is not Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
-"""How much longer than its own time limit a call may take before the server counts as stuck."""
+"""Seconds that a call may take past its own time limit before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""How long replies are still read after that: this event loop may have been held up itself."""
+"""Seconds after GRACE_SECONDS in which replies are still read: this event loop may itself have been blocked."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Loss = Literal["gone", "stuck", "wrong", "closed"]
-"""How a connection was lost: its other end is closed (gone), does not answer (stuck), or sends what no tool server
-would (wrong); or this end was closed, or could not be opened."""
+"""The cause of a lost connection: the other end is closed (gone), does not respond (stuck), or sends data that no tool
+server would send (wrong); or this end was closed or could not be opened (closed)."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; larger ones than these
-are refused."""
+"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; integers outside this
+range are refused."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +58,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a call failed: the file is missing, or a directory; the sandbox's lifetime is over (`ended`); or else."""
+    """The error of a call: the file is missing, or is a directory; the sandbox's lifetime is over (`ended`); or any
+    other."""
 
     code: Literal["missing", "directory", "failed", "ended"]
     text: str
@@ -77,14 +78,16 @@ class ExecDone(msgspec.Struct, frozen=True):
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
-    """`shell` is None when the sandbox has nothing of that kind; `why` is then what the last program tried printed."""
+    """The reply of opening a shell. `shell` is None if no program of that kind could be started; `why` is then the
+    output of the last program tried."""
 
     shell: Number | None
     why: bytes = b""
 
 
 class ShellDone(msgspec.Struct, frozen=True):
-    """`shown` is msgpack: a list of rich results, each a mapping from MIME type to text or bytes."""
+    """The result of one input. `shown` is msgpack: a list of rich results, each a mapping from MIME type to text or
+    bytes."""
 
     out: bytes
     code: Number | None
@@ -93,13 +96,14 @@ class ShellDone(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """How many processes the server could not kill."""
+    """The number of processes that the server could not kill."""
 
     left: Number = 0
 
 
 class Call:
-    """A call under way: its outcome, where partial replies go, and how many bytes of them may still come (`room`)."""
+    """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
+    (`room`)."""
 
     __slots__ = ("on_part", "outcome", "room")
 
@@ -112,12 +116,12 @@ class Call:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection. `log_tail` gives the end of the server's standard error, which failures carry. `loss` is None as
-    long as the connection is not lost."""
+    """One connection. `log_tail` returns the end of the server's standard error, for failures. `loss` is None until
+    the connection is lost."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str], *, newest_call: int = 0) -> None:
         """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
-        highest number of a call that the server has had of an earlier host."""
+        highest call number that the server has received from an earlier node."""
         self._end: socket.socket | None = end
         """None once the transport has it."""
         self._log_tail = log_tail
@@ -132,12 +136,12 @@ class ToolClient(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
-        """Call once. Raises RuntimeFailure when the connection is closed before that is done."""
+        """Open the connection. Call once. Raises RuntimeFailure when the connection is closed meanwhile."""
         self._check()
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        except BaseException:  # also a cancel: the loop closes what it has begun
+        except BaseException:  # also a cancellation: the loop closes its partial work
             self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:
@@ -169,7 +173,7 @@ class ToolClient(asyncio.Protocol):
         self._closed.set()
 
     def pause(self) -> None:
-        """Read nothing more until `resume`. The server waits once the socket's buffers are full."""
+        """Stop reading until `resume`. The server blocks once the socket's buffers are full."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -178,7 +182,7 @@ class ToolClient(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send_raw(self, data: bytes) -> None:
-        """Send bytes ahead of the first frame: the server's own code."""
+        """Send the server's own code, as raw bytes before the first frame."""
         if self._transport is not None:
             self._transport.write(data)
 
@@ -192,11 +196,11 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call and wait for the reply. Raises FileNotFoundError, IsADirectoryError, RuntimeFailure, the latter also for
-        arguments that cannot be sent.
+        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure, the
+        latter also for arguments that cannot be sent.
 
-        `seconds` is the call's own limit inside; past it by GRACE_SECONDS the server counts as stuck. A server whose
-        parts have more than `room` bytes is dropped.
+        `seconds` is the call's own limit inside; GRACE_SECONDS later the server counts as stuck. A server that sends
+        parts of more than `room` bytes is dropped.
         """
         self._check()
         if self._transport is None:
@@ -213,8 +217,8 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            # Have the server kill the call's processes, and wait until it has, but not for ever.
-            # An outcome that is not cancelled came together with the cancellation: no other reply will come.
+            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for the confirmation. An outcome
+            # that is not cancelled arrived together with the cancellation: no other reply will follow.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = Call(ended)
@@ -237,20 +241,21 @@ class ToolClient(asyncio.Protocol):
             self._lose(f"the tool server is stuck in {method}", "stuck")
 
     def fail_all(self, reason: str) -> None:
-        """Fail the calls under way; new ones can be made."""
+        """Fail the calls in flight. New calls can be made."""
         failure = self._failure(reason)
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                # Its caller may be being cancelled, and asyncio would log an exception that nobody retrieves.
+                # Mark the exception as retrieved: if the caller is being cancelled nobody retrieves it, and asyncio
+                # would log it.
                 call.outcome.exception()
 
     def log_tail(self) -> str:
-        """The end of what the server wrote to its standard error."""
+        """Return the end of the server's standard error."""
         return self._log_tail()
 
     async def close(self) -> None:
-        """Drop the connection; the server ends by itself. Calls under way fail."""
+        """Drop the connection, which makes the server exit. Calls in flight fail."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
@@ -267,7 +272,7 @@ class ToolClient(asyncio.Protocol):
         self._transport.write(frame)
 
     def _take(self, reply: Reply, size: int) -> None:
-        """`size` is the bytes that the frame counts for."""
+        """Handle one reply. `size` is the number of bytes counted for its frame."""
         call = self._calls.get(reply.call)
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
@@ -296,7 +301,7 @@ class ToolClient(asyncio.Protocol):
         return self._failure(text, inside=refusal.code == "failed")
 
     def _check(self) -> None:
-        """Raises RuntimeFailure when the connection is lost."""
+        """Raise RuntimeFailure if the connection is lost."""
         if self._lost is not None:
             raise self._failure(self._lost)
 

@@ -1,8 +1,8 @@
-"""The parts of every runtime's `launch`: what a tool server is told, its connection, and how steps are undone.
+"""The common parts of every runtime's `launch`: a tool server's set-up, its connection, and the undoing of steps.
 
 A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
-tool server in it, and yields a `RunningServer`; leaving it undoes all of that. This module does not know how a sandbox
-is isolated. Invariant: a step that is undone by `undone` has ended when that returns or raises, whoever is cancelled.
+tool server inside, and yields a `RunningServer`; leaving the context undoes all steps. This module is independent of
+isolation. Invariant: when `undone` returns or raises, its step has ended, even after a cancellation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from outrider.spec import RuntimeSpec
 log = logging.getLogger("outrider.runtime")
 
 BRIDGE_PORT = 61080
-"""Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
+"""Port of the gateway inside a sandbox: above Linux's dynamic ports and the ports that programs commonly choose."""
 BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
-"""The home folder in a sandbox that has a root of its own."""
+"""The home folder in a sandbox with its own root."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
@@ -48,14 +48,15 @@ async def always() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A tool server that runs in its sandbox, set up and connected.
+    """A configured and connected tool server that runs in its sandbox.
 
-    `group` is the sandbox's control group, None where a daemon keeps the limits. The functions are called while the
-    sandbox is not stopped: `ended_inside` tells whether programs inside ended the tool server, whose connection is
-    gone; `stopped_inside`, whether they sent it a signal to stop, as it does not answer; `image_is_current`, whether a
-    sandbox that is started now would have the same image. `layer_limit` is the maximum size in bytes of an archive of
-    the writable layer, 0 where the runtime cannot save it. `next_host` is the path inside at which the server finds its
-    next host, if the sandbox can outlive this one, and `handle` is what that must know of it.
+    `group` is the sandbox's control group, None where a daemon enforces the limits. The functions are called until the
+    sandbox is stopped. `ended_inside`, called when the connection is gone, returns whether programs inside ended the
+    tool server. `stopped_inside`, called when the server does not respond, returns whether programs inside sent it a
+    stop signal. `image_is_current` returns whether a sandbox started now would have the same image. `layer_limit` is
+    the maximum size in bytes of an archive of the writable layer, 0 where the runtime cannot save the layer. If the
+    sandbox can outlive this node, `next_host` is the path inside at which the server connects to the next node, and
+    `handle` is the data that the next node needs.
     """
 
     tools: ToolClient
@@ -68,7 +69,8 @@ class RunningServer:
     handle: Mapping[str, str] = field(default_factory=dict)
 
     def starved(self) -> bool:
-        """Whether the kernel has killed a process of this sandbox for want of the host's memory, not of its own."""
+        """Return whether the kernel has killed a process of this sandbox because the host, not the sandbox, ran out of
+        memory."""
         return self.group is not None and self.group.starved()
 
 
@@ -76,10 +78,10 @@ Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[Run
 
 
 def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = False) -> bool:
-    """Whether a tool server, which is dead, was ended by the programs beside it: as far as its group and its log tell.
+    """Return whether a tool server that has exited was ended by the programs beside it, judged by its group and log.
 
-    As the first process of a pid namespace it takes no signal from there. So it has written to its log what it died
-    of, or the sandbox's memory ran out. A `killable` one is in no such namespace."""
+    The first process of a pid namespace receives no signals from inside. So either the server's log holds the reason
+    for the exit, or the sandbox's memory ran out. A `killable` server is outside such a namespace."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
@@ -87,12 +89,12 @@ def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = Fals
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool server is told first.
+    """The configuration sent to a tool server first.
 
-    `files` are written and `folders` made before anything else runs. `bridge_port` is where it forwards connections to
-    the gateway's socket, 0 for nowhere. `python` is the command that starts one in a sandbox that has none. `memory` is
-    the maximum bytes of memory of all its programs together, 0 where the server need not count. After `lifetime`
-    seconds (0: never) the server ends by itself with all that runs there, whatever has become of its host. `mark` is in
+    `files` are written and `folders` made before anything else runs. Connections to `bridge_port` are forwarded to the
+    gateway's socket; 0 disables forwarding. `python` is the command of a Python for a sandbox without its own.
+    `memory` is the maximum bytes of memory of all programs together, 0 if the server need not count. After `lifetime`
+    seconds (0: never) the server and all programs in the sandbox exit, whatever the state of the host. `mark` is in
     the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
@@ -108,7 +110,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
     def marking(self) -> dict[str, str]:
-        """The environment variable that says whose a process is, before any call."""
+        """The environment variable that marks the sandbox's processes, before any call."""
         return {VARIABLE: f"{self.mark}:0"}
 
 
@@ -122,8 +124,8 @@ def rooted_setup(
     bridge_socket: str = "",
     libraries: str = "",
 ) -> Setup:
-    """The set-up of a sandbox that has a root of its own. The spec's variables win over those of its image, and what
-    tells of the sandbox's GPUs over both. `libraries` is a folder of it whose libraries win over the image's."""
+    """Return the set-up of a sandbox with its own root. The spec's variables take precedence over the image's, and the
+    GPU variables over both. Libraries in the sandbox's folder `libraries` take precedence over the image's."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
@@ -141,7 +143,7 @@ def rooted_setup(
 
 
 def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
-    """The variables that every sandbox has, with `env` on top: nothing of the service's own environment."""
+    """The variables of every sandbox, overridden by `env`. None comes from the service's own environment."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,
@@ -152,7 +154,7 @@ def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
 
 
 async def configure(tools: ToolClient, setup: Setup) -> None:
-    """Send a server that has just been started its set-up. Raises RuntimeFailure."""
+    """Send the set-up to a server that has just been started. Raises RuntimeFailure."""
     try:
         async with asyncio.timeout(START_SECONDS):
             args = msgspec.to_builtins(setup, builtin_types=(bytes,))
@@ -165,9 +167,9 @@ async def configure(tools: ToolClient, setup: Setup) -> None:
 
 @contextlib.contextmanager
 def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Both ends of a new connection, while a process is started that gets the second as its standard input and output.
+    """Yield both ends of a new connection. The second end is for a process to start, as its standard input and output.
 
-    The second end is closed on leaving. The first is the caller's, and closed only when the block raises."""
+    The second end is closed on leaving. The first belongs to the caller, and is closed only when the block raises."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:
@@ -178,11 +180,12 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run the `step` that undoes a part of a launch to its end, also when cancelled meanwhile.
+    """Run the `step` that undoes a part of a launch to its end, even when cancelled meanwhile.
 
-    A failure is logged: `Runtime.stop` raises nothing, and the sandbox's other parts are undone too."""
+    A failure is logged and not raised: `Runtime.stop` raises nothing, and the sandbox's other parts must be undone
+    too."""
     try:
         await shielded(step)
-    except Exception as error:  # of whatever kind
+    except Exception as error:  # any error
         bug = not isinstance(error, (RuntimeFailure, OSError))
         log.error("%s is not stopped in full: %s", sandbox, error, exc_info=bug)

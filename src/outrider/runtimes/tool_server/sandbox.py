@@ -1,8 +1,8 @@
 """A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
 
-Its kind gives it a `launch` and where paths are; everything else is calls to the tool server. It knows neither
-isolation nor processes. Invariants: all that goes in or out passes through that one connection; and what was launched
-is undone when `stop` has returned, or a `start` that raised.
+The kind supplies a `launch` and the mapping of paths; everything else is calls to the tool server. This module is
+independent of isolation and processes. Invariants: all data into and out of the sandbox passes through that one
+connection; the launch is undone when `stop` has returned, or after a `start` that raised.
 """
 
 from __future__ import annotations
@@ -54,36 +54,37 @@ HELP_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""More than an interpreter's rich results are; only what writes to its descriptor itself sends more."""
+"""Maximum bytes of an interpreter's rich results, with a margin; only a program that writes to the descriptor itself
+sends more."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Checks how many there are before any of them is decoded."""
+"""Decoder that checks the number of results before decoding any."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The first bytes of text in msgpack."""
 KILLED = 128 + signal.SIGKILL
 SECRET = "secret"
-"""In the handle of a sandbox that may outlive its node: what its tool server shows to the next one."""
+"""Key in the handle of a sandbox that may outlive its node: the secret that the tool server sends to the next node."""
 NAMED_MIN = 16
-"""Minimum bytes of a patch for each file that it changes."""
+"""Minimum bytes of a patch per changed file."""
 
 
 @dataclass(frozen=True)
 class SandboxPaths:
-    """What the paths that callers give mean in a sandbox.
+    """Maps the paths given by callers to paths in a sandbox.
 
-    `work` is the host folder that stands for the spec's `workdir`, None in a sandbox that has a root of its own. Where
-    there is one, relative paths and absolute ones at or below `workdir` are mapped into it; any other absolute path is
-    the host's own."""
+    `work` is the host folder that stands for the spec's `workdir`, or None in a sandbox with its own root. If `work`
+    is given, relative paths and absolute ones at or below `workdir` are mapped into it; any other absolute path is the
+    host's own."""
 
     workdir: str
     work: str | None = None
 
     def place(self, path: str) -> str:
-        """The absolute path, for the tool server."""
+        """Return the absolute path for the tool server."""
         if self.work is None:
             return posixpath.join(self.workdir, path)
         seen = self._seen(path)
@@ -91,11 +92,12 @@ class SandboxPaths:
         return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
 
     def member(self, path: str) -> str:
-        """The name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
+        """Return the name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
         return self._seen(path).lstrip("/")
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
-        """The paths that are below no other of them, each once; without the host's own, which every sandbox has."""
+        """Return the outermost of the paths, each once. Paths of the host are left out, because every sandbox has
+        them."""
         own = paths
         if self.work is not None:
             own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
@@ -135,7 +137,7 @@ class ToolServerSandbox:
 
     @property
     def server(self) -> RunningServer:
-        """Raises RuntimeFailure when the sandbox does not run."""
+        """The running server. Raises RuntimeFailure when the sandbox does not run."""
         if self._server is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._server
@@ -145,15 +147,15 @@ class ToolServerSandbox:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
         self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
-        # A timeout that never comes by itself is how `stop` cancels the launch and nothing else of this task.
+        # With a timeout that never expires by itself, `stop` can cancel the launch and nothing else of this task.
         starting = asyncio.timeout(None)
         try:
             async with self._changing, starting:
                 self._starting = starting
                 self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
-        except InvalidField as error:  # what a spec names may have gone since it was checked
+        except InvalidField as error:  # files named by the spec may be gone since the check
             raise RuntimeUnavailable(error.message, field=error.field, hint=error.hint) from error
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # TimeoutError is an OSError
             if starting.expired():
                 raise RuntimeFailure("the sandbox was stopped while it started") from error
             raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
@@ -200,7 +202,7 @@ class ToolServerSandbox:
         return {**server.handle, SECRET: secret}
 
     async def save_layer(self, target: Path) -> None:
-        """See `SavesLayers`. What runs inside is ended first. Only this user can read the file."""
+        """See `SavesLayers`. The programs inside are ended first. Only this user can read the file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -334,7 +336,7 @@ class ToolServerSandbox:
         return done[1:].decode("utf-8", "replace").split("\0")
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
-        """What a helper of the tool server answers, which it does in parts."""
+        """Call a method of the tool server's helper, and join the parts of the reply."""
         tools, whole = self.server.tools, bytearray()
         try:
             await tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
@@ -356,7 +358,7 @@ class ToolServerSandbox:
                     while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
                         await self._write(place, data, mode, append=offset > 0)
                         offset += len(data)
-                    if offset == 0:  # an empty file is made, too
+                    if offset == 0:  # create an empty file too
                         await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
@@ -380,7 +382,7 @@ class ToolServerSandbox:
 
 
 class ToolServerShell:
-    """A shell that lives in the tool server. Inputs given at the same time run one after another."""
+    """A shell that lives in the tool server. Concurrent inputs run one after another."""
 
     def __init__(self, tools: ToolClient, number: int) -> None:
         self._tools = tools
@@ -409,7 +411,8 @@ class ToolServerShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """What an interpreter sent. Raises one of UNREADABLE for anything else: it shares a sandbox with an agent."""
+    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data: an agent shares the
+    sandbox with the interpreter."""
     if len(packed) > SHOWN_MAX:
         raise ValueError("rich results that are larger than any interpreter's")
     found = DISPLAYS.decode(packed) if packed else []
@@ -423,7 +426,7 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """The folder in front of the first part that has a wildcard, with its slash, and the rest."""
+    """Return the folder before the first part with a wildcard, with its slash, and the rest of the pattern."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

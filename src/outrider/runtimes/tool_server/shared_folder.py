@@ -1,8 +1,9 @@
-"""The folder that a sandbox and its host share: the model gateway's socket, and one at which a tool server connects.
+"""The folder shared by a sandbox and its node: the model gateway's socket, and a socket to which a tool server
+connects.
 
-It is mounted as a folder, so that what is in it can be replaced while the sandbox runs: after the host has died, the
-next one puts its own sockets there. It does not know what made the sandbox. Invariant: the socket for tool servers is
-there only while one is waited for, because any program in the sandbox could connect to it.
+The folder itself is mounted, so its content can be replaced while the sandbox runs: after a node was killed, the next
+node puts its own sockets there. This module does not depend on the maker of the sandbox. Invariant: the socket for
+tool servers exists only while a server is expected, because any program in the sandbox could connect.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ GREETING_MAX = 1 << 10
 BACKLOG = 16
 
 Runs = Callable[[], Awaitable[bool]]
-"""Tells whether the sandbox still runs."""
+"""Returns whether the sandbox still runs."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """The first message of a tool server that has outlived its host (see guest/next_host.py)."""
+    """The first message of a tool server that has outlived its node (see guest/next_host.py)."""
 
     secret: str
 
 
 class SharedFolder:
-    """Made unless it is there, with the gateway's socket in it. It listens until `stop_listening`."""
+    """The shared folder, created if missing, with the gateway's socket in it. It listens until `stop_listening`."""
 
     def __init__(self, path: Path, gateway: Path) -> None:
         """Raises OSError."""
@@ -48,7 +49,7 @@ class SharedFolder:
         path.mkdir(mode=0o711, exist_ok=True)
         with contextlib.suppress(PermissionError):  # root inside may be another user
             gateway.chmod(0o666)
-        # A second name of the same socket: a mount of the socket itself would be that of this host for ever.
+        # A second name of the same socket: a mount of the socket itself would forever refer to this node's socket.
         (path / GATEWAY).unlink(missing_ok=True)
         (path / GATEWAY).hardlink_to(gateway)
         self._listener = _listening(path)
@@ -59,7 +60,7 @@ class SharedFolder:
         (self.path / SOCKET).unlink(missing_ok=True)
 
     async def accept(self, runs: Runs) -> socket.socket:
-        """The next connection. Raises RuntimeFailure when the sandbox does not run any more."""
+        """Return the next connection. Raises RuntimeFailure when the sandbox no longer runs."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -72,7 +73,7 @@ class SharedFolder:
                 raise RuntimeFailure("the sandbox ended before its tool server had connected")
 
     async def meet(self, secret: str, runs: Runs) -> ToolClient:
-        """The tool server that knows the secret, when it has connected. Raises RuntimeFailure."""
+        """Wait for the tool server that has the secret, and return a client for it. Raises RuntimeFailure."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 while True:
@@ -84,7 +85,7 @@ class SharedFolder:
                         raise
                     if newest_call is not None:
                         break
-                    end.close()  # some program of the sandbox
+                    end.close()  # another program of the sandbox
         except TimeoutError as error:
             raise RuntimeFailure(f"the sandbox's tool server did not connect in {START_SECONDS:.0f} s") from error
         finally:
@@ -95,8 +96,8 @@ class SharedFolder:
 
 
 async def _greeted(end: socket.socket, secret: str) -> int | None:
-    """The number of the newest call that the tool server at the other end has had; None if it is not the one that knows
-    the secret."""
+    """Return the number of the newest call received by the tool server at the other end; None if the other end does
+    not send the secret."""
     loop, received = asyncio.get_running_loop(), b""
     with contextlib.suppress(TimeoutError, OSError, *UNREADABLE):
         async with asyncio.timeout(GREETING_SECONDS):
@@ -112,13 +113,14 @@ async def _greeted(end: socket.socket, secret: str) -> int | None:
 
 
 def _listening(folder: Path) -> socket.socket:
-    """A socket in `folder` to which any user of the sandbox may connect. Nobody else is shown the folder.
+    """Return a socket in `folder` to which any user of the sandbox may connect. The folder is shown only to the
+    sandbox.
 
-    It is bound by the folder's descriptor, because the path of a socket may have no more than 107 bytes."""
+    The socket is bound through the folder's descriptor, because the path of a socket is limited to 107 bytes."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)
     try:
-        (folder / SOCKET).unlink(missing_ok=True)  # of a host that was killed while it listened
+        (folder / SOCKET).unlink(missing_ok=True)  # left by a node that was killed while it listened
         listener.bind(f"/proc/self/fd/{held}/{SOCKET}")
         (folder / SOCKET).chmod(0o666)
         listener.listen(BACKLOG)

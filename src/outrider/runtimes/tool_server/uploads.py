@@ -1,8 +1,8 @@
 """The files, folders and links of a host folder that is copied into a sandbox.
 
-It does not know where they go. A path that was resolved and checked may be changed before it is opened, so the folders
-on the way are opened one in another, and never through a link. Invariant: no byte is read through a symbolic link, and
-no link is passed on that leads out of the folder.
+This module is independent of the target. A path may be changed between its check and its opening, so the folders of a
+path are opened one inside another, and never through a link. Invariant: no byte is read through a symbolic link, and
+no link out of the folder is passed on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to upload: `name` is relative to the target, "" for the target itself; `id` is its device and inode."""
+    """One file, folder or link to upload. `name` is relative to the target, "" for the target itself; `id` is its
+    device and inode."""
 
     name: str
     path: Path
@@ -31,10 +32,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def entries(source: Path) -> Iterator[Entry]:
-    """The entries of a host file or folder, parents before children. No part of `source` may be a link.
+    """Yield the entries of a host file or folder, parents before children. No part of `source` may be a link.
 
     Raises RuntimeFailure for a symbolic link that leaves the folder, for a `source` that is a link or behind one, and
-    for what is neither file, folder nor link.
+    for an entry that is neither file, folder nor link.
     """
     source = Path(os.path.abspath(source))
     waiting = [""]
@@ -56,9 +57,9 @@ def entries(source: Path) -> Iterator[Entry]:
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """A read descriptor of a regular file, and its mode bits. No part of the path may be a link. What was put there
-    meanwhile is not opened before it is known to be a plain file: a pipe would wait for a writer, and a device may act.
-    Raises RuntimeFailure."""
+    """Return a read descriptor of a regular file, and its mode bits. No part of the path may be a link. The file type
+    is checked before the file is opened for reading, because the path may have been replaced meanwhile: opening a pipe
+    would wait for a writer, and opening a device may have effects. Raises RuntimeFailure."""
     folder = _open(path.parent, path)
     try:
         held = os.open(path.name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -79,7 +80,7 @@ def open_plain(path: Path) -> tuple[int, int]:
 
 
 def _open(folder: Path, source: Path) -> int:
-    """A descriptor of a folder whose path has no link in any part. Raises RuntimeFailure."""
+    """Return a descriptor of a folder whose path contains no link. Raises RuntimeFailure."""
     held = os.open("/", FOLDER_FLAGS)
     for part in folder.parts[1:]:
         try:
@@ -95,8 +96,8 @@ def _open(folder: Path, source: Path) -> int:
 
 
 def _look_at(path: Path) -> tuple[os.stat_result, list[str]]:
-    """What a path is, and the sorted names in it if it is a folder. No part of the path may be a link but the last.
-    Raises RuntimeFailure."""
+    """Return the status of a path, and the sorted names in it if it is a folder. Only the last part of the path may be
+    a link. Raises RuntimeFailure."""
     folder, name = _open(path.parent, path), path.name or "."
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -114,7 +115,7 @@ def _look_at(path: Path) -> tuple[os.stat_result, list[str]]:
 
 
 def _link(path: Path, root: Path) -> str:
-    """The link's target, made relative. Raises RuntimeFailure for one outside of `root`."""
+    """Return the link's target, made relative. Raises RuntimeFailure for a target outside of `root`."""
     try:
         goal = path.resolve()
     except (OSError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""An engine as an ASGI application, and that application as a server.
+"""An engine as an ASGI application, and an ASGI application as a server.
 
-It knows neither protocol's routes. Invariant: every error, also one of ours, is answered in the protocol's
-own shape.
+This module is independent of the routes of both protocols. Invariant: every error, also an error of this program, is
+returned in the protocol's own shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_SETTINGS = ServeSettings()
 def engine_app(
     engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
 ) -> Application:
-    """The engine as an ASGI application. Whoever calls this starts and closes the engine."""
+    """Return the engine as an ASGI application. The caller starts and closes the engine."""
     served = PROTOCOLS[protocol](engine, settings)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,8 +63,8 @@ async def _answer(served: Served, call: HttpCall) -> None:
 async def serving(
     app: Application, *, host: str = "127.0.0.1", port: int = 0, websockets: int = 0
 ) -> AsyncGenerator[str, None]:
-    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one. `websockets`
-    is the maximum bytes of a WebSocket message, or 0 for none.
+    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free port.
+    `websockets` is the maximum bytes of a WebSocket message, or 0 for no WebSockets.
 
     Connections still open at the end of the block are cut.
     """
@@ -72,8 +72,8 @@ async def serving(
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # Made by hand: asyncio turns Nagle's algorithm off only where a socket's protocol is spelt out, and with it
-    # every streamed answer would wait 40 ms for an acknowledgement.
+    # The socket is created here: asyncio turns Nagle's algorithm off only for a socket with an explicit protocol. With
+    # Nagle's algorithm every streamed response would wait 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -86,7 +86,7 @@ async def serving(
 
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Like uvicorn's own shutdown, without its pauses: whoever is still connected is cut off."""
+    """Like uvicorn's own shutdown, without its pauses: open connections are cut."""
     for listening in server.servers:
         listening.close()
     listener.close()

@@ -1,6 +1,6 @@
-"""The part of HTTP that serving an engine needs, on plain ASGI: one call, one answer or one event stream.
+"""The part of HTTP needed to serve an engine, on plain ASGI: one call, one response or one event stream.
 
-It knows no engine's protocol. Invariant: when the client leaves, the work for it is cancelled.
+This module is independent of engine protocols. Invariant: when the client leaves, the work for it is cancelled.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is served. `tokenizer` gives texts and `/tokenize`; `model` is the served name.
+    """How an engine is served. `tokenizer` enables texts and `/tokenize`; `model` is the served name.
 
     vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
-    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False has no label of
-    the weights and no spans, as 0.26; `cached_token_counts` False is a server without `--enable-prompt-tokens-details`;
-    `finishes_aborted` False ends what a pause has aborted without a finish, as 0.26 often does;
-    `dev_mode` False has no route to pause, label or load weights; `refuses_while_paused` answers 503 then, as 0.33
-    does. SGLang: `incremental` streams deltas as with `--incremental-streaming-output`; `spans` reports
-    `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is looked in and filled.
+    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False omits the label
+    of the weights and the spans, as in 0.26; `cached_token_counts` False is a server without
+    `--enable-prompt-tokens-details`; `finishes_aborted` False omits the finish of generations aborted by a pause, as
+    0.26 often does; `dev_mode` False omits the routes that pause, label or load weights; `refuses_while_paused`
+    returns 503 during a pause, as in 0.33. SGLang: `incremental` streams deltas as with
+    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is
+    searched and filled.
     """
 
     tokenizer: Tokenizer | None = None
@@ -53,11 +54,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerDied(Exception):
-    """The real server would have ended itself here."""
+    """Raised at a point at which the real server would exit."""
 
 
 class HttpCall:
-    """One HTTP request and its answer."""
+    """One HTTP request and its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path: str = scope["path"]
@@ -84,7 +85,7 @@ class HttpCall:
                 return b"".join(parts)
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The JSON body. Raises EngineRejected when it is not what the route takes."""
+        """Read the JSON body. Raises EngineRejected when the body does not match the route's type."""
         try:
             return decoder.decode(await self.body())
         except msgspec.DecodeError as error:
@@ -103,15 +104,15 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Break the connection off: more bytes are promised than come."""
+        """Break the connection off: the response promises more bytes than it sends."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            # The head goes out with the first piece of the body.
+            # The headers are sent with the first piece of the body.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def event(self, content: Any) -> None:
-        """One event of a stream, which begins with its first."""
+        """Send one event of a stream; the first event starts the stream."""
         if not self.streaming:
             self.streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
@@ -119,11 +120,11 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """Ends the stream, as the engines do, with `[DONE]`."""
+        """End the stream with `[DONE]`, as the engines do."""
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, which answers the call, unless the client leaves first."""
+        """Do the work, which responds to the call, unless the client leaves first."""
         await while_connected(self._scope, work)
 
 
@@ -131,18 +132,18 @@ Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
 """Handlers by (method, path)."""
 
 NOT_FOUND = {"detail": "Not Found"}
-"""What both servers answer for a route that they do not have."""
+"""The response of both servers for a missing route."""
 
 
 def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constraint | None:
-    """The constraint of a request. Raises EngineRejected where the engine cannot keep it."""
+    """Return the constraint of a request. Raises EngineRejected if the engine cannot enforce it."""
     if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
         return constraint
     raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
 
 
 class Served(Protocol):
-    """One engine behind one server's protocol. `dead` says that the server has ended itself: connections break off."""
+    """One engine behind one server's protocol. `dead` means that the server has exited: connections break off."""
 
     routes: Routes
     dead: bool
@@ -151,8 +152,8 @@ class Served(Protocol):
 
 
 def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:
-    """The routes that are the same in both protocols. `tokenizer_length` is the `max_model_len` that `/tokenize`
-    answers, where it is not the server's context."""
+    """Return the routes common to both protocols. `tokenizer_length` is the `max_model_len` in the response of
+    `/tokenize`, if different from the server's context."""
 
     async def models(call: HttpCall) -> None:
         context = (await engine.health()).context_tokens

@@ -1,6 +1,6 @@
-"""A server's prefix cache, as far as a test needs one: which ids are known, under which salt, from which weights.
+"""A server's prefix cache, reduced to the needs of tests: which ids are cached, under which salt, from which weights.
 
-It holds no keys and values. Invariant: a hit whose keys and values are of other weights is counted in `stale`.
+It holds no keys and values. Invariant: a hit on keys and values of other weights is counted in `stale`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BLOCK = 4
-"""Tokens that are kept and found together."""
+"""Number of tokens that are cached and found together."""
 
 
 class PrefixCache:
-    """For `ServeSettings.prefix_cache`. `hits` are tokens that were found, `stale` those of them whose keys and values
-    other weights had computed."""
+    """The cache for `ServeSettings.prefix_cache`. `hits` is the number of tokens found, `stale` the number of found
+    tokens with keys and values of other weights."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -22,7 +22,7 @@ class PrefixCache:
         self._blocks: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def look(self, salt: str, prompt: Sequence[int], weights: int) -> int:
-        """How many tokens of a prompt are there. The last one is always computed."""
+        """Return the number of cached tokens of a prompt. The last token is always computed."""
         self.salts.append(salt)
         found = 0
         for end in range(BLOCK, len(prompt), BLOCK):
@@ -35,7 +35,7 @@ class PrefixCache:
         return found
 
     def keep(self, salt: str, ids: Sequence[int], weights: int) -> None:
-        """Keep the ids of a sequence that these weights have computed."""
+        """Cache the ids of a sequence computed by these weights."""
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             self._blocks.setdefault((salt, tuple(ids[:end])), weights)
 

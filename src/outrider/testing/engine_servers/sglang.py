@@ -1,8 +1,8 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-It answers as SGLang 0.5.17 did on a GPU (tests/golden/real_engines), faults included: what would end that server ends
-this one, a pause holds requests back, and those that came during a pause that aborts are answered with code 499 after
-it. A stream's errors are events of the stream.
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), faults included. A request that would
+end the real server ends this server. A pause holds requests back. Requests that arrive during a pause in mode abort
+get code 499 after the pause. A stream's errors are events of the stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_pl
 ABORTED = 499
 HEALTH_SECONDS = 20.0
 TOKENIZER_LENGTH = 131_072
-"""What `/tokenize` says for `max_model_len`: the tokenizer's own limit."""
+"""`max_model_len` in the response of `/tokenize`: the tokenizer's own limit."""
 
 
 class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ebnf: str | None = None
 
     def constraint(self) -> Constraint | None:
-        """Raises EngineRejected for more than one form."""
+        """Return the requested constraint, if any. Raises EngineRejected for more than one form."""
         forms = {
             ConstraintKind.JSON_SCHEMA: self.json_schema,
             ConstraintKind.REGEX: self.regex,
@@ -93,7 +93,7 @@ class _Generate(msgspec.Struct, kw_only=True):
 
 
 class _Streams(msgspec.Struct):
-    """All that is read of a request whose sampling is wrong."""
+    """The only field read of a request whose sampling is invalid."""
 
     stream: bool = False
 
@@ -122,7 +122,7 @@ _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 
 
 class ServedSGLang:
-    """SGLang's routes for one engine. `health_checks` counts how often `/health` was asked."""
+    """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
@@ -141,17 +141,17 @@ class ServedSGLang:
             ("POST", "/update_weights_from_disk"): self._update_weights,
         }
         self._paused: str | None = None
-        """The mode in which it was paused."""
+        """The mode of the current pause."""
         self._resumed = asyncio.Event()
         self._in_flight: set[asyncio.Task[None]] = set()
-        """What the scheduler would have: generations that were let in, and health checks."""
+        """The work that a real scheduler would have: admitted generations, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        """Of an answer that is no stream: it names no status."""
+        """Body of an error outside a stream, which does not contain the status."""
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """The real one samples a token, so this one waits while the server is paused, for 20 s."""
+        """Report the health. The real server samples a token, so this one waits while paused, for at most 20 s."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -164,7 +164,7 @@ class ServedSGLang:
         try:
             body = _GENERATE.decode(content)
         except msgspec.ValidationError:
-            # 0.5.17 has no check of names and types: its handler fails.
+            # 0.5.17 does not check names and types: its handler fails.
             await call.answer_text(500, "Internal Server Error")
             return
         except msgspec.DecodeError as error:
@@ -204,8 +204,8 @@ class ServedSGLang:
         await call.end()
 
     async def _held(self) -> bool:
-        """Wait while the server is paused. Whether the request is then aborted: a request that comes during a pause
-        that aborts is answered so after it."""
+        """Wait while the server is paused. Returns whether the request is then aborted, as is every request that
+        arrives during a pause in mode abort."""
         aborted = False
         while self._paused is not None:
             aborted = aborted or self._paused == "abort"
@@ -222,14 +222,14 @@ class ServedSGLang:
             self._in_flight.discard(task)
 
     def _die(self) -> NoReturn:
-        """End the server, as the real one ends itself. Raises ServerDied."""
+        """End the server, as the real server exits. Raises ServerDied."""
         self.dead = True
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()
         raise ServerDied
 
     async def _request(self, body: _Generate) -> GenerateRequest:
-        """Raises EngineRejected and ContextOverflow."""
+        """Convert and check a request. Raises EngineRejected and ContextOverflow."""
         sampling = body.sampling_params
         if not body.input_ids:
             raise EngineRejected("input_ids cannot be empty.")
@@ -278,7 +278,7 @@ class ServedSGLang:
         )
 
     async def _respond(self, call: HttpCall, request: GenerateRequest, body: _Generate) -> None:
-        """Raises EngineError."""
+        """Run one generation and respond. Raises EngineError."""
         cache, salt = self.settings.prefix_cache, body.extra_key or ""
         weights = (await self.engine.health()).version
         cached = cache.look(salt, body.input_ids, weights) if cache else None
@@ -350,7 +350,8 @@ class ServedSGLang:
             raise EngineRejected("this engine's weights cannot be loaded")
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # In place, requests are still with the scheduler, which asserts that it has none when the cache is flushed.
+        # During a pause in place, requests stay in the scheduler, and a cache flush asserts that the scheduler has
+        # none.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
@@ -367,7 +368,7 @@ class ServedSGLang:
 
 
 class _SGLangWriter:
-    """One reply in the making; cumulative unless the server streams incrementally."""
+    """Writes one response; cumulative unless the server streams incrementally."""
 
     def __init__(
         self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool
@@ -384,7 +385,7 @@ class _SGLangWriter:
         self._text = ""
 
     def event(self, chunk: Chunk, version: int) -> dict[str, Any]:
-        """`version` is that of the server's weights now."""
+        """Return the next event. `version` is the version of the server's current weights."""
         if not self._cumulative:
             self._ids, self._entries, self._text = [], [], ""
         self.sampled += chunk.ids
@@ -399,7 +400,7 @@ class _SGLangWriter:
             "completion_tokens": count,
             "weight_version": label_of(version),
         }
-        if not waited:  # the reply of a request that was still waiting says no more
+        if not waited:  # omitted for a request that was still waiting
             cached = chunk.cached_tokens if self._cached is None else self._cached
             meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:

@@ -1,7 +1,7 @@
 """An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
 
-Shapes follow vLLM 0.32 and, on request, 0.26 as it answered on a GPU (tests/golden/real_engines): ids as text, no label
-of the weights. It renders nothing: chat routes are absent.
+Shapes follow vLLM 0.32 and, on request, the responses of 0.26 on a GPU (tests/golden/real_engines): ids as text, no
+label of the weights. Nothing is rendered: chat routes are absent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _StructuredOutputs(msgspec.Struct):
     grammar: str | None = None
 
     def constraint(self) -> Constraint:
-        """Raises EngineRejected unless exactly one form is asked for."""
+        """Return the requested constraint. Raises EngineRejected unless exactly one form is requested."""
         found = []
         if self.json is not None:
             found.append(Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(self.json).decode()))
@@ -204,7 +204,7 @@ class ServedVLLM:
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if cache and weights < 0:  # a request that was held back is computed afterwards
+                    if cache and weights < 0:  # a request held back by a pause is computed after it
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
                     reply.count(chunk)
@@ -252,7 +252,7 @@ class ServedVLLM:
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """`reload_weights`, as a worker's method; the version's label is set by another call."""
+        """Run `reload_weights` as a worker's method. Another call sets the version's label."""
         path = (await call.read(_RELOAD)).kwargs.weights_path
         if not isinstance(self.engine, LoadsWeights):
             raise EngineRejected("this engine's weights cannot be loaded")
@@ -272,14 +272,14 @@ class ServedVLLM:
 
 
 class _Choices(Protocol):
-    """How one route writes its replies."""
+    """The format of one route's responses."""
 
     def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]: ...
     def choice(self, chunk: Chunk) -> dict[str, Any]: ...
 
 
 class _VLLMWriter:
-    """Writes one reply as events or in one piece, in the format of its route's `_Choices`."""
+    """Writes one response as events or in one piece, in the format of its route's `_Choices`."""
 
     def __init__(self, request: GenerateRequest, choices: _Choices, settings: ServeSettings) -> None:
         self.sampled: list[int] = []
@@ -320,7 +320,7 @@ class _VLLMWriter:
 
 
 class _TokenChoices:
-    """The generate route's."""
+    """The format of the generate route."""
 
     def __init__(self, request_id: str, settings: ServeSettings) -> None:
         self._id = f"generate-tokens-{request_id}"
@@ -355,7 +355,7 @@ class _TokenChoices:
 
 
 class _CompletionChoices:
-    """The completions route's."""
+    """The format of the completions route."""
 
     def __init__(self, asked: _Completion, settings: ServeSettings) -> None:
         self._asked = asked

@@ -1,1 +1,1 @@
-"""The runtime `memory`: a fake sandbox for tests, whose files are in memory and whose shell is a table of commands."""
+"""The runtime `memory`: a fake sandbox for tests, with files in memory and a table of commands as its shell."""

@@ -1,6 +1,6 @@
 """The files of a sandbox that exists in memory only, with globbing and patching as the tool server does them on disk.
 
-It knows no users, modes or links: what a patch says of modes is ignored, and a symbolic link that it makes is refused.
+There are no users, modes or links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
 Invariant: every file's folder exists, and no path is both a file and a folder.
 """
 
@@ -16,7 +16,7 @@ from outrider.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MODE, Conf
 
 
 class MemoryFiles:
-    """Files and folders by absolute normalised path. Methods raise OSError as the calls of the same name in `os` do."""
+    """Files and folders by absolute normalised path. Methods raise OSError like the calls of the same name in `os`."""
 
     def __init__(self) -> None:
         self._data: dict[str, bytes] = {}
@@ -36,7 +36,7 @@ class MemoryFiles:
         return self._data[path]
 
     def write(self, path: str, data: bytes, *, append: bool = False) -> None:
-        """The folder must exist."""
+        """Write or append to a file. Its folder must exist."""
         if path in self._folders:
             raise os_error(errno.EISDIR, path)
         if posixpath.dirname(path) not in self._folders:
@@ -44,7 +44,7 @@ class MemoryFiles:
         self._data[path] = (self._data.get(path, b"") if append else b"") + data
 
     def make_folder(self, path: str) -> None:
-        """Make a folder with its parents. Raises FileExistsError where a file is in the way."""
+        """Make a folder with its parents. Raises FileExistsError if a parent or the path itself is a file."""
         while path not in self._folders:
             if path in self._data:
                 raise os_error(errno.EEXIST, path)
@@ -52,19 +52,19 @@ class MemoryFiles:
             path = posixpath.dirname(path)
 
     def below(self, path: str) -> list[str]:
-        """Everything in a folder at any depth, sorted."""
+        """Return every path in a folder at any depth, sorted."""
         prefix = path.rstrip("/") + "/"
         names = {*self._data, *self._folders}
         return sorted(name for name in names if name.startswith(prefix) and name != prefix)
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all in it, if there is one."""
+        """Remove a file, or a folder with its content, if it exists."""
         for name in [path, *self.below(path)]:
             self._data.pop(name, None)
             self._folders.discard(name)
 
     def glob(self, cwd: str, pattern: str) -> list[str]:
-        """The paths that match, as `Runtime.glob` says."""
+        """Return the matching paths, as defined by `Runtime.glob`."""
         root = "/" if pattern.startswith("/") else cwd
         parts = [part for part in pattern.split("/") if part]
         lead = "/" if pattern.startswith("/") else ""
@@ -76,7 +76,8 @@ class MemoryFiles:
         return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
 
     def patch(self, folder: str, text: bytes) -> list[str]:
-        """Apply a diff to the files below a folder, as `Runtime.patch` says. Raises PatchConflict, and OSError."""
+        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. Raises PatchConflict, and
+        OSError."""
 
         def look(path: str) -> Entry | None:
             place = posixpath.join(folder, path)
@@ -93,7 +94,7 @@ class MemoryFiles:
             raise PatchConflict(str(conflict)) from None
         for path in [path for path, entry in changes.items() if entry is None]:
             self.remove(posixpath.join(folder, path))
-            # As git does, with the folders that become empty.
+            # Like git, also remove folders that become empty.
             while (path := posixpath.dirname(path)) and not self.below(posixpath.join(folder, path)):
                 self.remove(posixpath.join(folder, path))
         for path, entry in changes.items():
@@ -104,12 +105,12 @@ class MemoryFiles:
 
 
 def os_error(number: int, path: str) -> OSError:
-    """The error of a system call; Python picks the subclass by the number."""
+    """Return the error of a system call; Python picks the subclass by the number."""
     return OSError(number, os.strerror(number), path)
 
 
 def fits(pattern: list[str], names: list[str]) -> bool:
-    """Whether the parts of a path match those of a pattern."""
+    """Return whether the parts of a path match the parts of a pattern."""
     if not pattern:
         return not names
     head, rest = pattern[0], pattern[1:]

@@ -1,8 +1,8 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-It starts no process and touches no disk, so that tests and benchmarks can run thousands of sessions; users import it
-for their own tests. It passes the contract tests of the real runtimes, except for what needs processes: it has neither
-Python nor IPython. Invariant: its ledger, if it has one, counts every start and every stop.
+The runtime starts no process and touches no disk, so tests and benchmarks can run thousands of sessions. Users import
+it for their own tests. It passes the contract tests of the real runtimes, except for tests that need processes: there
+is neither Python nor IPython. Invariant: the ledger, if any, counts every start and every stop.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """The ledger counts one stop per sandbox that was started, however often `stop` is called."""
+    """A sandbox in memory. The ledger counts one stop per started sandbox, however often `stop` is called."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -85,12 +85,12 @@ class MemoryRuntime:
 
     @classmethod
     def with_ledger(cls, ledger: MemoryLedger) -> type[Self]:
-        """A new runtime class whose sandboxes report to `ledger`."""
+        """Return a new runtime class whose sandboxes report to `ledger`."""
         return type("LedgeredMemoryRuntime", (cls,), {"ledger": ledger})
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
-        """Accepts everything: a test's spec may have any field."""
+        """Accept every spec: a test's spec may have any field."""
 
     @classmethod
     def available(cls) -> Availability:
@@ -100,7 +100,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"  # the ledger has not counted it, so that no stop has to follow
+            self._state = "stopped"  # the ledger has not counted a start, so it expects no stop
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:
@@ -138,7 +138,7 @@ class MemoryRuntime:
             except TimeoutError:
                 timed_out = True
         else:
-            code = 127  # as the tool server answers for a working directory that is missing
+            code = 127  # like the tool server for a missing working directory
             shell.err += f"{shell.cwd}: No such file or directory\n".encode()
         return ExecResult(
             exit_code=code,
@@ -149,8 +149,8 @@ class MemoryRuntime:
         )
 
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """The result of `work`. Raises RuntimeFailure when the sandbox is stopped first: a real command dies with its
-        sandbox, and its caller must not wait for the `sleep` to end."""
+        """Return the result of `work`. Raises RuntimeFailure when the sandbox is stopped first: a real command is
+        killed with its sandbox, and its caller must not wait for a `sleep` to end."""
         async with asyncio.TaskGroup() as group:
             job = group.create_task(work)
             ended = group.create_task(self._ended.wait())
@@ -200,12 +200,12 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # A link's target was found when the link was: looked up again, it might be another.
+                # Use the target found with the link: a second lookup might find another.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """`alone` changes nothing: no command outlives its call here."""
+        """`alone` has no effect: no command outlives its call here."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -232,7 +232,7 @@ class MemoryRuntime:
         await self.snapshot(["/"], target)
 
     def check(self, operation: str) -> None:
-        """Raises RuntimeFailure when the sandbox does not run, or `operation` is one of those that fail."""
+        """Raise RuntimeFailure if the sandbox does not run, or `operation` is configured to fail."""
         if self._state != "running":
             raise RuntimeFailure("the sandbox does not run")
         if operation in self._failing:
@@ -265,7 +265,7 @@ class MemoryRuntime:
 
 
 class MemoryBash:
-    """A live shell: a MemoryShell that keeps its state from input to input."""
+    """A live shell: a MemoryShell that keeps its state between inputs."""
 
     def __init__(self, runtime: MemoryRuntime, shell: MemoryShell) -> None:
         self._runtime = runtime
@@ -293,7 +293,7 @@ class MemoryBash:
 
 
 def truncated(data: bytearray) -> bytes:
-    """At most MAX_OUTPUT bytes: the middle of longer output is replaced by a note."""
+    """Return at most MAX_OUTPUT bytes: a note replaces the middle of longer output."""
     half = MAX_OUTPUT // 2
     cut = len(data) - 2 * half
     return bytes(data) if cut <= 0 else bytes(data[:half]) + b"\n[... %d bytes cut ...]\n" % cut + bytes(data[-half:])

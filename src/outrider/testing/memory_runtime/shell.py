@@ -1,9 +1,9 @@
-"""A very small shell over files in memory: the commands that tests and scripted agents use, and no more.
+"""A very small shell over files in memory: only the commands of tests and scripted agents.
 
-It knows no processes and no host; `sleep` is its only wait. It has quotes, `$NAME`, `$?`, assignments, output
-redirections, `;`, `&&` and `||`. Anything else of bash (pipes, substitutions, loops) is a syntax error, so that a test
-never passes because a command was misread. Invariant: what it cannot do is answered with an exit code and a text, as
-bash would, never by an exception.
+The shell uses neither processes nor the host, and waits only in `sleep`. It has quotes, `$NAME`, `$?`, assignments,
+output redirections, `;`, `&&` and `||`. Anything else of bash (pipes, substitutions, loops) is a syntax error, so that
+a test never passes because a command was misread. Invariant: an unsupported command results in an exit code and a
+text, as in bash, never in an exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 PIECE = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\.)*)"|\\(.)|([^'"\\]+)""", re.DOTALL)
-"""A part of a word: in single quotes, in double quotes, a character behind a backslash, or plain."""
+"""A part of a word: in single quotes, in double quotes, an escaped character, or plain."""
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*)|(\?))")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -37,8 +37,8 @@ class Output(NamedTuple):
 
 
 class Simple(NamedTuple):
-    """One command as it is written, run after the one before it if `connector` says so. `redirects` are pairs of an
-    operator and the word behind it, "" for one such as 2>&1."""
+    """One command as written. `connector` decides whether the command runs after the one before. `redirects` are pairs
+    of an operator and the following word, "" for an operator such as 2>&1."""
 
     connector: str
     words: list[str]
@@ -54,7 +54,7 @@ class ShellExit(Exception):
 
 
 class MemoryShell:
-    """Variables and a working directory. `out` and `err` are one buffer when `merged`. After `exit` it is `ended`."""
+    """Variables and a working directory. `out` and `err` are one buffer when `merged`. `exit` sets `ended`."""
 
     def __init__(self, files: MemoryFiles, env: Mapping[str, str], cwd: str, *, merged: bool) -> None:
         self.files = files
@@ -75,7 +75,7 @@ class MemoryShell:
                 while words and ASSIGNMENT.match(words[0]):
                     name, _, value = words.pop(0).partition("=")
                     self.variables[name] = self._expand(value)
-                # An unquoted word that expands to nothing is no argument.
+                # An unquoted word that expands to nothing is not an argument.
                 argv = [value for word in words if (value := self._expand(word)) or re.search(r"['\"\\]", word)]
                 try:
                     result = self._redirected(simple, await self._command(argv, stdin) if argv else Output())
@@ -118,7 +118,7 @@ class MemoryShell:
         return out
 
     def _redirected(self, simple: Simple, result: Output) -> Output:
-        """Send the two streams where the redirections say, from left to right."""
+        """Apply the redirections to the two streams, from left to right."""
         places = ["1", "2"]
         for operator, word in simple.redirects:
             source = 1 if operator.startswith("2") else 0
@@ -171,7 +171,7 @@ class MemoryShell:
                     for name in args or ["-"]:
                         try:
                             out += stdin if name == "-" else self.files.read(self._path(name))
-                        except OSError as error:  # the others are still shown
+                        except OSError as error:  # the other files are still shown
                             err += f"cat: {name}: {error.strerror}\n"
                     return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
@@ -205,7 +205,7 @@ class MemoryShell:
         return Output(127, err=f"bash: {argv[0]}: command not found\n".encode())
 
     def _folder(self, name: str) -> str:
-        """The path of a folder. Raises OSError where there is none."""
+        """Return the path of a folder. Raises OSError if there is none."""
         path = self._path(name)
         if not self.files.is_folder(path):
             self.files.read(path)
@@ -232,12 +232,12 @@ class MemoryShell:
 
 
 def parse(text: str) -> list[Simple]:
-    """The commands of a text. Raises ValueError with what bash would print."""
+    """Parse a text into commands. Raises ValueError with bash's error message."""
     found: list[Simple] = []
     current = Simple(";", [], [])
     operator = ""
     """The redirection whose target comes next."""
-    text += "\n;"  # which ends the last command
+    text += "\n;"  # ends the last command
     at = 0
     while at < len(text):
         token = TOKEN.match(text, at)
