@@ -1,8 +1,8 @@
-"""The wire formats that agent programs speak: one folder for each, and beside them what several of them share.
+"""The wire formats of agent programs: one folder for each, and modules that several of them share.
 
-A dialect's folder holds its routes and its `Dialect` class (`__init__.py`), the reading of requests (`request.py`) and
-the writing of replies, whole (`reply.py`) and streamed (`stream.py`); other files are named after what they read.
-Nothing here knows tokens, sessions or sockets.
+A dialect's folder holds its routes and its `Dialect` class (`__init__.py`), the parser of requests (`request.py`) and
+the writers of replies, whole (`reply.py`) and streamed (`stream.py`). Other files are named after the part of a
+request they parse. Nothing in this room handles tokens, sessions or sockets.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from outrider.dialects.responses import ResponsesDialect
 
 
 def dialects() -> list[Dialect]:
-    """One of each, in the order in which they are asked whether a route is theirs.
+    """Return one instance of each dialect, in the order in which the gateway offers them a route.
 
-    The order matters for `GET /v1/models` alone: Messages and Gemini answer it for a client that sends their headers,
-    Chat for everybody else.
+    The order matters for `GET /v1/models` alone: Messages and Gemini serve a client that sends their headers, Chat
+    serves all other clients.
     """
     return [MessagesDialect(), ResponsesDialect(), GeminiDialect(), ChatDialect()]
 
 
 def dialect_of_unknown_routes() -> Dialect:
-    """The dialect in which a client is told that nobody serves its route: most clients know OpenAI's errors."""
+    """The dialect of the error for a route that no dialect serves: most clients can read OpenAI's errors."""
     return ChatDialect()

@@ -1,8 +1,8 @@
-"""The interface of a dialect: a wire format is read into one request, and one reply is written back in it.
+"""The interface of a dialect: a parser of requests in one wire format, and a writer of replies in the same format.
 
 Pure: bytes in, bytes out; no clock, no I/O, no tokenizer. Unknown request fields are tolerated and noted
-(`field_policy.py` lists the known ones); a field that is understood and wrong raises `RequestError` naming it.
-Invariant: a streamed reply and a whole reply say the same message.
+(`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with its name.
+Invariant: a streamed reply and a whole reply carry the same message.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
 
 Memory = dict[str, Any]
-"""What a dialect keeps between the requests of one session. Each session has one dictionary per dialect."""
+"""A dialect's state between the requests of one session. Each session has one dictionary per dialect."""
 
 
 class Action(Enum):
-    """What a route asks for."""
+    """The operation of a route."""
 
     GENERATE = auto()
     COUNT_TOKENS = auto()
-    MODELS = auto()  # the list
-    MODEL = auto()  # one of them, by name
+    MODELS = auto()  # the list of models
+    MODEL = auto()  # one model, by name
 
 
 class WireCall(msgspec.Struct, frozen=True):
-    """Method, path, query and headers of one HTTP request. `path` is percent-decoded and has no session key; header
+    """Method, path, query and headers of one HTTP request. `path` is percent-decoded and has no session key. Header
     names are in lower case."""
 
     method: str
@@ -41,15 +41,15 @@ class WireCall(msgspec.Struct, frozen=True):
     headers: Sequence[tuple[bytes, bytes]] = ()
 
     def header(self, name: bytes) -> str | None:
-        """The first header of that (lower-case) name."""
+        """Return the value of the first header with the (lower-case) name."""
         for key, value in self.headers:
-            if key == name:  # any byte is a character of latin-1: a header never fails to decode
+            if key == name:  # any byte is a character of latin-1, so decoding a header never fails
                 return value.decode("latin-1")
         return None
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of its agents the client says is calling; None where it says nothing."""
+    """The calling agent as named by the client; None for a field missing from the request."""
 
     agent_id: str | None = None
     parent_id: str | None = None
@@ -57,7 +57,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling that the client asked for; None where it left the choice."""
+    """The sampling parameters in the client's request; None for a parameter left open."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -77,10 +77,10 @@ class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call, whatever its dialect.
+    """A model call, independent of its dialect.
 
-    `tools_raw` is any bytes that determine `tools` (b"" for none); `ignored` names what the client asked for that has
-    no effect (`field_policy.bounded_notes`); `reply_context` is what the dialect needs again when it writes the reply.
+    `tools_raw` is any bytes that determine `tools` (b"" for none). `ignored` names the request's fields and tools that
+    have no effect (`field_policy.bounded_notes`). `reply_context` is data for the writer of the reply.
     """
 
     model: str
@@ -100,9 +100,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call.
 
-    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens decoded one by one, given when the
-    request asked for logprobs. `stop_match` is the stop token or stop string that ended the reply, where the engine
-    says so.
+    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens decoded one by one, set when the
+    request has logprobs on. `stop_match` is the stop token or stop string that ended the reply, if the engine reports
+    it.
     """
 
     id: str
@@ -121,7 +121,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known when a stream begins."""
+    """The data available when a stream begins."""
 
     id: str
     created: int
@@ -131,11 +131,11 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamWriter(Protocol):
-    """Writes one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`.
+    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`.
 
-    Each returns the bytes to send, possibly none. `delta` is given `pieces`, the decoded new tokens, when the request
-    asked for logprobs. `ping` may be called at any time before the end, and is after a long silence. `error` may be
-    called without `open`. After `close` or `error` every method returns b"".
+    Each method returns the bytes to send, possibly none. `delta` receives `pieces`, the decoded new tokens, when the
+    request has logprobs on. `ping` may be called at any time before the end; the gateway calls it after a long
+    silence. `error` may be called without `open`. After `close` or `error` every method returns b"".
     """
 
     content_type: str
@@ -148,17 +148,19 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire format. A dialect has no state: what it keeps for a session is in that session's `Memory`.
+    """One wire format. A dialect is stateless: its state for a session is in that session's `Memory`.
 
-    - `action` says what a call asks for. It is None for a route of no concern to this dialect, and raises NotFound for
-      a route that the dialect's API has but that is not served here.
-    - `model` gives the name of the model that such a call asks for, without reading the rest; None where it is not told
-      or the body cannot be read, which `parse` then refuses.
-    - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError naming the wrong field.
-    - `reply` writes a whole reply, `stream` makes the writer of a streamed one, `count` answers COUNT_TOKENS.
-    - `error` gives the HTTP status and the body in the dialect's own error shape.
-    - `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `contexts`: the sizes of the
-      models' contexts in tokens by their names, None where one is not known.
+    - `action` returns the operation of a call. It returns None for a route outside this dialect, and raises NotFound
+      for a route of the dialect's API that is not served here.
+    - `model` returns the name of the requested model without parsing the rest of the call. It returns None if the call
+      names no model or the body is unreadable; `parse` then refuses the body.
+    - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError with the name of the wrong
+      field.
+    - `reply` writes a whole reply, `stream` makes the writer of a streamed reply, `count` writes the reply to
+      COUNT_TOKENS.
+    - `error` returns the HTTP status and the body in the dialect's own error shape.
+    - `models` writes the reply to MODELS and MODEL. `contexts` maps the name of each model to its context in tokens,
+      None where the size is unknown. Raises NotFound for a model missing from `contexts`.
     """
 
     name: str
@@ -174,5 +176,5 @@ class Dialect(Protocol):
 
 
 def error_text(error: OutriderError) -> str:
-    """What went wrong, and what to do about it where that is known. It can be encoded as UTF-8."""
+    """The error's message, with its hint if there is one. The text can be encoded as UTF-8."""
     return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")

@@ -1,8 +1,8 @@
-"""What becomes of every field that a client may send besides its messages: one table for each dialect.
+"""The treatment of every field that a client may send besides its messages: one table for each dialect.
 
-It knows no field's meaning. A field is passed on, or has no effect here and is noted with the turn, or is refused, or
-is not about the reply at all. Invariant: a field that is in no table is noted, never dropped silently; the tables are
-those of docs/dialects.md.
+Each field has one of four treatments: passed on, without effect and noted with the turn, refused, or not about the
+reply at all. This module does not interpret the values. Invariant: a field in no table is noted, never dropped
+silently. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_NOTES = 32
 """Maximum notes of one request."""
 MAX_NOTE = 64
-"""Maximum characters of a note: it may hold a name of the client's own."""
+"""Maximum characters of a note, which may hold a name from the client."""
 UNKNOWN = "unknown."
-"""Begins the note of a field that is in no table."""
+"""The prefix of the note for a field in no table."""
 TOOL = "tools."
-"""Begins the note of a tool that the model is not shown."""
+"""The prefix of the note for a tool that the model does not see."""
 HISTORY = "history."
-"""Begins the note of something in the history that the model is not shown."""
+"""The prefix of the note for a part of the history that the model does not see."""
 
 
 class Treatment(StrEnum):
@@ -39,8 +39,8 @@ class Treatment(StrEnum):
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """What becomes of one field. `name` is its path in the request; `neutral` are values that ask for nothing, as do
-    null and empty values."""
+    """The treatment of one field. `name` is its path in the request. `neutral` are values that request nothing; null
+    and empty values are always neutral."""
 
     name: str
     treatment: Treatment
@@ -85,8 +85,8 @@ SAMPLERS: Table = (
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
 )
-"""Samplers that inference servers have beyond the dialects' own APIs. They are refused in every dialect: to go on
-without one would change what is sampled."""
+"""Samplers that inference servers have beyond the dialects' own APIs. Every dialect refuses them, because ignoring
+such a field would change what is sampled."""
 
 SERVER_EXTENSIONS: Table = (
     *_passed("top_k", "min_p", "seed", "min_tokens", "stop_token_ids"),
@@ -96,7 +96,7 @@ SERVER_EXTENSIONS: Table = (
     *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""What the servers of vLLM and SGLang read besides a dialect's own fields. Chat, Responses and Messages read it."""
+"""Fields of the servers of vLLM and SGLang besides a dialect's own fields. Chat, Responses and Messages accept them."""
 
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),
@@ -219,17 +219,17 @@ TABLES: dict[str, Table] = {
 
 
 _ABSENT = Raw()
-"""Stands for a field that was not sent. It is compared by identity, which no sent value can have."""
+"""Stands for a missing field. It is compared by identity, so no sent value equals it."""
 _LONGEST_NEUTRAL = 16
-"""Bytes above which a value is not decoded to see whether it is neutral: no table has a longer one."""
+"""Maximum bytes of a value that is decoded to test for neutrality: no table has a longer neutral value."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class BodyReader(Generic[T]):
-    """Reads a body as a struct of type `kind`. The fields of `kind` are its dialect's to read; all others are treated
-    as the table says."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table gives the
+    treatment of all others."""
 
     def __init__(self, kind: type[T], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -237,19 +237,19 @@ class BodyReader(Generic[T]):
         self._known = own | {rule.name for rule in self._rules}
         self._values = attrgetter(*(rule.name for rule in self._rules))
         added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
-        # Nearly all bodies have known fields only and are read once, by the strict decoder. The names of unknown fields
-        # take a second pass over the body.
+        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. The names of unknown
+        # fields take a second pass over the body.
         strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
         tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
         self._strict: msgspec.json.Decoder[T] = msgspec.json.Decoder(strict)
         self._tolerant: msgspec.json.Decoder[T] = msgspec.json.Decoder(tolerant)
 
     def read(self, body: bytes, notes: list[str]) -> T:
-        """The body; `notes` gets what it asks for that has no effect. Raises RequestError."""
+        """Parse the body. Fields without effect are added to `notes`. Raises RequestError."""
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # There are unknown fields, or the body is wrong, which the other decoder then reports.
+            # The body has unknown fields, or it is wrong, which the other decoder then reports.
             wire = decode(self._tolerant, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
         for rule, raw in zip(self._rules, self._values(wire), strict=True):
@@ -259,15 +259,15 @@ class BodyReader(Generic[T]):
 
 
 def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
-    """The rules of a table for `apply_rules`, without the fields that the dialect reads by itself (`own`)."""
+    """The rules of a table for `apply_rules`, without the fields that the dialect itself handles (`own`)."""
     return {rule.name: rule for rule in table if rule.name not in own}
 
 
 def apply_rules(
     sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
 ) -> None:
-    """Treat the fields of an object as the rules say; `where` is the object's path with a final dot. `notes` gets those
-    without effect. Raises RequestError for one that is refused."""
+    """Apply the rules to the fields of an object. `where` is the object's path with a final dot. Fields without effect
+    are added to `notes`. Raises RequestError for a refused field."""
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)
@@ -276,7 +276,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Notes without repetition, printable, and not too many: names of fields and tools are the client's."""
+    """Printable notes without repetition, limited in length and number, because names of fields and tools come from
+    the client."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)

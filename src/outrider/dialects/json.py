@@ -1,7 +1,7 @@
-"""JSON from a client, decoded into a type. Every failure is a `RequestError` that names the field.
+"""Decoding of a client's JSON into a type. Every failure is a `RequestError` with the name of the field.
 
-It knows no dialect. Invariant: whatever the bytes are, `decode` raises nothing but `RequestError`. Of a key that is
-given twice the last value counts; fields that the type does not declare are checked for JSON syntax and skipped.
+It handles no particular dialect. Invariant: `decode` raises nothing but `RequestError` for any bytes. The last value
+of a repeated key counts. Fields that the type does not declare are checked for JSON syntax and skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.errors import RequestError
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""How deep a schema may nest: chat templates print it recursively, and engines compile it recursively."""
+"""Maximum nesting of a schema: chat templates print schemas recursively, and engines compile them recursively."""
 
 
 class _NamedModel(msgspec.Struct):
@@ -28,7 +28,7 @@ class _NamedModel(msgspec.Struct):
 
 _NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
 
-# msgspec says the place of a wrong value in its message alone.
+# msgspec reports the path of a wrong value only within its message.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -38,7 +38,7 @@ _UNDERSCORE_LETTER = re.compile(r"_([a-z])")
 
 
 def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "") -> T:
-    """The value of `data`; `where` is its place in the request, as in `messages[3]`. Raises RequestError."""
+    """Decode `data`. `where` is its path in the request, such as `messages[3]`. Raises RequestError."""
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:
@@ -52,7 +52,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # The decoder gives a byte offset, a person needs the field.
+            # The decoder reports a byte offset, but a person needs the field.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:
@@ -61,7 +61,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
 
 
 def named_model(body: bytes) -> str | None:
-    """The text of the field `model` of a request; None where it has none, or is not read."""
+    """The `model` field of a request; None if it is missing or unreadable."""
     try:
         return _NAMED_MODEL.decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -74,7 +74,7 @@ def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise RequestError when lists and objects nest more than MAX_DEPTH deep. It does not recurse itself."""
+    """Raise RequestError if lists and objects nest more than MAX_DEPTH deep. The check itself does not recurse."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -89,17 +89,17 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def quoted(text: str) -> str:
-    """Client text as an error may quote it: short and printable."""
+    """Client text for an error message: short and printable."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def is_absent(raw: bytes | Raw) -> bool:
-    """Whether a field was left out or is null."""
+    """Return True for a field that is missing or null."""
     return len(view := memoryview(raw)) <= 4 and bytes(view) in _ABSENT
 
 
 def camel_case(key: str) -> str:
-    """A snake_case key as Google spells it; any other key as it is."""
+    """A snake_case key in Google's spelling; any other key unchanged."""
     return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
 
 

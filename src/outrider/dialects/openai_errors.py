@@ -1,6 +1,7 @@
-"""OpenAI's error object, for Chat Completions and Responses. Messages and Gemini write theirs in their `reply.py`.
+"""OpenAI's error object, for Chat Completions and Responses. Messages and Gemini write their errors in their
+`reply.py`.
 
-It knows no streams and no HTTP headers.
+It handles no streams and no HTTP headers.
 
 Source: OpenAI API reference, "Error codes".
 """
@@ -16,7 +17,7 @@ _OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.c
 
 
 def openai_error(error: OutriderError) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`, as Chat Completions and Responses have it."""
+    """`{"error": {"message", "type", "param", "code"}}`, the shape of Chat Completions and Responses."""
     status, text = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
         # Clients recognise an overflow by these words, not by the code, and then shorten their history.
@@ -28,7 +29,7 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
             "message": text,
             "type": kind,
             "param": storable(error.field) if error.field else None,
-            # OpenAI's own code where there is one: clients look for it.
+            # OpenAI's own code if there is one, because clients check for it.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }
     }

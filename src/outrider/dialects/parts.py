@@ -1,7 +1,7 @@
-"""Text and images as clients send them, and the messages that are made of them.
+"""Texts and images in client requests, and the messages built from them.
 
-It knows no dialect and fetches nothing. Invariant: an image is an http(s) address or decoded data; anything else is
-refused by the name of its field.
+It handles no particular dialect and fetches nothing. Invariant: an image is an http(s) address or decoded data.
+Anything else is refused by the name of its field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
 
 
 def image_from_address(url: str, where: str) -> Image:
-    """The image at an http(s) address, which the engine is to fetch, or in a data URL. Raises RequestError."""
+    """The image at an http(s) address, which the engine fetches, or in a data URL. Raises RequestError."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
@@ -40,15 +40,15 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image:
 
 
 def joined_text(parts: Sequence[Part]) -> str:
-    """The text of the parts, with nothing between them."""
+    """Concatenate the texts of the parts."""
     return "".join([part.text for part in parts if isinstance(part, Text)])
 
 
 def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
-    """A message of text and images. It keeps `parts` only where there is an image among them: then adjacent texts are
-    joined and empty ones left out, so that however a client cuts its text, the message is the same."""
+    """Build a message from texts and images. `parts` is set only if there is an image among them. Adjacent texts are
+    then joined and empty texts dropped, so the message does not depend on how the client splits its text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image) for part in parts):

@@ -1,6 +1,6 @@
-"""What several dialects read alike: sampling, thinking, the form of the reply, and the extensions of inference servers.
+"""Parsing that several dialects share: sampling, thinking, the form of the reply, and extensions of inference servers.
 
-It knows no messages and no tools. Invariant: a request asks for at most one form of the reply.
+It handles no messages and no tools. Invariant: a request has at most one form of the reply.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
 """
@@ -19,9 +19,10 @@ from outrider.dialects.field_policy import UNKNOWN
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 
 MAX_TOKENS = 1 << 24
-"""An output limit above this counts as this one, which no context reaches: clients send huge numbers for "no limit"."""
+"""Output limits above this value are lowered to it. No context is this long: clients send huge numbers for "no
+limit"."""
 MAX_CONSTRAINT = 1 << 16
-"""Maximum characters of a schema, expression or grammar. It is kept with the turn."""
+"""Maximum characters of a schema, expression or grammar. The text is kept with the turn."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 JsonObject = dict[str, Any]
@@ -48,8 +49,8 @@ class _StructuredOutputs(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The fields that the bodies of Chat, Responses and Messages share: their own two, and what the servers of vLLM and
-    SGLang read besides."""
+    """The fields common to the bodies of Chat, Responses and Messages: fields of the dialects themselves, and further
+    fields of the servers of vLLM and SGLang."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -86,12 +87,12 @@ def asked_sampling(
     thinking: bool | None,
     constraint: Constraint | None,
 ) -> AskedSampling:
-    """All that a body asks for about sampling; `constraint` is the form of the reply by the dialect's own field.
-    Raises RequestError."""
+    """All sampling parameters of a body. `constraint` is the form of the reply from the dialect's own field. Raises
+    RequestError."""
     return AskedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        # vLLM's clients write 0 or -1 for "all tokens"; it is -1 from here on.
+        # vLLM's clients write 0 or -1 for "all tokens"; everywhere else in Outrider the value is -1.
         top_k=-1 if body.top_k == 0 else body.top_k,
         min_p=body.min_p,
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
@@ -109,11 +110,11 @@ def asked_sampling(
 
 
 def asked_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
-    """Whether the model is to think; None where the client leaves it to the model.
+    """Return True or False if the request turns thinking on or off, None if it leaves thinking to the model.
 
-    `thinking` is an object with a `type` (`enabled`, `disabled`, or another that leaves it to the model), as Anthropic
-    and Z.ai have it. It wins over the variables of the chat template. `notes` gets what has no effect. Raises
-    RequestError.
+    `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),
+    as in the APIs of Anthropic and Z.ai. It wins over the variables of the chat template. Fields without effect are
+    added to `notes`. Raises RequestError.
     """
     enabled = body.enable_thinking
     sent = body.chat_template_kwargs
@@ -134,13 +135,13 @@ def asked_thinking(body: SamplingFields, thinking: JsonObject | None, notes: lis
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Note the keys of an object that no dialect knows."""
+    """Add the keys of an object that no dialect defines to `notes`."""
     notes += [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
 
 
 def response_format(form: Any, where: str) -> Constraint | None:
-    """The form of the reply as OpenAI and Anthropic name it by `type`. A schema is in the object or in its
-    `json_schema`. Raises RequestError."""
+    """The form of the reply, selected by `type` as in the APIs of OpenAI and Anthropic. A schema is in the object or
+    in its `json_schema`. Raises RequestError."""
     if form is None:
         return None
     if not isinstance(form, dict):
@@ -161,7 +162,7 @@ def response_format(form: Any, where: str) -> Constraint | None:
 
 
 def json_schema(schema: Any, where: str) -> Constraint:
-    """A schema given as JSON, or as the text of it. Raises RequestError."""
+    """The constraint for a schema, given as JSON or as JSON text. Raises RequestError."""
     if isinstance(schema, str):
         schema = decode(_ANY, schema.encode(), where)
     if not isinstance(schema, dict):
@@ -174,14 +175,14 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 
 def one_of(choices: list[str]) -> Constraint:
-    """Exactly one of these texts, as a regular expression."""
-    # Not re.escape, which also escapes spaces and dashes: the engines' regular expressions are not Python's.
+    """The constraint to exactly one of the texts, as a regular expression."""
+    # Not `re.escape`, which also escapes spaces and dashes: the engines' regular expressions are not Python's.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """The form of the reply, by the dialect's own field or by one of the extensions. Raises RequestError."""
+    """The form of the reply, from the dialect's own field or from one of the extensions. Raises RequestError."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

@@ -1,7 +1,7 @@
 """Server-sent events, the format of streamed replies.
 
-It knows no dialect and no payload. Invariant: the data of an event is one line for every client, also for those that
-split at Unicode line ends.
+It handles no particular dialect or payload. Invariant: the data of an event is one line for every client, also for
+clients that split at Unicode line ends.
 
 Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
-"""Ends a stream of Chat Completions."""
+"""The end of a stream of Chat Completions."""
 PING = b": ping\n\n"
-"""A comment, which clients skip: it keeps a silent connection open."""
+"""A comment that keeps a silent connection open; clients skip it."""
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:
-    """One event. `data` is compact JSON, without a raw line break; `name` is the event's type, None for a message."""
+    """Format one event. `data` is compact JSON without a raw line break. `name` is the event's type, None for a
+    message."""
     if name is None:
         return b"data: %b\n\n" % one_line(data)
     return b"event: %b\ndata: %b\n\n" % (name, one_line(data))
@@ -24,7 +25,8 @@ def event(data: bytes, name: bytes | None = None) -> bytes:
 
 def one_line(data: bytes) -> bytes:
     """The same JSON value without raw U+0085, U+2028 and U+2029."""
-    # Python's str.splitlines, which some clients read streams with, splits at these, though the format does not.
+    # Some clients read streams with Python's str.splitlines, which splits at these characters although the format does
+    # not.
     if data.isascii():
         return data
     return (

@@ -1,7 +1,7 @@
-"""Tools as several dialects read them: the list of a session, a function's declaration, the arguments of a call.
+"""Tools in several dialects: the tools of a session, a function's declaration, the arguments of a call.
 
-It knows no wire format of a list of tools; each dialect reads its own. Invariant: arguments are JSON text exactly as
-the model sampled them, and survive the way to a client and back.
+Each dialect parses its own list of tools. Invariant: arguments are JSON text exactly as sampled, and stay unchanged on
+the way to a client and back.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from outrider.dialects.json import decode, is_absent, refuse
 from outrider.messages import ToolSpec
 
 INVALID_JSON = "INVALID_JSON"
-"""The only key of the object that stands for arguments that are no JSON object, where a dialect asks for an object; its
-value is their text. No tool takes such an object for valid, so that the model learns of its mistake. The key is the
-one that Anthropic's documentation of fine-grained tool streaming suggests."""
+"""The only key of the object that replaces arguments that are not a JSON object, in dialects that require an object.
+Its value is the text of the arguments. No tool accepts such an object, so the model gets an error from the tool. The
+key comes from Anthropic's documentation of fine-grained tool streaming."""
 
 _MEMORY_KEY = "tools"
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):
-    """The tools that the model is shown in OpenAI's form, the bytes they were read from, and the kinds of the hosted
-    tools, which a vendor's servers would run and which the model is not shown."""
+    """The tools in OpenAI's form as the model sees them, the bytes they were parsed from, and the kinds of the hosted
+    tools. A vendor's servers would run hosted tools; the model does not see them."""
 
     specs: tuple[ToolSpec, ...] = ()
     raw: bytes = b""
@@ -42,8 +42,8 @@ ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
 def remembered_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
-    """The tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes: they are read
-    when they differ from those of the session's last call."""
+    """Return the tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes, so
+    `read` is called only if `raw` differs from the session's last call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)
     if tools is None or tools.raw != raw:
         tools = memory[_MEMORY_KEY] = read()
@@ -63,8 +63,8 @@ def check_function(function: Any, where: str) -> None:
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:
-    """Arguments in OpenAI's dialects, a string of JSON. Some clients send an object instead: it is taken as it is
-    written, without white space. Raises RequestError."""
+    """Arguments in OpenAI's dialects: a string of JSON. Some clients send an object, which is accepted as written,
+    without white space. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -76,5 +76,5 @@ def arguments_from_text(raw: Raw, where: str) -> str:
 
 
 def is_invalid_json_object(value: dict[str, Any]) -> bool:
-    """Whether an object stands for arguments that are no JSON object."""
+    """Return True for an object that replaces arguments that are not a JSON object (INVALID_JSON)."""
     return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)

@@ -1,4 +1,5 @@
-"""Inference engines: the seam (`base`), the pool that gives each session one, and an adapter for each server.
+"""Inference engines: the protocols (`base`), the pool that assigns one to each session, and an adapter for each server.
 
-Engines know token ids and messages; they know no session and no dialect. The fake, `ScriptedEngine`, is in `testing`.
+Engines take token ids or messages, and have no notion of a session or a dialect. The fake, `ScriptedEngine`, is in
+`testing`.
 """

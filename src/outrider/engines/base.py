@@ -1,7 +1,7 @@
 """The protocols of inference engines: token ids in, token ids and log-probabilities out, as they are sampled.
 
-It knows no conversation and no dialect of a client. Invariant of every stream: the chunks' ids and log-probabilities
-have equal length, and exactly one chunk, the last, has a `finish`.
+Conversations and clients' dialects are not part of this module. Invariant of every stream: the chunks' ids and
+log-probabilities have equal length, and exactly one chunk, the last, has a `finish`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
 
 PauseMode = Literal["finish", "abort", "keep"]
-"""What happens to generations in flight: run to their end, end now with what they have, or freeze."""
+"""The effect of a pause on generations in flight: run to their end, end now with their tokens so far, or freeze."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one turn. It is complete: an engine adds no default of its own. top_k -1 means off.
+    """The complete sampling parameters of one turn: an engine adds no default of its own. top_k -1 means off.
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
     part of the output ids. `stop_token_ids` end it likewise, and are not sampled among the first `min_tokens`. The
-    repetition penalty looks at prompt and output, the other two at the output; `logit_bias` is added to the logits by
-    token id. A `constraint` is given to engines with `TakesConstraints` only.
+    repetition penalty is for tokens of prompt and output, the other two penalties are for the output. `logit_bias` is
+    added to the logits by token id. A `constraint` is given to engines with `TakesConstraints` only.
     """
 
     max_tokens: int
@@ -48,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def altered(self) -> bool:
-        """Whether anything but temperature and truncation changes the distribution that tokens are drawn from."""
+        """Whether any parameter besides temperature and truncation changes the distribution that tokens are drawn
+        from."""
         return (
             self.min_tokens > 0
             or self.repetition_penalty != 1
@@ -78,13 +79,13 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     stop_match: int | str | None = None
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int | None = None
-    prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, where it gives one
+    prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, if it sends one
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens; with the last chunk
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation by an engine that only takes messages (capture and text mode). `thinking` switches the model's
-    reasoning on or off; None leaves it to the engine's template."""
+    reasoning on or off; None leaves the choice to the engine's template."""
 
     request_id: str
     session_key: str
@@ -98,7 +99,7 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation; the last one has the finish, the whole reply, and in capture mode the ids."""
+    """New text of a chat generation. The last chunk has the finish, the whole reply, and in capture mode the ids."""
 
     text: str = ""
     reasoning: str = ""
@@ -112,7 +113,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's report about itself. `model` is its served name or path; None where it is not reported."""
+    """An engine's health report. `model` is the served name or path, None if not reported."""
 
     ok: bool
     detail: str = ""
@@ -124,9 +125,9 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """An inference backend that takes token ids.
 
-    `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between
-    chunks; closing the generator aborts the generation upstream. The pool checks every chunk (`pool.reply_checks`).
-    `health` never raises. `start` and `close` are called once, by the owner of the engine.
+    `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between chunks.
+    Closing the generator aborts the generation upstream. The pool checks every chunk (`pool.reply_checks`). `health`
+    never raises. `start` and `close` are called once, by the owner of the engine.
     """
 
     name: str
@@ -156,9 +157,10 @@ class ChatEngine(Protocol):
 
 @runtime_checkable
 class TokenizesText(Protocol):
-    """An engine that can tokenise a text with its own tokenizer, special tokens included.
+    """An engine that can tokenise a text with its own tokenizer. Special tokens in the text are recognised; none are
+    added.
 
-    `token_check` returns the ids, or None where the server has no such route. It raises EngineUnavailable.
+    `token_check` returns the ids, or None if the server has no such route. It raises EngineUnavailable.
     """
 
     async def token_check(self, text: str) -> list[int] | None: ...
@@ -166,27 +168,27 @@ class TokenizesText(Protocol):
 
 @runtime_checkable
 class SetsVersion(Protocol):
-    """An engine that is told its policy version after its weights have changed."""
+    """An engine whose policy version is set after its weights have changed."""
 
     async def set_version(self, version: int) -> None: ...
 
 
 class Capability(StrEnum):
-    """What an engine can do beyond its protocol, for `capabilities_of`."""
+    """A feature of an engine beyond its protocol, for `capabilities_of`."""
 
     VERSIONED_CACHE = "versioned_cache"
-    """Once it is told a version, no key or value that older weights have computed is used for a new prompt, also where
-    the trainer has changed the weights itself."""
+    """After `set_version`, no key or value computed by older weights is used for a new prompt, also if the trainer has
+    changed the weights itself."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:
-    """Those that an engine lists in its attribute `capabilities`; none for an engine without it."""
+    """Return the engine's attribute `capabilities`, or no capabilities for an engine without this attribute."""
     return getattr(engine, "capabilities", frozenset())
 
 
 class KnownVersions(msgspec.Struct, frozen=True):
-    """What a server was last known to serve, and what weights without a label are. `run` is a name of this run of the
-    service: other runs may have used the same server, and the same versions."""
+    """A server's last known policy version, and the version of weights without a label. `run` is a name of this run of
+    the service: other runs may have used the same server, and the same versions."""
 
     served: int = 0
     unlabelled: int = 0
@@ -197,22 +199,22 @@ class KnownVersions(msgspec.Struct, frozen=True):
         return cls(run=secrets.token_hex(8))
 
     def told(self, served: int, unlabelled: int | None = None) -> KnownVersions:
-        """The same run with another version. Where that goes back, it is a new run: a number may come again with other
-        weights."""
+        """The same run with another version. A lower version starts a new run, because the number may come again with
+        other weights."""
         run = self.run if served >= self.served else secrets.token_hex(8)
         return KnownVersions(served, self.unlabelled if unlabelled is None else unlabelled, run)
 
     @property
     def cache_salt(self) -> str:
-        """What goes into every request: a server finds keys and values only of requests with the same salt, so each
+        """The salt of every request: a server reuses keys and values only between requests with the same salt, so each
         version has its own."""
         return f"{self.run}-{self.served}"
 
 
 @runtime_checkable
 class RemembersVersions(Protocol):
-    """An engine that remembers what version its server serves, because not every server can tell. Where several
-    processes speak to one server, what one of them was told is given to the others here."""
+    """An engine that records its server's version, because not every server can report a version. If several processes
+    use the same server, a version set in one process is copied to the other processes through this attribute."""
 
     versions: KnownVersions
 
@@ -220,8 +222,8 @@ class RemembersVersions(Protocol):
 @runtime_checkable
 class HoldsBack(Protocol):
     """An engine whose server another process pauses with "abort". From `hold_back` until `go_on` this process sends the
-    server no generation, and gives up those whose first token has not come: the server would keep them through the
-    pause, and then sample them by new weights over keys and values of the old ones."""
+    server no generation, and gives up generations without a first token: the server would keep these through the pause,
+    and then sample them by new weights over keys and values of the old weights."""
 
     def hold_back(self) -> None: ...
     def go_on(self) -> None: ...
@@ -229,18 +231,18 @@ class HoldsBack(Protocol):
 
 @runtime_checkable
 class LoadsWeights(Protocol):
-    """An engine that can load other weights in place, from a file or folder that it can read.
+    """An engine that can load other weights in place, from a file or folder readable by the engine.
 
-    `update_weights` is called while nothing is generated; tokens sampled later are of `version`, and no key or value of
-    the old weights is reused for a new prompt. It raises EngineRejected, with nothing changed, or EngineUnavailable.
-    An engine that has the method and cannot use it, now, says so by an attribute `loads_weights`.
+    `update_weights` is called while nothing is generated. Tokens sampled later have the version `version`, and no key
+    or value of the old weights is reused for a new prompt. The method raises EngineRejected, with nothing changed, or
+    EngineUnavailable. An engine whose method cannot be used at present has a false attribute `loads_weights`.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
 
 
 def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, None]] | None:
-    """Its `update_weights`; None for an engine that cannot load weights as it is now."""
+    """Return the engine's `update_weights`; None for an engine that cannot load weights at present."""
     return (
         engine.update_weights if isinstance(engine, LoadsWeights) and getattr(engine, "loads_weights", True) else None
     )
@@ -248,24 +250,25 @@ def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, N
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that can constrain a reply, by these kinds of constraints; one without this attribute takes none."""
+    """An engine that can constrain a reply, by these kinds of constraints. An engine without this attribute takes
+    none."""
 
     constraints: frozenset[ConstraintKind]
 
 
 @runtime_checkable
 class AwaitsWorkers(Protocol):
-    """An engine whose workers connect to the service: it may join a pool before it can answer."""
+    """An engine whose workers connect to the service: the engine may join a pool before the first worker."""
 
     awaits_workers: bool
 
 
 @runtime_checkable
 class ListsEngines(Protocol):
-    """Not an engine but a list of them, such as a router's of its workers: a pool adds each, and follows the list.
+    """A list of engines, such as a router's workers: a pool adds each engine, and follows the list.
 
-    Each spec has a URL, by which it is recognised. `list_engines` raises EngineError, and InvalidField where there is
-    no such list. `start` and `close` are called once, by the pool.
+    Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, and InvalidField if there is no
+    such list. `start` and `close` are called once, by the pool.
     """
 
     name: str

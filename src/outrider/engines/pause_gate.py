@@ -1,6 +1,7 @@
-"""Holds new generations back while an engine is paused, and says when those in flight have ended.
+"""Holds new generations back while an engine is paused, and signals when the generations in flight have ended.
 
-It knows no engine. Invariant: `in_flight` counts exactly the generations between entering and leaving.
+The gate is independent of the engine. Invariant: `in_flight` counts exactly the generations between entering and
+leaving.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from outrider.concurrency.events import wait_for_event
 
 
 class PauseGate:
-    """One engine's admission. Closing it holds back new generations and touches none in flight."""
+    """One engine's admission. Closing the gate holds back new generations and leaves those in flight alone."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.closings = 0
-        """How often it was closed."""
+        """Number of times that the gate was closed."""
         self._cuts: set[Callable[[], None]] = set()
         self._open = asyncio.Event()
         self._open.set()
@@ -27,7 +28,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
-        """One generation: waits until the gate is open, and counts as in flight inside the block. `cut_off` calls
+        """Run one generation: wait until the gate is open, then count as in flight inside the block. `cut_off` calls
         `cut`."""
         await self._open.wait()
         self.in_flight += 1
@@ -49,10 +50,10 @@ class PauseGate:
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:
-        """Returns once nothing is in flight, or after `seconds`."""
+        """Return once nothing is in flight, or after `seconds`."""
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Have every generation in flight cut off, as far as its `cut` can."""
+        """Cut off every generation in flight, as far as its `cut` can."""
         for cut in tuple(self._cuts):
             cut()

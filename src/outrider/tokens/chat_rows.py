@@ -1,7 +1,7 @@
-"""Training rows as conversations, for trainers that apply a chat template themselves.
+"""Training rows as conversations, for trainers that apply a chat template.
 
-A pure function of the stored turns and the samples made of them. It renders nothing: the messages are those
-that the agent sent and was given, so a template may print them otherwise than the model saw them.
+A pure function of the stored turns and their samples. Nothing is rendered: the messages are as sent and received by
+the agent, so a template may print them differently from the model's own prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IMAGES = "images"
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:
-    """A row for each sample of a session with these turns. `turns[i].index` must be `i`."""
+    """Return a row for each sample of a session with these turns. `turns[i].index` must be `i`."""
     rows = []
     for sample in samples:
         path = [turns[index] for index in sample.turns]
@@ -28,7 +28,7 @@ def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]
         messages = []
         for turn, (start, end) in zip(path, sample.turn_spans, strict=True):
             messages += [_message(message, in_parts) for message in turn.messages]
-            if turn.reply is not None:  # None where the client had hung up
+            if turn.reply is not None:  # None if the client had disconnected
                 messages.append(_message(turn.reply, in_parts) | {"weight": int(1 in sample.loss_mask[start:end])})
         first, last = path[0], path[-1]
         known = first.tools == last.tools and bool(first.tools) == bool(first.tool_specs)

@@ -1,22 +1,23 @@
-"""Builds training samples from a session's turns: the one place that decides what trains.
+"""Builds training samples from a session's turns: the only code that decides which tokens train.
 
-A pure function of the stored turns and the session's result, so a session gives the same samples whenever they are
-asked for. The rules, in order:
+A pure function of the stored turns and the session's result, so a session has the same samples at every call. The
+rules, in order:
 
 1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
-2. A branch is a path from a root to a leaf. A leaf is a turn that sampled something and that no turn of the same kind
-   and label continued, where turns that were cut off or sampled nothing do not count. So a history keeps a branch of
-   its own if only its summary, or a call that was cut off, followed it.
-3. Branches are ordered by kind, the main ones first, then by their first turn, then newest leaf first: tokens that
-   branches share train in the row that the session went on with.
-4. A branch is a row unless its kind is dropped. One whose kind trains is not a row either if it is the beginning of an
-   earlier row of its kind: nothing in it would train.
-5. In a row those sampled tokens train (mask 1) whose turns are of the row's kind, if that kind trains, and in no
-   earlier row of it. All others are context (mask 0). So each trained token has mask 1 in exactly one row.
-6. A row has the verdict's reward only if its kind trains: the reward says nothing about the others. The reward of a
-   turn is in the row that trains its tokens.
+2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the
+   same kind and label. Continuations do not count if they were cut off or sampled nothing. So a history has a branch
+   of its own if it is followed only by its summary or by a call that was cut off.
+3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens of several
+   branches train in the row with which the session went on.
+4. A branch is a row unless its kind is dropped. A branch of a kind that trains is no row either if it is the beginning
+   of an earlier row of its kind: nothing in it would train.
+5. In a row, the sampled tokens of a turn train (mask 1) if the turn is of the row's kind, the kind trains, and no
+   earlier row has trained the turn. All other tokens are context (mask 0). So each trained token has mask 1 in exactly
+   one row.
+6. A row has the verdict's reward only if its kind trains, because the reward does not measure the other kinds. The
+   reward of a turn is in the row that trains the turn's tokens.
 
-It knows no tokenizer and no store. Invariant: sampled = trained + masked + dropped tokens, over the session.
+There is no tokenizer and no store here. Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ from outrider.trajectory import (
 )
 
 MAX_IGNORED_NAMES = 64
-"""Names of ignored request fields that are counted one by one for a session. Clients choose some of these names."""
+"""Maximum names of ignored request fields with separate counts in a session. Clients choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name under which all further ones are counted together."""
+"""The name for the total count of all further names."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 
 
 def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
-    """The task's choice, as a table of every kind."""
+    """The policy of every kind under the task's settings."""
     return {kind: BranchPolicy(getattr(branches, kind.value)) for kind in BranchKind}
 
 
 POLICY: Policy = policy_of(Branches())
-"""The policy of each kind unless the task says otherwise. Side calls are dropped, because the task's reward says
-nothing about a title; so are answers that were cut off, or asked for again and not continued, because no reward can be
-due to tokens that nobody used."""
+"""The policy of each kind unless the task sets another. Side calls are dropped, because the task's reward does not
+measure, for example, a title. Also dropped are replies that were cut off, and replies to a request whose client used
+another reply: nobody used these tokens, so no reward can be due to them."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """A session's tokens by what became of them, its number of rows, its forks by cause, and in how many turns each
-    request field was ignored, by its name."""
+    """Counts for one session: its tokens by treatment, its rows, its forks by cause, and the number of turns with each
+    ignored request field."""
 
     tokens: TokenCounts
     samples: int
@@ -105,7 +106,7 @@ def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCoun
 
 
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
-    """The session's training rows, by the result's policy; none if no turn has ids (a text-only engine).
+    """Build the session's training rows under the result's policy; none if no turn has ids (a text-only engine).
     `turns[i].index` must be `i`."""
     lines = lineages(turns)
     policy = {**POLICY, **result.policy}
@@ -123,7 +124,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
 
 
 def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCall, ...]:
-    """The turns as evaluators see them. `turns[i].index` must be `i`."""
+    """The turns in the form for evaluators. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     trained_in = _trained_in(turns, lines, policy, _row_leaves(turns, lines, policy))
     return tuple(
@@ -144,7 +145,7 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCa
 def _trained_in(
     turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
 ) -> dict[int, int]:
-    """The number of the row that trains a turn's tokens, by the turn's index: rule 5."""
+    """The number of the training row of a turn's tokens, by turn index: rule 5."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -157,7 +158,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
-    """The leaves of the branches that are rows, in the order of the rows: rules 2 to 4."""
+    """The leaves of the rows, in order: rules 2 to 4."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:
@@ -183,8 +184,8 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
 
 
 def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]:
-    """Add the turns up to the leaf, and return those that were not there. It stops at the first that is, so that many
-    branches of one trunk take time in proportion to their turns."""
+    """Add the turns on the path to the leaf, and return the added ones. The walk stops at a turn already present, so
+    many branches of one trunk take time in proportion to their turns."""
     added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:
@@ -230,7 +231,7 @@ def _sample(
         reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
         metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
-        # Log-probabilities of two kinds cannot be told apart in one column, so such a row claims none.
+        # One column cannot distinguish log-probabilities of two kinds, so such a row is marked NONE.
         logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),
@@ -282,7 +283,7 @@ class _Columns:
         self.versions += [-1] * len(ids)
 
     def add_trained(self, turn: Turn) -> None:
-        """The turn's sampled tokens. An engine without log-probabilities (LogprobKind.NONE) leaves zeros."""
+        """Add the turn's sampled tokens. An engine without log-probabilities (LogprobKind.NONE) leaves zeros."""
         ids = unpack_ids(turn.output_ids).tolist()
         self.ids += ids
         self.mask += [1] * len(ids)

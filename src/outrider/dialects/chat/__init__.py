@@ -1,6 +1,6 @@
-"""OpenAI Chat Completions, streamed and not: its routes, and `Dialect` put together from request, reply and stream.
+"""OpenAI Chat Completions, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It knows no token and no transport. Invariant: a streamed reply and a whole reply say the same message.
+It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same message.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROUTES = {("POST", "/v1/chat/completions"): Action.GENERATE, ("GET", "/v1/models
 
 
 class ChatDialect:
-    """`Dialect` of `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/{model}`. What it remembers for a
-    session is its tools, read once."""
+    """`Dialect` of `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/{model}`. A session's memory
+    holds its parsed tools."""
 
     name = "chat"
 

@@ -1,10 +1,10 @@
 """A finished model call and the model list in the JSON shapes of Chat Completions.
 
-It knows no request parsing and no streaming. Invariant: `return_token_ids` and `logprobs` report the engine's own
-numbers, position by position.
+It handles no requests and no streams. Invariant: `return_token_ids` and `logprobs` report the engine's own numbers,
+position by position.
 
-Source: OpenAI API reference, "The chat completion object"; `prompt_token_ids`, `token_ids` and `max_model_len`
-as vLLM serves them.
+Source: OpenAI API reference, "The chat completion object"; `prompt_token_ids`, `token_ids` and `max_model_len` as vLLM
+serves them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.trajectory import FinishReason, Ids
 
 OWNER = "outrider"
 UNKNOWN_LOGPROB = -9999.0
-"""Stands for a log-probability that JSON cannot write, such as minus infinity; vLLM sends the same number."""
+"""Stands for a log-probability without a JSON form, such as minus infinity; vLLM sends the same number."""
 
 
 def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
@@ -64,15 +64,15 @@ def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any
 
 
 def finish_reason(completion: Completion) -> str:
-    """`tool_calls`, `stop` or `length`. A reply that was cut off, by its limit or by an abort, is `length` even when it
-    holds complete calls: the dialect has no word for an abort, and a client takes `stop` for the whole reply."""
+    """`tool_calls`, `stop` or `length`. A reply cut off by its limit or an abort is `length` even if it holds complete
+    calls: the dialect has no word for an abort, and clients read `stop` as a complete reply."""
     if completion.finish is not FinishReason.STOP:
         return "length"
     return "tool_calls" if completion.reply.tool_calls else "stop"
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Token counts. The number of reasoning tokens is known only when there are none."""
+    """Token counts. The number of reasoning tokens is known only if there are none."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -89,9 +89,9 @@ def tool_call_object(call: ToolCall) -> dict[str, Any]:
 def logprob_entries(
     ids: Iterable[int] | None, logprobs: Iterable[float], pieces: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """`logprobs.content`: one entry a token. Where its text is not known, a token is named by its id.
+    """`logprobs.content`: one entry for each token. A token whose text is unknown is named by its id.
 
-    `top_logprobs` is always empty: engines are asked for the sampled token alone.
+    `top_logprobs` is always empty: engines return the log-probability of the sampled token alone.
     """
     if not pieces and ids is not None:
         pieces = [b"token_id:%d" % number for number in ids]
@@ -107,15 +107,15 @@ def logprob_entries(
 
 
 def ids_json(ids: Ids | None) -> msgspec.Raw | None:
-    """Token ids as encoded JSON, or None where they are not known."""
+    """Token ids as encoded JSON, or None if they are unknown."""
     if ids is None:
         return None
-    # orjson writes the array itself: a prompt has too many ids to make a list of Python integers of it first.
+    # orjson writes the array itself: a prompt has too many ids for an intermediate list of Python integers.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model; `max_model_len` is left out where the context's size is not known."""
+    """One model. `max_model_len` is absent if the size of the context is unknown."""
     context = {} if context_tokens is None else {"max_model_len": context_tokens}
     return {"id": name, "object": "model", "created": 0, "owned_by": OWNER, **context}

@@ -1,13 +1,13 @@
-"""A Chat Completions request body read into a `ModelRequest`.
+"""The parser of a Chat Completions request body, which returns a `ModelRequest`.
 
-It knows nothing of replies or tokens. Invariant: what is not asked for is not parsed, so that reading a request costs
-one scan of its bytes; each message is decoded by `ChatMessages.parse` alone.
+It handles no replies and no tokens. Invariant: only needed data is parsed, so reading a request costs one scan of its
+bytes. Each message is decoded by `ChatMessages.parse` alone.
 
-A tool that is not declared as a function is hosted: nobody runs it here, so the model is not shown it, and the request
-notes it.
+A tool declared as anything but a function is hosted: nothing here runs it, so the model does not see it, and the
+request notes it.
 
-Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` as vLLM has them,
-`reasoning` and `thinking` of the request as OpenRouter and Z.ai have them.
+Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` from vLLM,
+`reasoning` and `thinking` of the request from OpenRouter and Z.ai.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ _ROLES = {
     "function": Role.TOOL,
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Clients that speak Responses as well send its kinds of text parts here, too."""
+"""Clients that also use Responses send its kinds of text parts here, too."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
 def parse_request(body: bytes, memory: Memory) -> ModelRequest:
-    """The request in `body`. Raises RequestError; a malformed message is found when it is parsed."""
+    """Parse the request in `body`. Raises RequestError. A malformed message raises later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -120,8 +120,8 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Whether the model is to think, in whichever of the clients' words for it: `reasoning.enabled` wins over an effort
-    # of `none`, and that over `thinking` and the template's variables.
+    # Thinking can be switched in any of the clients' spellings: `reasoning.enabled` wins over an effort of `none`,
+    # which wins over `thinking` and the template's variables.
     thinking = asked_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
@@ -134,7 +134,7 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
         notes.append("reasoning.max_tokens")
     if isinstance(enabled := reasoning.get("enabled"), bool):
         thinking = enabled
-    # `max_tokens` is deprecated; clients that send both mean the newer one.
+    # `max_tokens` is deprecated; clients that send both mean the newer field.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     sampling = asked_sampling(
         wire,
@@ -158,7 +158,7 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """The tools in OpenAI's form with their keys in the client's order; a bare function is wrapped."""
+    """Parse the tools into OpenAI's form with their keys in the client's order; a bare function is wrapped."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
@@ -183,8 +183,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for a choice that does not exist. Any choice but `none` and `auto` is noted: nothing makes the
-    model call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
+    call a tool."""
     if choice in (None, "none", "auto"):
         return
     notes.append("tool_choice")
@@ -225,7 +225,7 @@ class ChatMessages:
 
 
 def parse_message(raw: Raw | bytes, where: str) -> Message:
-    """One message; `where` names it in errors, as in `messages[3]`. Raises RequestError."""
+    """Parse one message. `where` is its path for errors, such as `messages[3]`. Raises RequestError."""
     wire = decode(_MESSAGE, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
@@ -244,7 +244,8 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send back the field they know: `reasoning_content` as it is served here, or vLLM's newer `reasoning`.
+        # Clients send back the field they support: `reasoning_content` as it is served here, or vLLM's newer
+        # `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
         name=wire.name,
@@ -267,7 +268,7 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    # `function_call` is the call of a function as it was before there were tools: one, and without an id.
+    # `function_call` is a function's call from before there were tools: a single call without an id.
     if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)

@@ -1,6 +1,6 @@
 """One streamed Chat Completions reply, written as server-sent events.
 
-It knows no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning; `close` sends
+It has no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning; `close` sends
 tool calls, the finish reason and usage; after `close` or `error` nothing is written.
 
 Source: OpenAI API reference, "The chat completion chunk object".
@@ -33,7 +33,7 @@ class ChatStream:
 
     content_type = sse.CONTENT_TYPE
 
-    # The bytes around a delta's text are the same within a stream: `open` makes them once, which saves encoding a
+    # The bytes around a delta's text are the same within a stream. `open` makes them once, which saves encoding a
     # dictionary for every token.
     _head: bytes
     _choice_head: bytes
@@ -76,7 +76,7 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + sse.one_line(_encode(delta.text)) + self._content_tail
             return written
-        # One chunk with the step's tokens, also when they bring no text yet.
+        # One chunk with the step's tokens, also if they add no text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -121,7 +121,7 @@ class ChatStream:
         ids: list[int] | None = None,
         after: bytes = b"",
     ) -> bytes:
-        """One chunk event; `after` is encoded JSON that follows its choices."""
+        """One chunk event; `after` is encoded JSON after its choices."""
         parts = [self._choice_head, sse.one_line(_encode(delta)), b',"logprobs":', sse.one_line(_encode(logprobs))]
         parts += [b',"finish_reason":', _encode(finish)]
         if ids is not None:

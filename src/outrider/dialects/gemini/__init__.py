@@ -1,8 +1,8 @@
-"""Google generateContent, streamed and not: its routes, and `Dialect` put together from request, reply and stream.
+"""Google generateContent, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It knows no token and no transport. Invariant: a streamed reply and a whole reply say the same message.
+It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same message.
 
-Its paths are all of `/v1beta/` and `/v1alpha/`, the methods of models under `/v1/models/`, and the model list of `/v1`
+The paths are all of `/v1beta/` and `/v1alpha/`, the methods of models under `/v1/models/`, and the model list of `/v1`
 for a client that sends its key the Google way.
 """
 
@@ -28,8 +28,8 @@ _SHARED_VERSION = "/v1/"
 
 
 class GeminiDialect:
-    """`Dialect` of `POST .../models/{model}:{method}` and `GET .../models`. What it remembers for a session are its
-    tools, read once, and `history.HistoryMemory`."""
+    """`Dialect` of `POST .../models/{model}:{method}` and `GET .../models`. A session's memory holds its parsed tools
+    and its `history.HistoryMemory`."""
 
     name = "gemini"
 
@@ -83,21 +83,22 @@ class GeminiDialect:
 
 
 class _Method(msgspec.Struct, frozen=True):
-    """`models/{model}:{verb}`."""
+    """The two parts of `models/{model}:{verb}`."""
 
     model: str
     verb: str
 
 
 def _resource(call: WireCall) -> str | None:
-    """The path after the version, None for a path that is not this dialect's."""
+    """The path after the version; None for a path outside this dialect."""
     for version in _OWN_VERSIONS:
         if call.path.startswith(version):
             return call.path.removeprefix(version)
     resource = call.path.removeprefix(_SHARED_VERSION)
     if not call.path.startswith(_SHARED_VERSION) or not f"{resource}/".startswith(RESOURCE):
         return None
-    # OpenAI has `/v1/models`, too: the way the key is sent tells a list's reader, the colon a method's caller.
+    # OpenAI also has `/v1/models`. A list request is Google's if it sends its key the Google way; a method call is
+    # Google's if its path has a colon.
     if call.method == "GET":
         return resource if call.header(KEY_HEADER) is not None else None
     return resource if ":" in resource else None

@@ -1,13 +1,13 @@
-"""One `Content` of the Google dialect read: its parts, and the text, images, calls and answers in them.
+"""The parser of one `Content` of the Google dialect: its parts, and the text, images, calls and tool results in them.
 
-It knows one content at a time; `history.py` finds which call a tool's answer belongs to. Invariant: a part that the
-model could not be shown raises RequestError; none is dropped silently, except what tools of Google's own servers did
+It handles one content at a time; `history.py` assigns a tool's result to its call. Invariant: a part that cannot be
+shown to the model raises RequestError. No part is dropped silently, except the work of tools on Google's own servers
 (`WirePart.hosted`), which the request notes.
 
-A tool's answer is shown to the model as text. `response` is an object on the wire; clients that have only text put it
-under one key, so an object that holds nothing but `output`, `result` or `content` (and perhaps the tool's own `name`
-beside it) is shown as that value: a string as it is, anything else as JSON. Every other object, `{"error": ...}` among
-them, is shown whole, as JSON: the model should see that it is an error.
+The model sees a tool's result as text. `response` is an object on the wire, and clients with text alone put it under a
+single key. So an object with the single key `output`, `result` or `content` (and perhaps the tool's own `name` beside
+it) is shown as the value of that key: a string unchanged, any other value as JSON. Every other object, including
+`{"error": ...}`, is shown whole, as JSON: the model should see the error.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".
 """
@@ -30,9 +30,9 @@ from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url
 
 SIGNED = b"outrider:"
-"""Begins our thought signatures; the id of the call that carries one follows."""
+"""The prefix of our thought signatures, before the id of the call with the signature."""
 
-# A role may be left out; `function` was the role of a tool's answers in older clients.
+# A role may be left out; older clients use `function` as the role of tool results.
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
@@ -43,7 +43,7 @@ _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class FunctionCall(msgspec.Struct, frozen=True, gc=False):
-    """A call as the client sends it back; `args` is raw JSON."""
+    """A call in a client's history; `args` is raw JSON."""
 
     name: str
     args: Raw = Raw()
@@ -51,7 +51,7 @@ class FunctionCall(msgspec.Struct, frozen=True, gc=False):
 
 
 class FunctionResponse(msgspec.Struct, frozen=True, gc=False):
-    """A tool's answer; `response` is raw JSON."""
+    """A tool's result; `response` is raw JSON."""
 
     name: str | None = None
     response: Raw = Raw()
@@ -84,7 +84,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def hosted(self) -> tuple[str, ...]:
-        """What a tool of Google's servers did, by the names of the fields."""
+        """The names of the fields with the work of a tool on Google's servers."""
         if not (self.executable_code or self.code_execution_result or self.tool_call or self.tool_response):
             return ()
         sent = {
@@ -97,7 +97,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """How many kinds of data it holds: one, or none in a part that has, perhaps, only a signature."""
+        """The number of kinds of data in the part: 1, or 0 for a part with at most a signature."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -123,7 +123,7 @@ _STRING = msgspec.json.Decoder(str)
 
 
 def role_of(raw: Raw, where: str) -> Role:
-    """Who speaks in a content, its parts unread. Raises RequestError."""
+    """The role of a content, without parsing its parts. Raises RequestError."""
     head = decode(_HEAD, raw, where)
     role = _ROLES.get(head.role)
     if role is None:
@@ -132,7 +132,7 @@ def role_of(raw: Raw, where: str) -> Role:
 
 
 def parts_of(raw: Raw, where: str) -> list[WirePart]:
-    """The parts of a content. Raises RequestError naming the part."""
+    """The parts of a content. Raises RequestError with the name of the part."""
     data = bytes(raw)
     if (b"_" in data and _SNAKE_CASE_KEY.search(data)) or has_escaped_letters(data):
         wire = decode(_LOOSE_CONTENT, raw, where)
@@ -148,7 +148,7 @@ def parts_of(raw: Raw, where: str) -> list[WirePart]:
 
 
 def system_message(raw: Raw, where: str) -> Message:
-    """The system instruction: a text, a Content (whatever its role), or parts. Raises RequestError."""
+    """The system instruction: a text, a Content (of any role), or parts. Raises RequestError."""
     if is_text(raw):
         return Message(role=Role.SYSTEM, content=decode(_STRING, raw, where))
     texts: list[str] = []
@@ -167,13 +167,13 @@ def system_message(raw: Raw, where: str) -> Message:
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """What a user says in `parts`, of which the first is part `start` of the content `where`. Raises RequestError."""
+    """The user message in `parts`. The first of them is part `start` of the content `where`. Raises RequestError."""
     read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # A tool's answer is no part of a user's message; `history.py` looks for one by the bytes of its key.
+        # A tool's result is not part of a user message. `history.py` finds tool results by the bytes of their key.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
@@ -186,7 +186,7 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
 
 
 def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
-    """What a tool answered to the call `call_id`; `where` names its part. Raises RequestError."""
+    """The tool message with the result of the call `call_id`; `where` is the path of its part. Raises RequestError."""
     answer = part.function_response
     assert answer is not None
     at = f"{where}.functionResponse"
@@ -208,7 +208,7 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
 
 
 def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
-    """Raise RequestError for what a model does not say."""
+    """Raise RequestError for parts foreign to a model's reply."""
     for index, part in enumerate(parts):
         at = f"{where}.parts[{index}]"
         if part.function_response is not None:
@@ -218,7 +218,7 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 
 def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """What the model said, its calls named by `ids`."""
+    """The assistant message of a content; `ids` are the ids of its calls, in order."""
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,
@@ -236,22 +236,22 @@ def said_text(parts: Sequence[WirePart]) -> str:
 
 
 def arguments_on_wire(arguments: str) -> bytes:
-    """A call's arguments as the JSON object that the dialect asks for. Text that is none is wrapped in one, which
-    `arguments_from_wire` takes off again; so is an object that looks like such a wrapper."""
+    """A call's arguments as the JSON object that the dialect requires. Other text is wrapped in an object, and
+    `arguments_from_wire` unwraps it. An object in the form of the wrapper is wrapped, too."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # no object
+        pass  # not an object
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
 def arguments_from_wire(args: Raw) -> str:
-    """A call's arguments as JSON text, compact and otherwise as sent."""
+    """A call's arguments as JSON text, compact and otherwise unchanged."""
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
-    # Arguments can be long, and wrappers are rare: the first key says whether it is worth decoding them.
+    # Arguments can be long, and wrappers are rare: only arguments whose first key may be the wrapper's are decoded.
     key = compact[:_LONGEST_KEY].partition(b'":"')[0]
     if key == _INVALID_KEY or has_escaped_letters(key):
         value = _OBJECT.decode(compact)
@@ -261,12 +261,12 @@ def arguments_from_wire(args: Raw) -> str:
 
 
 def signature(call_id: str) -> str:
-    """A thought signature (base64) that names its call, for clients that keep signatures and drop ids."""
+    """A thought signature (base64) with the call's id, for clients that keep signatures and drop ids."""
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 
 
 def signed_id(sent: str | None) -> str | None:
-    """The id in a signature of ours, in either alphabet of base64; None for any other signature."""
+    """The id in one of our signatures, in either alphabet of base64; None for any other signature."""
     if not sent:
         return None
     try:
@@ -277,7 +277,7 @@ def signed_id(sent: str | None) -> str | None:
 
 
 def _part(raw: Raw, where: str) -> WirePart:
-    """One part, in either spelling."""
+    """Parse one part, in either spelling of the keys."""
     named = fields(raw, where)
     for name in ("inlineData", "fileData"):
         if name in named:
@@ -293,7 +293,7 @@ def _refuse_mixed_part(where: str) -> None:
 
 
 def _image(part: WirePart, where: str) -> Image | None:
-    """The image of a part that holds one."""
+    """The image of a part; None for a part without an image."""
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
         if blob.mime_type is None or not blob.mime_type.startswith("image/"):

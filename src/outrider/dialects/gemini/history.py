@@ -1,18 +1,25 @@
-"""The messages of a Google request, and how calls that lost their ids find them again.
+"""The messages of a Google request, and the assignment of ids to calls whose ids the client changed or dropped.
 
-It decodes a content once per session, and of a user's content that answers no call only the role. Invariant: a call
-that was made here keeps the id that it was given, whatever the client does to ids; `raw(i)` holds the ids that message
-`i` was read with.
+A content is decoded once per session. Of a user's content without tool results, only the role is decoded. Invariant: a
+call made here keeps its original id, whatever the client does to ids; `raw(i)` contains the ids with which message `i`
+was parsed.
 
-One content can be several messages (each tool's answer is one), and several adjacent contents of role `model` are one
-message: clients that keep a stream's chunks as they came send them back so.
+One content can be several messages (each tool result is a message). Adjacent contents of role `model` are one message:
+some clients keep a stream's chunks apart and send them back in the same way.
 
-Clients keep our ids, drop them, put the tool's name in front, or replace them. A call's id is therefore looked for, in
-this order, in: the id it carries, where we gave it out; its thought signature, which holds our id; what we answered at
-this very place (the digest of everything before it and of what it says, ids and thoughts aside); for calls that carry
-no id, an earlier reply that said the same; the id it carries, whoever made it. A call that has none of these is
-numbered. What was decided for a place stays decided. A tool's answer takes the id of the call that its own id names,
-else of the first call of its name that waits for an answer.
+Clients keep our ids, drop them, put the tool's name in front, or replace them. The id of a call is therefore the first
+of these that exists:
+
+1. the id in the request, if it is one of ours;
+2. the id in the call's thought signature;
+3. the id recorded for our reply at the same position of the history. A position is the digest of everything before the
+   message and of the message itself, without ids and thoughts;
+4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls;
+5. the id in the request, whoever made it;
+6. a number.
+
+The ids chosen at a position do not change later. A tool result belongs to the call whose id it has, else to the first
+call of its name without a result.
 """
 
 from __future__ import annotations
@@ -43,20 +50,21 @@ from outrider.dialects.json import decode, is_absent, refuse
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""Up to here a float and an integer are the same JSON number to every client."""
+"""Maximum integer up to which a float and an integer are the same JSON number to every client."""
 
 KEPT_READERS = 64
-"""Histories that a session can continue at the cost of what is new: its latest requests, sub-agents' included."""
+"""Maximum kept readers of a session. A request that continues one of their histories costs its new contents alone. The
+readers of the latest requests are kept, sub-agents' included."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
-"""A content without any of these in its bytes answers no call: they are part of `functionResponse` and
-`function_response`, or begin the escapes of the letters in it."""
+"""A content without any of these byte strings has no tool result. They are part of `functionResponse` and
+`function_response`, or begin the escapes of letters in these names."""
 
 digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history: `signed` is the id in its signature, `arguments` are in one spelling."""
+    """A call in the history. `signed` is the id in its signature; `arguments` are in one spelling."""
 
     name: str
     id: str | None
@@ -65,7 +73,7 @@ class _Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class _PartRange(msgspec.Struct, frozen=True, gc=False):
-    """Parts [start, stop) of a user's content that are one message; `name` and `id` are those of a tool's answer."""
+    """The parts [start, stop) of a user's content, which form one message. `name` and `id` belong to a tool result."""
 
     start: int
     stop: int | None = None
@@ -75,8 +83,9 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
-    """A content as the history needs it: of a user's the ranges, of the model's all else. `said` is the digest of what
-    the model said, ids and thoughts aside; `hosted` is what tools of Google's servers did."""
+    """The data that the history keeps of a content: `ranges` for a user's content, all other fields for the model's.
+    `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` is the work of tools on
+    Google's servers."""
 
     role: Role
     digest: bytes
@@ -88,8 +97,8 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
 
 
 class HistoryMemory:
-    """What one session said before: the ids of its calls (`given_ids`, `ids_by_place`, `ids_by_said`), every content
-    that was decoded, by its digest, and how the latest requests were read, by the digest of their contents."""
+    """The history of one session: the ids of its calls (`given_ids`, `ids_by_place`, `ids_by_said`), every decoded
+    content by its digest, and the readers of the latest requests by the digest of their contents."""
 
     def __init__(self) -> None:
         self.contents: dict[bytes, _ReadContent] = {}
@@ -100,8 +109,8 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """A message: the contents and parts it is made of, and the ids of its calls or of the call it answers. `key`
-    determines all of that."""
+    """A message: its contents and parts, and the ids of its calls, or the id of the call behind its tool result. `key`
+    determines all of these."""
 
     key: bytes
     role: Role
@@ -112,9 +121,8 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeminiHistory:
-    """`WireMessages` over a system instruction (b"" for none) and contents. `hosted` names what tools of Google's
-    servers did in them, which the model is not shown. Raises RequestError for what only a part that was never seen
-    before can have wrong."""
+    """`WireMessages` over a system instruction (b"" for none) and contents. `hosted` names the work of tools on
+    Google's servers, which the model does not see. Raises RequestError for errors possible in new parts only."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 
@@ -149,7 +157,7 @@ class GeminiHistory:
             return system_message(self._system, "systemInstruction")
         parts: list[WirePart] = []
         for at in span.contents:
-            # The newest content stays decoded, because each tool's answer in it is a message of its own.
+            # The newest content stays decoded, because each tool result in it is a separate message.
             if self._decoded[0] != at:
                 self._decoded = (at, parts_of(self._contents[at], f"contents[{at}]"))
             parts += self._decoded[1]
@@ -163,7 +171,7 @@ class GeminiHistory:
                 return user_message(parts[span.start : span.stop], first, span.start)
 
     def answered(self, reply: Message) -> None:
-        """Remember the reply that this request was answered with."""
+        """Record the reply to this request."""
         if not reply.tool_calls:
             return
         ids = tuple([call.id for call in reply.tool_calls])
@@ -178,14 +186,14 @@ class GeminiHistory:
 
 
 class _WaitingCall(msgspec.Struct, gc=False):
-    """A call that has no answer yet."""
+    """A call without a result."""
 
     name: str
     id: str
 
 
 class _HistoryReader:
-    """Reads contents in order into spans. `place` is the digest of all that came before."""
+    """Reads contents in order into spans. `place` is the digest of all contents so far."""
 
     def __init__(self, memory: HistoryMemory) -> None:
         self.place = b""
@@ -201,8 +209,8 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """The reader at the end of `contents`. It begins as a copy of the kept one that went furthest along the same
-        contents. Raises RequestError."""
+        """Return the reader at the end of `contents`. It starts from a copy of the kept reader that covers the most of
+        them. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -221,7 +229,7 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Taken out and put in again, the latest request is the last in the dictionary; the first is forgotten.
+            # Removed and inserted again, the latest request is last in the dictionary; the first is dropped.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
             if len(memory.readers) > KEPT_READERS:
@@ -229,7 +237,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """A reader that goes on by itself. Only at the end of a user's content, where no run of the model's is open."""
+        """Return an independent copy. Valid only at the end of a user's content, where no run of the model's contents
+        is open."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)
@@ -260,10 +269,10 @@ class _HistoryReader:
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
 
     def _ids_of(self, calls: Sequence[_Call], said: bytes) -> tuple[str, ...]:
-        """The ids of a message's calls, looked for in the order that the module's heading gives."""
+        """The ids of a message's calls, found in the order given in the module heading."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may put one signature on all calls of a reply: it names the first.
+        # A client may put one signature on all calls of a reply: the signature names the first call.
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
@@ -283,7 +292,7 @@ class _HistoryReader:
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
-        """Make messages of a user's content."""
+        """Make the messages of a user's content."""
         self.place = digest(self.place + content.digest)
         for one in content.ranges:
             if not one.is_answer:
@@ -302,12 +311,12 @@ class _HistoryReader:
 
 
 def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
-    """A content that was not seen before; `key` is its digest. Raises RequestError."""
+    """Parse a new content; `key` is its digest. Raises RequestError."""
     if role_of(raw, where) is not Role.ASSISTANT:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):
             return _ReadContent(Role.USER, key, (_PartRange(0),))
-        # Every tool's answer is a message, and every run of other parts; empty parts beside an answer are none.
+        # Each tool result is a message, and so is each run of other parts. Empty parts beside a result are dropped.
         ranges: list[_PartRange] = []
         start: int | None = None
         for index, part in enumerate(parts_of(raw, where)):
@@ -340,7 +349,7 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
 
 
 def _digest_of_said(text: str, calls: Sequence[tuple[str, bytes]]) -> bytes:
-    """The digest of what the model said, ids and thoughts aside; `calls` are names and arguments."""
+    """The digest of the model's text and calls, without ids and thoughts; `calls` are names and arguments."""
     return digest(msgspec.json.encode([text.strip(), [[name, Raw(arguments)] for name, arguments in calls]]))
 
 
@@ -353,8 +362,8 @@ _NUMBERS: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 
 def _one_spelling(arguments: Raw, where: str) -> bytes:
-    """Arguments in one spelling, however a client writes keys and numbers. Raises RequestError where they are no
-    object."""
+    """Arguments in one spelling of keys and numbers, independent of the client's. Raises RequestError if they are not
+    an object."""
     if is_absent(arguments):
         return b"{}"
     value = decode(_NUMBERS, arguments, where)

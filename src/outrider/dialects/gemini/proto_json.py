@@ -1,7 +1,7 @@
-"""JSON objects as Google's clients write them: keys in camelCase or snake_case, lists that may be a single item.
+"""JSON objects in the spelling of Google's clients: keys in camelCase or snake_case, lists that may be a single item.
 
-It knows no field by name. Invariant: a key is read the same in both spellings, at one level of one object; what lies
-deeper is left as it was sent.
+It has no list of field names. Invariant: both spellings of a key have the same result, at one level of one object.
+Deeper levels are unchanged.
 
 Source: the ProtoJSON format ("parsers accept both the lowerCamelCase name and the original proto field name").
 """
@@ -25,14 +25,14 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 
 
 def fields(raw: bytes | Raw, where: str = "") -> Fields:
-    """The object's fields by their camelCase names; null ones are left out. Raises RequestError."""
+    """The object's fields by their camelCase names, without null fields. Raises RequestError."""
     return {camel_case(key): value for key, value in decode(_FIELDS, raw, where).items() if not is_absent(value)}
 
 
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
-    """The object in `raw` by a decoder of camelCase keys. Raises RequestError."""
+    """Decode the object in `raw` with a decoder of camelCase keys. Raises RequestError."""
     data = bytes(raw)
-    # Spelling keys anew costs a second pass: only for data that may have a key in snake_case.
+    # Changing the spelling of keys costs a second pass: only for data that may have a key in snake_case.
     if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):
@@ -41,7 +41,7 @@ def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str
 
 
 def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
-    """The items of a list; something that is no list is its only item; null has none. Raises RequestError."""
+    """The items of a list. Any other value counts as a single item; null has no items. Raises RequestError."""
     if is_absent(raw):
         return []
     if bytes(memoryview(raw)[:1]) == b"[":
@@ -50,10 +50,10 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
 
 
 def has_escaped_letters(data: bytes) -> bool:
-    """Whether letters or underscores, perhaps of keys, are written as escapes: the bytes then do not show the keys."""
+    """Return True if letters or underscores are written as escapes, so that the bytes do not show the keys."""
     return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 
 def is_text(raw: bytes | Raw) -> bool:
-    """Whether the value is a string."""
+    """Return True for a string value."""
     return bytes(memoryview(raw)[:1]) == b'"'

@@ -1,7 +1,7 @@
 """A finished model call, an error and a model in the JSON shapes of Google's API.
 
-It knows no request parsing and no streaming. Invariant: a reply has a part, and no part is an empty object: clients
-throw away a turn that breaks this.
+It handles no requests and no streams. Invariant: a reply has a part, and no part is an empty object, because clients
+discard any other turn.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
 """
@@ -34,7 +34,7 @@ _STATUS = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""By HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, from 500 on `INTERNAL`."""
+"""Status words by HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, from 500 on `INTERNAL`."""
 
 
 def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The chunk that ends a reply: its last parts, why it ended, and the token counts."""
+    """The last chunk of a reply: its last parts, the finish reason, and the token counts."""
     return {
         "candidates": [
             {
@@ -66,18 +66,18 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """A call with its id, and a signature that holds the id once more: many clients drop ids and keep signatures."""
+    """A call with its id, and a signature that repeats the id: many clients drop ids and keep signatures."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 
 
 def finish_reason(completion: Completion) -> str:
-    """`STOP`, with calls and without, or `MAX_TOKENS` for a reply that was cut off, by its limit or by an abort."""
+    """`STOP`, with calls and without, or `MAX_TOKENS` for a reply cut off by its limit or an abort."""
     return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. Thoughts are counted among the candidate's tokens: their own number is known only when it is 0."""
+    """Token counts. Thoughts count as tokens of the candidate: their own number is known only if it is 0."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,
@@ -104,12 +104,12 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model; its limits are left out where the context's size is not known."""
+    """One model. Its limits are absent if the size of the context is unknown."""
     limits = {} if context_tokens is None else {"inputTokenLimit": context_tokens, "outputTokenLimit": context_tokens}
     return {
         "name": RESOURCE + name,
         "baseModelId": name,
-        "version": "1",  # the API requires one; models have none here
+        "version": "1",  # the API requires a version; models have none here
         "displayName": name,
         "description": "",
         **limits,

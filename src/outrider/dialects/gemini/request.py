@@ -1,10 +1,11 @@
-"""A generateContent, streamGenerateContent or countTokens body read into a `ModelRequest`: its settings.
+"""The parser of a generateContent, streamGenerateContent or countTokens body, which returns a `ModelRequest`: its
+settings.
 
-It knows nothing of replies, tokens or the inside of contents. Invariant: a history that was seen before is scanned, not
-decoded, so that reading a request costs one pass over its bytes plus what is new; a message is decoded by
-`GeminiHistory.parse` alone.
+It handles neither replies nor tokens nor the inside of contents. Invariant: a known history is scanned, not decoded,
+so reading a request costs one pass over its bytes plus its new contents. A message is decoded by `GeminiHistory.parse`
+alone.
 
-What becomes of each field is in `field_policy.GEMINI_BODY` and `GEMINI_GENERATION`.
+The treatment of each field is in `field_policy.GEMINI_BODY` and `GEMINI_GENERATION`.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
@@ -57,7 +58,7 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Generation(msgspec.Struct, rename="camel"):
-    """Google's clients write whole numbers as 64 or as 64.0: those are floats here."""
+    """Whole numbers are floats here, because Google's clients write them as 64 or as 64.0."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -74,8 +75,8 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 
 class GeminiContext(msgspec.Struct, frozen=True):
-    """What writing the reply needs to know: the history it continues, whether thoughts are shown, and whether a stream
-    is server-sent events or one JSON array."""
+    """The request's data for the writer of the reply: the history, the flag to show thoughts, and the flag for
+    server-sent events instead of one JSON array."""
 
     history: GeminiHistory
     thoughts: bool = False
@@ -91,7 +92,7 @@ _THINKING = msgspec.json.Decoder(_Thinking)
 
 
 def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, stream: bool) -> ModelRequest:
-    """A request to generate. Raises RequestError."""
+    """Parse a request to generate. Raises RequestError."""
     notes: list[str] = []
     wire = fields(body)
     contents = _contents(wire)
@@ -107,7 +108,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     sampling = AskedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which is -1 from here on
+        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which is -1 everywhere else
         max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
         seed=generation.seed,
         stop=tuple(generation.stop_sequences or ()),
@@ -134,12 +135,12 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
 
 
 def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> ModelRequest:
-    """A request to count tokens: contents alone, or all of a request to generate. Raises RequestError."""
+    """Parse a request to count tokens: contents alone, or a whole request to generate. Raises RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # a count has no turn to note them with
+    notes: list[str] = []  # a count has no turn for these notes
     tools = asked_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -184,7 +185,7 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 
 
 def _thinking_switch(thinking: _Thinking) -> bool | None:
-    """Whether the model is to think; None leaves it to the model. A budget of -1 does so, too."""
+    """Return False to turn thinking off; None leaves it to the model, as does a budget of -1."""
     return False if thinking.thinking_budget == 0 else None
 
 
@@ -207,6 +208,6 @@ def _constraint(generation: _Generation) -> Constraint | None:
 
 
 def _caller(call: WireCall) -> Caller:
-    """What OpenCode says about its sub-agents; Google's own clients say nothing."""
+    """OpenCode's headers about its sub-agents; Google's own clients send none."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id") if parent is not None else None, parent_id=parent)

@@ -1,8 +1,8 @@
 """One streamed Google reply: server-sent events for `alt=sse`, else one JSON array that grows.
 
-It knows no clock and no transport. Invariant: everything is sent once. `delta` sends thoughts (where asked for) and
-text; `close` sends tool calls, the finish reason and usage; after `close` or `error` nothing is written, and an array
-is closed.
+It has no clock and no transport. Invariant: everything is sent once. `delta` sends thoughts (if the request shows
+them) and text; `close` sends tool calls, the finish reason and usage; after `close` or `error` nothing is written, and
+an array is closed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider.messages import Delta, Message
 
 ARRAY_TYPE = "application/json; charset=utf-8"
 PING = b"\n"
-"""An empty line, which is white space in an array. The other dialects' ping, a comment of the event stream, is read as
-JSON by Google's Python client, which then fails."""
+"""An empty line, which is white space in an array. The other dialects' ping, a comment of the event stream, does not
+work here: Google's Python client parses it as JSON and fails."""
 
 _encode = msgspec.json.Encoder().encode
 

@@ -1,12 +1,12 @@
 """Google's tool declarations in OpenAI's form.
 
-It knows no message. Invariant: the model is told what the client declared. `parametersJsonSchema` is passed on as it
-is; `parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types in lower case, `nullable` as a type of its
-own, counts as numbers, and without what only Google's servers read (`propertyOrdering`, the format `enum`, unspecified
-types).
+It handles no messages. Invariant: the model sees the tools as declared by the client. `parametersJsonSchema` is passed
+on unchanged. `parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types in lower case, `nullable` as a
+separate type, counts as numbers, and without keys for Google's servers alone (`propertyOrdering`, the format `enum`,
+unspecified types).
 
-Tools that Google would run itself (search, code execution, URL context) are not shown to the model, and noted: nothing
-here can run them. A choice of functions has no effect, and is noted; NONE hides them.
+Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model:
+nothing here can run them. A choice of functions has no effect, and is noted; NONE hides the tools.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -54,7 +54,7 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 def asked_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
-    """The tools that the model is told of. Raises RequestError."""
+    """The tools that the model sees. Raises RequestError."""
     raw = bytes(body.get("tools", b""))
     tools = remembered_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
@@ -95,7 +95,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def from_google_schema(schema: Any) -> Any:
-    """Google's Schema as JSON schema; what is already JSON schema stays as it is."""
+    """Convert Google's Schema to JSON schema. JSON schema stays unchanged."""
     if not isinstance(schema, dict):
         return schema
     named: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def from_google_schema(schema: Any) -> Any:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """The value of one key of a schema."""
+    """Convert the value of one key of a schema."""
     if key == "type":
         return _lower(value)
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Anthropic Messages, streamed and not: its routes, and `Dialect` put together from request, reply and stream.
+"""Anthropic Messages, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It knows no token and no transport. Invariant: a streamed reply and a whole reply say the same message.
+It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same message.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ POSTS = {MESSAGES: Action.GENERATE, COUNT_TOKENS: Action.COUNT_TOKENS}
 
 
 class MessagesDialect:
-    """`Dialect` of `POST /v1/messages` and `/v1/messages/count_tokens`, and of `GET /v1/models` for a client that names
-    its `anthropic-version`. What it remembers for a session is its tools, read once."""
+    """`Dialect` of `POST /v1/messages` and `/v1/messages/count_tokens`, and of `GET /v1/models` for a client that
+    names its `anthropic-version`. A session's memory holds its parsed tools."""
 
     name = "messages"
 

@@ -1,16 +1,16 @@
-"""The messages of an Anthropic request: content blocks on the wire, read into our `Message`.
+"""The messages of an Anthropic request: the parser of content blocks, which returns our `Message`.
 
-It knows no request around them and no reply. A block is cut into the raw JSON of the fields that count; what does not
-count (`cache_control`, `signature`, `citations`) is neither parsed nor compared, so that a cache marker that moves does
-not change a message's bytes. Invariant: nothing that the model would have seen is left out silently; a kind of block
-that cannot be shown is a 400 that names it, except HOSTED_BLOCKS, which the request notes.
+It handles neither the request around the messages nor replies. A block is cut into the raw JSON of the fields that
+count. Fields that do not count (`cache_control`, `signature`, `citations`) are neither parsed nor compared, so a moved
+cache marker does not change a message's bytes. Invariant: no content for the model is left out silently. An
+unsupported kind of block is a 400 with the name of the kind, except HOSTED_BLOCKS, which the request notes.
 
-One message on the wire is not always one of ours: each tool result of a user message is a message of its own, in its
-place among the message's other blocks, and adjacent assistant messages are one reply.
+A message on the wire can be several of our messages: each tool result of a user message is a message of its own, in
+its position among the message's other blocks. Adjacent assistant messages are one reply.
 
-What the model sees: text blocks of one message without anything between them; those of a system prompt on lines of
-their own; a document as its text between `<document>` tags; a tool result that is an error as it is, with `TOOL_ERROR`
-on a last line of its own. It does not see redacted thinking, which no model of ours wrote.
+The model sees: the text blocks of one message with nothing between them; the text blocks of a system prompt on
+separate lines; a document as its text between `<document>` tags; a tool result with `is_error` unchanged, with
+`TOOL_ERROR` on a line at its end. The model does not see redacted thinking, which no model served here wrote.
 
 Source: Anthropic API reference, "Create a Message".
 """
@@ -29,10 +29,10 @@ from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url
 
 TOOL_ERROR = "[tool error]"
-"""Ends what the model reads of a tool result with `is_error`."""
+"""The last line, for the model, of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""Begins a line of accounting that Claude Code puts before its system prompt. The line differs between its agents: left
-in, it would make every one of them a conversation of its own."""
+"""The beginning of an accounting line that Claude Code puts before its system prompt. The line differs between its
+agents: if it were kept, every agent would have a conversation of its own."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
@@ -50,12 +50,12 @@ HOSTED_BLOCKS = frozenset(
         "container_upload",
     }
 )
-"""What tools of Anthropic's servers did, and files for them. They come in histories from elsewhere; the model is not
-shown them."""
+"""Blocks with the work of tools on Anthropic's servers, and files for these tools. Histories from another service
+contain them; the model does not see them."""
 
 
 class Block(msgspec.Struct, gc=False):
-    """One content block; a field that its client left out is empty."""
+    """One content block; a field missing from the request is empty."""
 
     type: str
     text: Raw = Raw()
@@ -81,7 +81,7 @@ class WireMessage(msgspec.Struct, gc=False):
 
 
 class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block and its place in the request, as errors name it."""
+    """A block and its path in the request, for error messages."""
 
     block: Block
     where: str
@@ -96,7 +96,7 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """Where one of our messages is on the wire: in messages [first, last), and of a user message in blocks
+    """The position of one of our messages on the wire: messages [first, last), and within a user message blocks
     [start, stop)."""
 
     role: Role
@@ -115,7 +115,8 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
     "document": lambda block: (b'"document"', block.source, block.title, block.context),
     "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
 }
-"""The bytes that determine what a block is read as: JSON values, first its kind, then as many as that kind has."""
+"""The bytes that determine how a block is parsed: JSON values, first its kind, then a number of values fixed for the
+kind."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
 _STRING = msgspec.json.Decoder(str)
@@ -127,8 +128,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class MessagesHistory:
-    """`WireMessages` over the messages on the wire, the system prompt first. `hosted` are the kinds of the blocks that
-    tools of Anthropic's servers left. Raises RequestError for an unknown role."""
+    """`WireMessages` over the messages on the wire, the system prompt first. `hosted` are the kinds of the blocks with
+    work of Anthropic's server-side tools. Raises RequestError for an unknown role."""
 
     __slots__ = ("_has_system", "_spans", "_wire", "hosted")
 
@@ -163,7 +164,7 @@ class MessagesHistory:
         return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        # One join over all messages: it runs on every call over the whole history.
+        # One join over all messages, because this runs on every call over the whole history.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def size(self, index: int) -> int:
@@ -186,11 +187,11 @@ class MessagesHistory:
                 return _tool_message(blocks[0])
 
     def _pieces(self, span: _Span) -> list[bytes | Raw]:
-        """The bytes that determine a message: its role, then JSON values, none of which reads like a role."""
+        """The bytes that determine a message: its role, then JSON values, none of which equals a role."""
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
-            if isinstance(content, str):  # the same bytes as a list of one text: clients switch between the two
+            if isinstance(content, str):  # the same bytes as a list of one text, because clients switch between the two
                 pieces += (b'"text"', msgspec.json.encode(content))
                 continue
             for block in content[span.start : span.stop]:
@@ -200,7 +201,7 @@ class MessagesHistory:
 
 
 def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
-    """The spans of a user message: every tool result, and every run of other blocks."""
+    """Split a user message into spans: each tool result, and each run of other blocks."""
     start = 0
     for at, block in enumerate(content):
         if block.type == "tool_result":
@@ -213,7 +214,7 @@ def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
-    """The blocks [start, stop) of a content, which may be a string or left out."""
+    """The blocks [start, stop) of a content, which may be a string or absent."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -222,7 +223,7 @@ def _placed(content: Content | None, where: str, start: int = 0, stop: int | Non
 
 
 def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
-    """A system prompt without its billing line."""
+    """The text of a system prompt without its billing line."""
     texts = []
     for at in blocks:
         if at.block.type != "text":
@@ -233,7 +234,7 @@ def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
 
 
 def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
-    """A reply as a client sends it back."""
+    """A reply in a client's history."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -260,7 +261,8 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """A call's arguments as JSON text, or the text that a reply sent as an invalid one."""
+    """A call's arguments as JSON text, or the original text of arguments that a reply sent as an INVALID_JSON
+    object."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -272,7 +274,7 @@ def _arguments(raw: Raw, where: str) -> str:
 
 
 def _tool_message(at: _PlacedBlock) -> Message:
-    """One `tool_result`."""
+    """The message of one `tool_result`."""
     block, where = at.block, at.where
     content = _optional(_CONTENT, block.content, f"{where}.content")
     parts = [_part(inner) for inner in _placed(content, f"{where}.content")]
@@ -283,7 +285,7 @@ def _tool_message(at: _PlacedBlock) -> Message:
 
 
 def _part(at: _PlacedBlock) -> Part:
-    """A block of a user or a tool."""
+    """A block of a user message or a tool result."""
     block, where = at.block, at.where
     match block.type:
         case "text":
@@ -304,14 +306,14 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return Text(_document(block, where))
-        case "tool_reference":  # a tool that the client's own search found; all of them are offered anyway
+        case "tool_reference":  # a tool found by the client's own search; the model sees all tools anyway
             return Text(_string(block.tool_name, f"{where}.tool_name"))
         case _:
             return _refuse_block(at, "the model reads text, images and documents of text")
 
 
 def _document(block: Block, where: str) -> str:
-    """A document as the model reads it: title and context where it has them, then its text."""
+    """A document for the model: title and context if it has them, then its text."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

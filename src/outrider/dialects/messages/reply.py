@@ -1,7 +1,7 @@
 """A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
 
-It knows no request parsing and no streaming. Invariant: a reply that a client sends back is read as the same reply,
-whatever text the model wrote as tool arguments.
+It handles no requests and no streams. Invariant: a reply in a client's history is parsed as the same reply, whatever
+text the model wrote as tool arguments.
 
 Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
 """
@@ -23,7 +23,7 @@ from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
-"""The `created_at` that the API documents for a model whose release date is not known."""
+"""The `created_at` that the API documents for a model with an unknown release date."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,22 +34,22 @@ ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""By HTTP status. Any other status below 500 is `invalid_request_error`, from 500 on `api_error`."""
+"""Error types by HTTP status. Any other status below 500 is `invalid_request_error`, from 500 on `api_error`."""
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _NUMBER = re.compile(r"\d+")
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Why a reply ended, in the words of the API."""
+    """The end of a reply in the API's words."""
 
     stop_reason: str
     stop_sequence: str | None = None
 
 
 class Signer:
-    """Makes the signature of a thinking block from its text, in pieces or whole. The signature proves nothing: it
-    is there because clients expect one and send it back, and is then not read."""
+    """Makes the signature of a thinking block from its text, in pieces or whole. The signature proves nothing. Clients
+    expect a signature and send it back, and the request parser then ignores it."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)
@@ -83,13 +83,14 @@ def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any
 
 
 def message_head(id: str, model: str) -> dict[str, Any]:
-    # The API's ids begin like this.
+    # The API's ids begin with `msg_`.
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
 def stopped(request: ModelRequest, completion: Completion) -> Stop:
-    """Why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for it, and a client takes
-    `end_turn` for the whole reply. Where the engine does not say which sequence ended a reply, it is `end_turn`."""
+    """The reason why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for an abort, and
+    clients read `end_turn` as a complete reply. If the engine does not report which stop sequence ended the reply, the
+    reason is `end_turn`."""
     if completion.finish is not FinishReason.STOP:
         return Stop("max_tokens")
     if completion.reply.tool_calls:
@@ -100,7 +101,7 @@ def stopped(request: ModelRequest, completion: Completion) -> Stop:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. As in the API, `input_tokens` are those not in the cache: the three input counts add up to the
+    """Token counts. `input_tokens` excludes cached tokens, as in the API: the three input counts add up to the
     prompt."""
     return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
 
@@ -127,15 +128,15 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """Arguments as the JSON object that the dialect asks for: themselves, `{}` for no text, and for text that is no
-    object an object with it under `INVALID_JSON`, which is read back as that text."""
+    """Arguments as the JSON object that the dialect requires: an object unchanged, `{}` for no text, and any other
+    text as an object with the text under `INVALID_JSON`. The request parser turns such an object back into the text."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # An object of the model's own that looks like the wrapper is wrapped once more, or it would be read back unwrapped.
+    # A model's object in the form of the wrapper is wrapped once more. Otherwise the request parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
@@ -145,7 +146,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}, "request_id"}`. Requests have no ids here."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by these words, and read the two numbers out of them.
+        # Clients recognise an overflow by these words, and read the two numbers from them.
         numbers = _NUMBER.findall(error.message)
         message = f"{numbers[0]} tokens > {numbers[1]} maximum" if len(numbers) == 2 else message
         message = f"prompt is too long: {message}"
@@ -154,7 +155,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model; `max_input_tokens` is null where the context's size is not known."""
+    """One model. `max_input_tokens` is null if the size of the context is unknown."""
     return {
         "type": "model",
         "id": name,

@@ -1,11 +1,11 @@
-"""An Anthropic Messages request body read into a `ModelRequest`: settings and tools.
+"""The parser of an Anthropic Messages request body, which returns a `ModelRequest`: settings and tools.
 
-It knows nothing of replies, tokens or the inside of messages. Invariant: one scan of the body finds each message and
-each of its fields; a message is decoded by `MessagesHistory.parse` alone.
+It handles neither replies nor tokens nor the content of messages. Invariant: one scan of the body finds each message
+and each of its fields. A message is decoded by `MessagesHistory.parse` alone.
 
-The model is not shown the tools that Anthropic's servers run; they are noted. Of the tools that a client declares by
-type alone, because only Anthropic's models know their schema, those in `CLIENT_TOOLS` are told by the parameters that a
-client is documented to handle; the others are left out and noted.
+Tools run by Anthropic's servers are noted and not passed to the model. Some tools are declared by type alone, because
+Anthropic's models were trained on their schema. Tools of this kind in `CLIENT_TOOLS` are passed to the model with the
+parameters of the client's documentation. All others are noted and left out.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -69,8 +69,9 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Tools that Anthropic's clients run and declare by type, here without its date: `bash_20250124` is `bash`. The dates
-differ in nothing that is told here. Source: Anthropic documentation, "Bash tool" and "Text editor tool"."""
+"""Tools that Anthropic's clients run and declare by type, listed without the date of the type: `bash_20250124` is
+`bash`. The dated versions of a tool do not differ in the parameters listed here. Source: Anthropic documentation,
+"Bash tool" and "Text editor tool"."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -105,8 +106,8 @@ _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_To
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
-    """The request in `body`; `generate` is False for one that counts tokens. Raises RequestError; most of what is wrong
-    in a message is found when it is parsed."""
+    """Parse the request in `body`. `generate` is False for a count of tokens. Raises RequestError. Most errors in a
+    message are raised later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -133,7 +134,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         constraint=constraint,
     )
     told = tools.specs and (wire.tool_choice is None or wire.tool_choice.type != "none")
-    # OpenCode names a sub-agent by its session and its parent's; without a parent its session is the main agent's.
+    # OpenCode names a sub-agent by its session and its parent's session. A session without a parent is the main
+    # agent's.
     parent = call.header(b"x-parent-session-id")
     own = call.header(b"x-session-id") if parent is not None else None
     return ModelRequest(
@@ -173,8 +175,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def _check_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for a choice that does not exist. Any choice but `none` and `auto` is noted: nothing makes the
-    model call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
+    call a tool."""
     if choice is None:
         return
     if choice.type not in _TOOL_CHOICES:

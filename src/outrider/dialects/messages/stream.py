@@ -1,6 +1,6 @@
 """One streamed Anthropic Messages reply, written as server-sent events.
 
-It knows no clock and no transport. Invariant: one block is open at a time, and their indexes rise. `delta` sends text
+It has no clock and no transport. Invariant: one block is open at a time, and block indexes rise. `delta` sends text
 and reasoning; `close` sends tool calls, the stop reason and usage; after `close` or `error` nothing is written.
 
 Source: Anthropic API reference, "Streaming Messages".
@@ -37,7 +37,7 @@ _TAIL = b"}}\n\n"
 
 
 class _BlockKind(Enum):
-    """The kinds of blocks, by the name of their delta's type without `_delta`."""
+    """The kinds of blocks. A value is the type of the block's deltas without `_delta`."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -100,7 +100,7 @@ class MessagesStream:
         return b"" if self._ended else PING
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """More text of that kind, in the open block if it is of that kind, else in a new one."""
+        """Add text to the open block if it is of the kind, else to a new block."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING

@@ -1,6 +1,6 @@
-"""OpenAI Responses, streamed and not: its routes, and `Dialect` put together from request, reply and stream.
+"""OpenAI Responses, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It knows no token and no transport. Invariant: a streamed reply and a whole reply say the same response. A stored
+It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same response. A stored
 response can be continued (`previous_response_id`); it cannot be fetched or deleted.
 """
 
@@ -30,8 +30,8 @@ ROUTES = {("POST", RESPONSES): Action.GENERATE, ("POST", COUNT): Action.COUNT_TO
 
 
 class ResponsesDialect:
-    """`Dialect` of `POST /v1/responses` and `/v1/responses/input_tokens`. What it remembers for a session are its
-    stored responses, and its tools, read once."""
+    """`Dialect` of `POST /v1/responses` and `/v1/responses/input_tokens`. A session's memory holds its stored
+    responses and its parsed tools."""
 
     name = "responses"
 

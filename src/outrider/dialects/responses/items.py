@@ -1,11 +1,11 @@
-"""The messages of a Responses request: the items of a conversation read into our `Message`.
+"""The messages of a Responses request: the parser of a conversation's items, which returns our `Message`.
 
-It knows nothing of the request around them or of replies. Invariant: one scan of the body finds the fields of each item
-that count; a message is decoded by `ResponsesHistory.parse` alone, and the ids and states that clients and servers give
-to items do not change its bytes. Nothing that the model would have seen is left out silently: an item or a part that
-cannot be shown is a 400 that names it, except HOSTED_ITEMS, which the request notes.
+It handles neither the request around the items nor replies. Invariant: one scan of the body finds the fields of each
+item that count. A message is decoded by `ResponsesHistory.parse` alone. Ids and states that clients and servers assign
+to items do not change a message's bytes. No content for the model is left out silently: an unsupported item or part is
+a 400 with its kind, except HOSTED_ITEMS, which the request notes.
 
-Items are smaller than messages: the reasoning, text and calls of a reply are items of their own. Adjacent items of the
+Items are smaller than messages: the reasoning, text and calls of a reply are separate items. Adjacent items of the
 assistant are one message, in which text follows text directly.
 
 Source: OpenAI API reference, "Create a model response", input items.
@@ -32,7 +32,7 @@ from outrider.dialects.tools import arguments_from_text
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall
 
 STORED = -1
-"""The position of an item that an earlier response has stored."""
+"""The position of an item from an earlier stored response."""
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -52,11 +52,12 @@ HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
-"""What tools of OpenAI's servers did. They come in histories from elsewhere, and the model is not shown them."""
+"""Items with the work of tools on OpenAI's servers. Histories from another service contain them; the model does not
+see them."""
 
 
 class Item(msgspec.Struct, gc=False):
-    """One item; a field that its client left out is empty. `type` may be left out of messages and references."""
+    """One item; a field missing from the request is empty. Messages and references may lack `type`."""
 
     type: str | None = None
     role: str | None = None
@@ -77,13 +78,14 @@ class Item(msgspec.Struct, gc=False):
         return self.type or ("item_reference" if self.role is None else "message")
 
     def pieces(self) -> tuple[bytes | Raw, ...]:
-        """JSON values that determine what the item is read as: its kind, then as many as that kind has."""
+        """The JSON values that determine how the item is parsed: its kind, then a number of values fixed for the
+        kind."""
         kind = self.kind()
         bytes_of = _BYTES_OF.get(kind)
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
 
     def copy(self) -> Item:
-        """The same, without holding on to the body it was read from."""
+        """Return an equal item without references to the request body."""
         fields = msgspec.structs.asdict(self).items()
         own: dict[str, Any] = {name: value.copy() if isinstance(value, Raw) else value for name, value in fields}
         return Item(**own)
@@ -101,11 +103,11 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""The kind of each item and its fields that are read. All but additional tools are (part of) messages."""
+"""The kind of each item and its fields that count. All kinds but additional tools are messages or parts of messages."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item, its kind and its position in `input`, STORED for one of an earlier response."""
+    """An item, its kind and its position in `input`; the position of an item from an earlier response is STORED."""
 
     item: Item
     kind: str
@@ -131,7 +133,7 @@ class _Text(msgspec.Struct):
 
 
 class _ShellAction(msgspec.Struct):
-    """What a shell call does; fields that are not declared here are not shown to the model."""
+    """The action of a shell call. The model does not see fields that are not declared here."""
 
     command: list[str]
     env: dict[str, str] | None = None
@@ -156,8 +158,8 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 
 class ResponsesHistory:
-    """`WireMessages` over the items of a conversation, the instructions first. It is given no hosted items and no
-    additional tools. Raises RequestError for an item of an unknown kind or role."""
+    """`WireMessages` over the items of a conversation, the instructions first. `items` must not contain hosted items
+    or additional tools. Raises RequestError for an item of an unknown kind or role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
@@ -180,14 +182,14 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The letter tells instructions from an item whose kind reads like them.
+            # The letter distinguishes the instructions from an item whose kind equals their text.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 
     def head(self, count: int) -> bytes:
         if count == 0:
             return b""
-        # One join over all messages: it runs on every call over the whole history.
+        # One join over all messages, because this runs on every call over the whole history.
         instructions = [self.raw(0)] if self._instructions else []
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
@@ -210,7 +212,7 @@ class ResponsesHistory:
 
 
 def _role(at: PlacedItem) -> Role:
-    """Whose message an item is (part of). Raises RequestError for an item that cannot be shown to a model."""
+    """The role of an item's message. Raises RequestError for an item without a form for the model."""
     kind = at.kind
     if kind == "message":
         role = _ROLES.get(at.item.role or "")
@@ -219,7 +221,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # Codex: from another of the client's agents, which the text names
+    if kind == "agent_message":  # Codex: from another of the client's agents; the text names the agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL
@@ -227,7 +229,7 @@ def _role(at: PlacedItem) -> Role:
 
 
 def _assistant_message(items: Iterable[PlacedItem]) -> Message:
-    """A reply as a client sends it back."""
+    """A reply in a client's history."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -251,8 +253,8 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
 
 
 def _reasoning(at: PlacedItem) -> str:
-    """An item's reasoning: what was sealed here, else its text, else its summary. What another provider encrypted is
-    left out: no model here has seen it."""
+    """An item's reasoning: our sealed reasoning, else its text, else its summary. Reasoning encrypted by another
+    provider is left out: no model here has seen it."""
     item, where = at.item, at.where
     sealed = _optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
@@ -294,7 +296,7 @@ def _tool_message(at: PlacedItem) -> Message:
 
 
 def _shell_call_id(at: PlacedItem) -> str:
-    # Shell calls carry their id as `call_id`; their outputs may carry it as `id`.
+    # Shell calls have their id as `call_id`; their outputs may have it as `id`.
     call_id = _optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else _string(at.item.id, f"{at.where}.id")
 
@@ -316,7 +318,7 @@ def _parts(raw: Raw, where: str) -> list[Part]:
         elif part.type == "refusal":
             parts.append(Text(part.refusal or ""))
         elif part.type == "encrypted_content":
-            # Codex hands text from agent to agent where OpenAI would have encrypted it; nobody here has.
+            # Codex passes text between agents in this field. OpenAI would have encrypted the text; here it is plain.
             parts.append(Text(part.encrypted_content or ""))
         elif part.type == "input_image":
             if part.image_url is None:

@@ -1,11 +1,11 @@
 """A finished model call, its items and an error in the JSON shapes of the Responses API.
 
-It knows no request parsing and no events. Invariant: an item is the same whether it was streamed or not, and what it
-says of the model's reply is read back from it to the character.
+It handles no requests and no events. Invariant: an item is the same whether it was streamed or not, and the model's
+reply can be parsed from its items to the character.
 
-A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item even
-if the text is empty, so that a client that keeps no reasoning still has a reply to send back. The number of reasoning
-tokens is not known: `reasoning_tokens` is always 0.
+A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item
+even if the text is empty, so a client without reasoning still has a reply to send back. The number of reasoning tokens
+is not known: `reasoning_tokens` is always 0.
 
 Source: OpenAI API reference, "The response object".
 """
@@ -26,15 +26,15 @@ from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
 _PREFIX = "resp_"
-"""Begins a response's id, as the API's own do."""
+"""The prefix of a response's id, as in the API."""
 
 
 class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reply needs of its request.
+    """The request's data for the writer of the reply.
 
-    `echo` are the fields that the response repeats, ready to encode; `table` is the tools by the name that the model
-    knows; `keep` stores the response by its id and items, and is None for one that is not to be stored; `summary` and
-    `encrypted` say in which forms the client wants the reasoning.
+    `echo` are the fields repeated in the response, ready to encode. `table` is the tools by the model's name for each.
+    `keep` stores the response by its id and items; it is None if the response is not stored. `summary` and `encrypted`
+    select the forms of the reasoning.
     """
 
     echo: dict[str, Any]
@@ -45,7 +45,7 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a response has come."""
+    """The current state of a response."""
 
     status: str = "in_progress"
     output: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def response_object(context: ResponsesContext, about: Opening | Completion, outcome: Outcome) -> dict[str, Any]:
-    """The response at any time of its life, ready to encode."""
+    """The response in any state, ready to encode."""
     return {
         "id": response_id(about.id),
         "object": "response",
@@ -72,8 +72,8 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
 
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> Outcome:
-    """The state of a response whose call ended. An aborted one is `incomplete` as if by its limit: the dialect has no
-    word for it, and a client takes `completed` for the whole reply."""
+    """The state of a response whose call ended. An aborted response is `incomplete` as if by its limit: the dialect
+    has no word for an abort, and clients read `completed` as a complete reply."""
     whole = completion.finish is FinishReason.STOP
     return Outcome(
         status="completed" if whole else "incomplete",
@@ -96,7 +96,8 @@ def output_items(context: ResponsesContext, completion: Completion) -> list[dict
 
 
 def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
-    """Reasoning, as a summary where the client asked for one, and sealed where it asked for encrypted content."""
+    """The reasoning item: as a summary if the request has `reasoning.summary`, and also sealed if the request includes
+    encrypted content."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
@@ -123,7 +124,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """A call under the name that the client knows. One of a tool that was never offered keeps its name."""
+    """A call under the client's name for the tool. A call of an unknown tool keeps its name."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -150,7 +151,7 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """The response's id. The id of a completion may come from an engine that serves this API itself."""
+    """The response's id. An engine that serves this API sends completion ids with the prefix."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 
@@ -170,8 +171,8 @@ def usage(completion: Completion) -> dict[str, Any]:
 
 
 def failure(error: OutriderError) -> dict[str, Any]:
-    """The `error` of a response that failed. Clients decide by the code: they shorten their history after an overflow,
-    and try again after a server's error."""
+    """The `error` of a failed response. Clients act on the code: they shorten their history after an overflow, and try
+    again after a server's error."""
     if isinstance(error, ContextOverflow):
         code = "context_length_exceeded"
     elif error.http_status == 429:

@@ -1,11 +1,11 @@
-"""A Responses request body read into a `ModelRequest`: settings, and which items and tools it means.
+"""The parser of a Responses request body, which returns a `ModelRequest`: settings, and the request's items and tools.
 
-It knows nothing of replies or tokens. Invariant: what is not asked for is not parsed, so that reading a request costs
-one scan of its bytes; each message is decoded by `ResponsesHistory.parse` alone.
+It handles no replies and no tokens. Invariant: only needed data is parsed, so reading a request costs one scan of its
+bytes. Each message is decoded by `ResponsesHistory.parse` alone.
 
-`instructions` are the first system message of this request only: a later one that names it by `previous_response_id`
-brings its own. What the API would do on its side and nobody does here (background work, conversations and prompts kept
-by a server) is refused. Hosted tools, and what a server once did with them, are not shown to the model, and noted.
+`instructions` are the first system message of this request only: a later request with `previous_response_id` has its
+own. Work of the API's own servers that has no counterpart here (background work, conversations and prompts kept by a
+server) is refused. Hosted tools, and their earlier work in the history, are noted and not passed to the model.
 
 Source: OpenAI API reference, "Create a model response".
 """
@@ -81,8 +81,8 @@ _TURN_METADATA = msgspec.json.Decoder(_TurnMetadata)
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
-    """The request in `body`; `generate` is False for one that counts tokens. Raises RequestError; most of what is wrong
-    in an item is found when it is parsed."""
+    """Parse the request in `body`. `generate` is False for a count of tokens. Raises RequestError. Most errors in an
+    item are raised later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if generate and wire.model is None:
@@ -90,7 +90,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     include = wire.include or ()
     if _LOGPROBS in include:
         refuse("include", "log-probabilities are served by Chat Completions only")
-    sent = wire.input or []  # it may be left out: a stored conversation can be continued without a new item
+    sent = wire.input or []  # `input` may be left out: a stored conversation can be continued without a new item
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]
     store = store_of(memory)
@@ -149,7 +149,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
 
 
 def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> dict[str, Any]:
-    """The fields of the request that its response repeats, with the defaults that are in force here."""
+    """The request's fields repeated in its response, with the defaults that apply here."""
     form = text.format or {"type": "text"}
     choice = "auto" if wire.tool_choice is None else wire.tool_choice
     for name, value in (("text.format", form), ("tool_choice", choice)):
@@ -177,15 +177,15 @@ def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> 
 
 
 def _caller(call: WireCall) -> Caller:
-    """What Codex and OpenCode say in headers: ids of the agent and of the one that spawned it, and the purpose of a
+    """The caller in the headers of Codex and OpenCode: ids of the agent and of its parent agent, and the purpose of a
     call that is not an ordinary turn."""
     parent = call.header(b"x-codex-parent-thread-id") or call.header(b"x-parent-session-id")
     own = call.header(b"thread-id") or (call.header(b"x-session-id") if parent else None)
     purpose = call.header(b"x-openai-subagent")
-    if not purpose:  # Codex says it in one of two headers, of which the second is JSON
+    if not purpose:  # Codex sends the purpose in one of two headers; the second is JSON
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            purpose = None  # a header of a form that is not known says nothing
+            purpose = None  # a header of an unknown form has no effect
         purpose = None if purpose == _ORDINARY_TURN else purpose
     return Caller(agent_id=own, parent_id=parent, purpose=purpose)

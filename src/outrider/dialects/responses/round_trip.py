@@ -1,12 +1,12 @@
-"""What a Responses reply says so that it is recognised when a client sends it back: reasoning, custom calls and names.
+"""Encodings for the way of a Responses reply to a client and back: reasoning, custom calls and names.
 
-Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. It knows no request and
-no event. Invariant: what a client sends back of a reply is read as what the model made, to the character; what others
-made is read as plain text.
+Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. It handles no requests
+and no events. Invariant: a reply in a client's history is parsed as the model made it, to the character. Items from
+elsewhere are parsed as plain text.
 
-The wire has a form of call without JSON (`custom_tool_call`, one string) and names within namespaces; a model is told
-of functions only. A custom tool is a function with the one parameter `input`; the name of a tool in a namespace begins
-with the namespace's name.
+The wire has calls without JSON (`custom_tool_call`, one string) and names within namespaces; the model sees functions
+only. A custom tool is a function with the single parameter `input`. The name of a tool in a namespace begins with the
+namespace's name.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import msgspec
 from outrider.messages import ToolCall
 
 INPUT = "input"
-"""The one parameter of a custom tool as the model is told of it."""
+"""The only parameter of a custom tool as the model sees it."""
 
 _SEAL = "outrider1:"
-"""Begins an `encrypted_content` of ours, so that it is told from what another provider encrypted."""
+"""The prefix of our `encrypted_content`, which distinguishes it from content encrypted by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""Ends the call id of a custom call whose input is the JSON of its arguments."""
+"""The ending of the call id of a custom call whose input is the JSON of its arguments."""
 _AS_TEXT = "~text"
-"""Ends a call id that would otherwise seem to have an ending of ours."""
+"""An extra ending for a call id that already ends like ours."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. Anybody can read it; clients pass it back untouched, also those that keep no
-    other reasoning."""
+    """Reasoning as `encrypted_content`. It is not secret. Clients return it unchanged, even if they keep no other
+    reasoning."""
     return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """The reasoning in an `encrypted_content` of ours; None for anybody else's."""
+    """The reasoning in our `encrypted_content`; None for any other content."""
     if not sealed.startswith(_SEAL):
         return None
     try:
@@ -51,24 +51,25 @@ def unseal(sealed: str) -> str | None:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The function name that the model is told for `name` in `namespace`."""
+    """The function name, for the model, of the tool `name` in `namespace`."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_JOIN) else namespace + _JOIN + name
 
 
 class CustomCall(msgspec.Struct, frozen=True):
-    """A call of a custom tool as the wire has it."""
+    """A call of a custom tool on the wire."""
 
     call_id: str
     input: str
 
 
 def custom_call(call: ToolCall) -> CustomCall:
-    """A call that the model made of a custom tool, as the wire has it.
+    """Convert the model's call of a custom tool to the wire.
 
-    The model may send other arguments than the one `input`. The client is then given their JSON as the input, under a
-    call id that says so: its tool refuses them, and the model can learn from that.
+    The model may send arguments other than `input`. The client then receives the JSON of the arguments as the input,
+    under a call id with an ending for this case. Its tool refuses such an input, and the refusal shows the model its
+    mistake.
     """
     try:
         value: Any = json.loads(call.arguments)
@@ -82,12 +83,12 @@ def custom_call(call: ToolCall) -> CustomCall:
 
 
 def arguments_of_custom_call(sent: CustomCall) -> str:
-    """The arguments of a call as the model made them: the inverse of `custom_call`."""
+    """The model's arguments of a call: the inverse of `custom_call`."""
     if sent.call_id.endswith(_AS_JSON):
         return sent.input
     return msgspec.json.encode({INPUT: sent.input}).decode()
 
 
 def id_of_custom_call(sent: str) -> str:
-    """The id of a call as the model made it: the inverse of `custom_call`."""
+    """The model's id of a call: the inverse of `custom_call`."""
     return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)

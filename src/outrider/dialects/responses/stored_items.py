@@ -1,7 +1,7 @@
-"""The stored responses of a session: the items that a later `previous_response_id` or item reference stands for.
+"""The stored responses of a session: the items behind a later `previous_response_id` or item reference.
 
-It knows no messages and no tokens. Invariant: equal items are kept once, so that storing every response of a
-conversation costs its new items, not its length squared.
+It handles no messages and no tokens. Invariant: equal input items are kept once, so storing a response costs its new
+items and a reference to each earlier item.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum bytes of the items that a session keeps. When there are more, all are forgotten: only a session that sends
-ever new items comes to this."""
+"""Maximum bytes of the input items kept for a session. Above this size all items are dropped. Only a session with ever
+new items reaches it."""
 
 
 class PreviousResponseNotFound(RequestError):
@@ -42,13 +42,14 @@ class ResponseStore:
         self._size = 0
 
     def conversation(self, previous: str | None, items: Sequence[Item], *, stored: bool) -> list[PlacedItem]:
-        """The whole conversation of a request: that of the previous response, then the new items, where a reference is
-        replaced by the item it names. `stored` says whether the response may be stored. Raises RequestError."""
+        """Return the whole conversation of a request: the previous response's conversation, then the new items, with
+        each reference replaced by its item. `stored` is True if the response may be stored. Raises RequestError."""
         placed: list[PlacedItem] = []
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The words and the code are the API's own: clients look for them and send the conversation anew.
+                # The message and the code are the API's own: clients check for them and send the whole conversation
+                # again.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
@@ -69,13 +70,13 @@ class ResponseStore:
         return placed
 
     def keep(self, conversation: Iterable[PlacedItem], response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response: the conversation before it and the items that it said."""
+        """Store a response: the conversation before it and its own items."""
         said = [_ITEM.decode(msgspec.json.encode(item)) for item in output]
         self._references |= {_STRING.decode(item.id): item for item in said}
         self._responses[response_id] = (*(at.item for at in conversation), *said)
 
     def _kept_once(self, item: Item) -> Item:
-        """The kept item that equals this one, which is kept from now on if there was none."""
+        """Return the kept copy of the item, made if there is none."""
         raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
         known = self._items.get(key)

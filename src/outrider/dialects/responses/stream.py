@@ -1,8 +1,8 @@
 """One streamed response, written as typed server-sent events with rising sequence numbers.
 
-It knows no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning, each in an
-item that is open until the other begins; `close` sends calls and the whole response, whose items are those that were
-sent one by one; after `close` or `error` nothing is written.
+It has no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning, each in an item
+that stays open until the next. `close` sends calls and the whole response, whose items equal the items already sent.
+After `close` or `error` nothing is written.
 
 Source: OpenAI API reference, "Streaming events".
 """
@@ -35,12 +35,12 @@ from outrider.messages import Delta, ToolCall
 
 _encode = msgspec.json.Encoder().encode
 _UNOPENED = Opening(id="unopened", created=0, model="")
-"""Stands for the opening in the response of a stream that fails before it opens."""
+"""Stands for the opening in the response of a stream that fails at its start."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """How items of one kind are streamed: the prefix of their ids, the key of a part's index, and the names of their
-    events."""
+    """The streaming form of one kind of items: the prefix of their ids, the key of a part's index, and the names of
+    their events."""
 
     id_prefix: str
     index_key: str
@@ -57,7 +57,7 @@ _SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.
 
 
 class _OpenItem(msgspec.Struct, frozen=True):
-    """The item that is being streamed; `said` are the pieces of its text."""
+    """The open item of a stream; `said` are the pieces of its text."""
 
     form: _ItemForm
     id: str
@@ -65,11 +65,11 @@ class _OpenItem(msgspec.Struct, frozen=True):
     said: list[str]
 
     def place(self) -> dict[str, Any]:
-        """The fields by which every event of the item says where it belongs."""
+        """The position fields in every event of the item."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """The same for an event that brings text."""
+        """The position fields in an event with text."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:
@@ -124,7 +124,7 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """An `error`, at which the official clients raise, and the response as failed, which Codex reads."""
+        """Write an `error`, at which the official clients raise, and the failed response, which Codex reads."""
         if self._ended:
             return b""
         self._ended = True
@@ -138,7 +138,7 @@ class ResponsesStream:
         return b"" if self._ended else sse.PING
 
     def _say(self, form: _ItemForm, text: str) -> bytes:
-        """Add text to the open item if it is of that form, else to a new one."""
+        """Add text to the open item if it has the form, else to a new item."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
@@ -147,7 +147,7 @@ class ResponsesStream:
         return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, sse.one_line(_encode(text)), number)
 
     def _begin_item(self, form: _ItemForm) -> bytes:
-        """End the open item and begin one of `form`."""
+        """End the open item and begin an item of `form`."""
         written = self._end_item("completed")
         index = len(self._items)
         id = item_id(form.id_prefix, self._about.id, index)
@@ -161,7 +161,7 @@ class ResponsesStream:
         return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
 
     def _end_item(self, status: str) -> bytes:
-        """End the open item, if there is one; `status` is that of a text item."""
+        """End the open item, if there is one; `status` is the status of a text item."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -175,7 +175,8 @@ class ResponsesStream:
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        """All events of one call. They come at once: its arguments are known only when it is whole."""
+        """All events of one call. They are sent at once, because the arguments are known only when the call is
+        complete."""
         index = len(self._items)
         item = call_item(self._context, self._about.id, index, call)
         self._items.append(item)

@@ -1,14 +1,14 @@
-"""The tools of a Responses request as a model is told of them, and the way back from a name to a tool.
+"""The tools of a Responses request in the model's form, and the table from the model's names back to the tools.
 
-It knows no items and no reply. Invariant: every tool in the table is one that the client runs, under one name.
+It handles no items and no replies. Invariant: every tool in the table is run by the client, under one name.
 
-- A function is told in the nested form of Chat Completions, its keys in the client's order.
-- A custom tool, whose call on the wire is one string and not JSON, is told as a function with the one parameter
-  `input`; a grammar is described, not enforced.
-- The tools of a namespace are told with its name before theirs, and what it says of itself with the first of them.
-- All others are hosted: OpenAI's servers would run them, or only its models know their form (a shell, a computer,
-  patches without a schema). The model is not told of them, the request notes them, and the reply's `tools`, which are
-  those in force, show that they are gone. To choose one is a 400.
+- A function is passed to the model in the nested form of Chat Completions, with its keys in the client's order.
+- A custom tool, whose call on the wire is one string and not JSON, is passed as a function with the single parameter
+  `input`. A grammar is described, not enforced.
+- A tool of a namespace gets the namespace's name before its own. The namespace's description goes to its first tool.
+- All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
+  shell, a computer, patches without a schema). They are not passed to the model. The request notes them, and they are
+  absent from the reply's `tools`, which lists the tools in force. To choose a hosted tool is a 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """
@@ -29,13 +29,14 @@ from outrider.messages import ToolSpec
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""For servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces that.)"""
+"""Keys for servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces
+that.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """One tool: what the model is told, and what the client calls it."""
+    """One tool: its specification for the model, and the client's name for it."""
 
     spec: ToolSpec
     name: str
@@ -44,8 +45,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's tools by the name that the model knows. `raw` is the bytes that determine them, `in_force` the
-    client's own JSON of those that are told, for the reply; `hosted` are the kinds of those that are not."""
+    """A request's tools by the model's name for each. `raw` is the bytes that determine the tools. `in_force` is the
+    client's own JSON of the tools passed to the model, for the reply. `hosted` are the kinds of the other tools."""
 
     table: dict[str, Tool] = {}
     raw: bytes = b""
@@ -57,8 +58,8 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class ToolList(msgspec.Struct, frozen=True):
-    """One list of tools on the wire and its place. `top` is True for the request's own list, False for one that comes
-    among its items."""
+    """One list of tools on the wire and its path. `top` is True for the request's own list, False for a list among its
+    items."""
 
     raw: msgspec.Raw
     where: str
@@ -66,14 +67,14 @@ class ToolList(msgspec.Struct, frozen=True):
 
 
 def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
-    """All tools of a request. Raises RequestError."""
+    """Parse all tools of a request. Raises RequestError."""
     raw = b"\n".join([bytes(part.raw) for part in lists])
     return remembered_tools(memory, raw, lambda: _read(lists, raw))
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: list[str]) -> None:
-    """Raise RequestError for a choice that does not exist. Any choice but `none` and `auto` is noted: nothing makes the
-    model call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
+    call a tool."""
     if choice in (None, "none", "auto"):
         return
     notes.append("tool_choice")
@@ -107,7 +108,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 continue
             if part.top:
                 in_force.append(spec)
-            # Tools among the items may repeat one of the request's own: then the last one counts.
+            # Tools among the items may repeat a tool of the request: the last one counts.
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
@@ -120,7 +121,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
 
 
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[Tool]:
-    """The tools in one entry: itself, or those of a namespace."""
+    """The tools in one entry: the entry itself, or the tools of a namespace."""
     if spec.get("type") != "namespace":
         yield _tool(spec, None, where)
         return
@@ -152,7 +153,7 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
         return Tool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
     text = {"type": "string"}
     form, at = spec.get("format"), f"{where}.format"
-    if form is not None and form != {"type": "text"}:  # of free text there is nothing to say
+    if form is not None and form != {"type": "text"}:  # free text needs no description
         if not isinstance(form, dict) or form.get("type") != "grammar":
             refuse(f"{at}.type", "must be 'text' or 'grammar'")
         for key in ("syntax", "definition"):

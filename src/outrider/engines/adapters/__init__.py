@@ -1,1 +1,1 @@
-"""One module for each engine server (vLLM, SGLang, any OpenAI-compatible one), and what their protocols share."""
+"""One module for each engine server (vLLM, SGLang, any OpenAI-compatible one), and shared parts of their protocols."""

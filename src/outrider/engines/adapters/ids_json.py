@@ -1,7 +1,7 @@
 """Writes token ids as JSON by table lookup: every id as seven characters and a comma, padded with spaces to 8 bytes.
 
-A long prompt is written for every turn, and this takes half the time of writing each number's digits; the engine reads
-the same array. It knows no engine. Invariant: a long prompt is written once, into the bytes that are sent.
+A long prompt is written for every turn. The table takes half the time of writing each number's digits, and the engine
+reads the same array. Invariant: a long prompt is written once, into the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""Maximum id in a table. Vocabularies are smaller, and a larger table would take long to make and much memory."""
+"""Ids from this number on are not in a table: vocabularies are smaller, and a larger table takes much time and
+memory."""
 SHORT = 4096
 """Prompts of fewer ids are left to the JSON encoder, which is as fast."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """The JSON of `body`, which is not empty, with the ids as its last field `name`, in consecutive pieces."""
+    """The JSON of the non-empty `body`, with the ids as its last field `name`, in consecutive pieces."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 
 

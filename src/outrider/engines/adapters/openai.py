@@ -1,9 +1,8 @@
 """Any OpenAI-compatible server as an engine of messages: `/v1/chat/completions`, streamed.
 
-The server renders the messages itself, so what it was conditioned on is known only where it reports ids (vLLM
-does): such a reply is captured, any other is text and never trainable. An SGLang server refuses to report ids
-in a stream: attach it as kind `sglang`. Invariant: ids are given with exactly as many log-probabilities, or
-not at all.
+The server renders the messages, so the prompt's ids are available only if the server reports ids, as vLLM does: such a
+reply is captured. Any other reply is text and never trainable. An SGLang server refuses to report ids in a stream:
+attach it as kind `sglang`. Invariant: ids are passed on with exactly as many log-probabilities, or not at all.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
-    """`ids` False asks for nothing beyond OpenAI's own API: the replies are text. `logprobs_mode` is what a
-    vLLM server was started with."""
+    """With `ids` False, requests use OpenAI's own API only and the replies are text. `logprobs_mode` is the value that
+    a vLLM server was started with."""
 
     ids: bool = True
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
@@ -96,8 +95,8 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 class OpenAIEngine:
-    """`ChatEngine` over one server. `mode` is CAPTURE where ids are asked for; a reply without them says so by
-    its last chunk's `output_ids` being None."""
+    """`ChatEngine` over one server. `mode` is CAPTURE if ids are requested. A reply without ids has None as its last
+    chunk's `output_ids`."""
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(OpenAIOptions, options.options)
@@ -121,7 +120,7 @@ class OpenAIEngine:
         reply = _ChatReader(self.name, request, self.versions.served, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model
-            if not model:  # the options name none: the first that the server lists
+            if not model:  # the options name no model: use the first that the server lists
                 model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
                 body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
@@ -151,7 +150,7 @@ class OpenAIEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
     async def set_version(self, version: int) -> None:
-        """Remember the version of the server's weights, for replies that do not say it themselves."""
+        """Record the version of the server's weights, for replies that do not report a version."""
         self.versions = self.versions.told(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
@@ -192,7 +191,7 @@ class OpenAIEngine:
 
 
 class _ChatReader:
-    """Reads one streamed reply event by event and assembles it; `last` gives the whole reply."""
+    """Reads one streamed reply event by event and assembles it; `last` returns the whole reply."""
 
     def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
         self._engine = engine
@@ -247,7 +246,7 @@ class _ChatReader:
         return ChatChunk(text=text, reasoning=reasoning)
 
     def last(self) -> ChatChunk:
-        """Raises EngineUnavailable when the stream ended before the reply did."""
+        """Raises EngineUnavailable if the stream ended before the reply did."""
         if self._finish is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
         reply = Message(
@@ -273,7 +272,7 @@ class _ChatReader:
 
 
 class _PartialCall:
-    """A tool call put together from its deltas: the first names it, the others append to its arguments."""
+    """A tool call put together from its deltas: the first has the name, later deltas append to the arguments."""
 
     def __init__(self) -> None:
         self._id: str | None = None
@@ -290,7 +289,7 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """OpenAI's own fields for JSON, vLLM's for constraints that OpenAI's API does not have."""
+    """OpenAI's own fields for JSON, vLLM's fields for constraints that OpenAI's API does not have."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
@@ -302,7 +301,7 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
 
 
 def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
-    """A message in OpenAI's format. Reasoning is no field of it, but servers that report ids read it."""
+    """A message in OpenAI's format. The format has no reasoning field, but servers that report ids read one."""
     content = [_part(part) for part in message.parts] if message.parts else message.content
     written: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:

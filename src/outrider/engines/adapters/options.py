@@ -1,6 +1,6 @@
 """Checks an engine's own options and its URL when the engine is constructed.
 
-It knows no engine. Invariant: a misspelt option is an InvalidField that names it, and is never ignored.
+The module is independent of the engine. Invariant: a misspelt option raises an InvalidField that names the option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_options(kind: type[T], values: dict[str, Any]) -> T:
-    """The options as a `kind`. Raises InvalidField for an unknown name or a wrong type."""
+    """Convert the options to a `kind`. Raises InvalidField for an unknown name or a wrong type."""
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""Policy versions as engines write them: text labels, and the spans of a reply with a label each.
+"""Policy versions in the engines' format: text labels, and the spans of a reply, each with a label.
 
-It knows no route. Invariant: the spans of a reply tile its output tokens, without gap or overlap.
+The module has no routes. Invariant: the spans of a reply tile its output tokens, without gap or overlap.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label of weights that nobody has labelled, in vLLM and SGLang: our version 0, unless we were told another."""
+"""The label of weights without a label, in vLLM and SGLang: policy version 0, unless another version was set."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) sampled by the weights labelled `version`, as on the wire."""
+    """Output tokens [start, end) sampled by the weights labelled `version`, in the wire format."""
 
     version: str
     start: int
@@ -26,8 +26,8 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str, *, unlabelled: int = 0) -> int:
-    """The policy version a label stands for; `unlabelled` is that of weights without one. Raises EngineMisbehaved when
-    it is not a decimal number."""
+    """Return the policy version of a label. `unlabelled` is the version of weights without a label. Raises
+    EngineMisbehaved for a label that is not a decimal number."""
     if label == UNLABELLED:
         return unlabelled
     if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS:
@@ -45,10 +45,10 @@ def label_of(version: int) -> str:
 def spans_of(
     labels: Sequence[LabelSpan] | None, *, length: int, version: int, unlabelled: int = 0
 ) -> tuple[VersionSpan, ...]:
-    """The spans of a reply of `length` tokens; one span of `version` where the engine gave none. `unlabelled` is the
-    version of weights without a label.
+    """Return the spans of a reply of `length` tokens; one span of `version` if the engine sent none. `unlabelled` is
+    the version of weights without a label.
 
-    Raises EngineMisbehaved when the engine's spans do not tile the reply.
+    Raises EngineMisbehaved if the engine's spans do not tile the reply.
     """
     if not length:
         return ()

@@ -1,9 +1,9 @@
-"""Routers in front of engine servers: the list of their workers, and orders to each of them.
+"""Routers in front of engine servers: the list of their workers, and orders to each worker.
 
-A router forwards a generation to one worker, or to two where prefill and decode are apart. An order, such as a pause,
-it forwards to one worker or to none, so orders go to the workers themselves. Tried with vllm-router 0.1.17 and
-sglang-router 0.3.2. It knows no engine's protocol. Invariant: an order that returns was taken by every worker that is
-listed and can be connected to, and by one at least.
+A router forwards a generation to one worker, or to two if prefill and decode are separate. It forwards an order, such
+as a pause, to one worker or to none, so orders are sent to the workers themselves. Tested with vllm-router 0.1.17 and
+sglang-router 0.3.2. The module is independent of the engine's protocol. Invariant: an order that returns was taken by
+at least one worker, and by every listed worker that accepts connections.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker as a router lists it: `worker_type` is `regular`, or `prefill` or `decode` where these are apart."""
+    """A worker as a router lists it. `worker_type` is `regular`, or `prefill` or `decode` if these are separate."""
 
     url: str
     worker_type: str = "regular"
 
     @property
     def server(self) -> str:
-        """The URL of its server. Of a server with data parallelism each rank is listed, as `http://host:port@1`."""
+        """The URL of the worker's server. For a server with data parallelism the router lists each rank, as
+        `http://host:port@1`."""
         return _RANK.sub("", self.url).rstrip("/")
 
 
@@ -51,11 +52,11 @@ class WorkersOutOfReach(EngineRejected):
 
 
 class Servers:
-    """The servers behind an engine's URL: that one itself or, where it is a router, all its workers."""
+    """The servers behind an engine's URL: the server at the URL or, if that is a router, all its workers."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
-        """Whether the URL is a router's, as `find` saw last."""
+        """Whether the URL is a router's, as of the latest `find`."""
         self._engine = engine
         self._front = front
         self._connect = connect
@@ -64,7 +65,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """Those that orders go to, as `find` saw last."""
+        """URLs of the servers that receive orders, as of the latest `find`."""
         return list(self._workers) if self.routed else [self._front.url]
 
     async def close(self) -> None:
@@ -72,7 +73,7 @@ class Servers:
             await self._workers.popitem()[1].close()
 
     async def find(self) -> None:
-        """See whether the URL is a router's, and which workers it has now. Raises EngineError and StatusFailure."""
+        """Find out whether the URL is a router's, and its current workers. Raises EngineError and StatusFailure."""
         workers = await _listed_workers(self._front)
         self.routed = workers is not None
         urls = {worker.server for worker in workers or ()}
@@ -89,10 +90,10 @@ class Servers:
             self._workers[url] = client
 
     async def tell(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Give every server the order, at once; their answers. Workers that cannot be connected to are passed over:
-        they generate nothing, and the router does without them.
+        """Send one order to all servers concurrently, and return their replies. Workers that cannot be connected to are
+        skipped: they generate nothing, and the router does not use them.
 
-        Raises what the order does, WorkersOutOfReach, and EngineUnavailable where a router lists no worker.
+        Raises the order's errors, WorkersOutOfReach, and EngineUnavailable if a router lists no worker.
         """
         if not self.routed:
             return [await order(self._front)]
@@ -117,17 +118,17 @@ class Servers:
         return answers
 
     async def ask(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """As `tell`, but where no worker could ever be reached from here the router answers for them."""
+        """Like `tell`, but if no worker was ever reachable from here, the router replies for its workers."""
         try:
             return await self.tell(question)
         except WorkersOutOfReach:
-            if self._reached:  # they are gone, which the router may not have noticed
+            if self._reached:  # the workers are gone, which the router may not have noticed
                 raise
             return [await question(self._front)]
 
 
 class Router:
-    """`ListsEngines`: every worker of a router as an engine of its own, of the given kind, with the router's options.
+    """`ListsEngines`: every worker of a router as a separate engine of the given kind, with the router's options.
 
     Prefill and decode workers generate in pairs only, so a router of such workers is refused.
     """
@@ -147,8 +148,7 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Raises InvalidField where the URL is no router's, or that of one with prefill and decode apart;
-        EngineError."""
+        """Raises InvalidField if the URL is no router's, or if prefill and decode are separate, and EngineError."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:
@@ -179,12 +179,12 @@ SGLANG_ROUTER = partial(Router, "sglang")
 
 
 async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
-    """The workers that a router lists; None where the server is no router. Raises EngineUnavailable and
+    """Return the workers that a router lists; None if the server is no router. Raises EngineUnavailable and
     StatusFailure."""
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # A router may keep its list from those without its key: then it must not be taken for a server.
+        # A router may require a key for its list: such a router must not be taken for a server.
         if failure.transient or failure.status in (401, 403):
             raise
         return None
@@ -193,7 +193,7 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
 
 
 def _not_connected(error: BaseException) -> bool:
-    """Whether no connection was made. One that broke, or was too slow, may be that of a worker that lives on."""
+    """Whether no connection was made. A broken or slow connection may belong to a worker that still runs."""
     cause = error.__cause__
     broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
     return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)

@@ -1,7 +1,7 @@
-"""What the APIs of engine servers have in common: finish reasons, log-probabilities, penalties, the list of models.
+"""Common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, the list of models.
 
-It knows no route and no connection. Invariant: a placeholder for a log-probability that an engine does not have never
-leaves this module as a number.
+The module has no routes and no connections. Invariant: a placeholder for a missing log-probability never leaves this
+module as a number.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from outrider.trajectory import FinishReason, LogprobKind
 T = TypeVar("T")
 
 MISSING_LOGPROB = -9999.0
-"""vLLM writes this number for -inf, NaN and values that it does not have."""
+"""vLLM's substitute for -inf, NaN and missing values."""
 
 LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.SAMPLING}
 """The kinds of log-probabilities by vLLM's `--logprobs-mode`."""
 
 MAX_CONTEXT = 2**31
 MAX_NAMED, MAX_NAME = 8, 200
-"""Models of a list that an error names, and characters of each name."""
+"""Maximum number of models that an error names, and maximum characters of each name."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -51,7 +51,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
-    """One event or reply. Raises EngineMisbehaved when it is not what the engine's protocol says."""
+    """Decode one event or reply. Raises EngineMisbehaved if it does not match the engine's protocol."""
     try:
         return decoder.decode(payload)
     except UNREADABLE as error:
@@ -62,9 +62,9 @@ def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
 def decode_batch(
     decoder: msgspec.json.Decoder[T], batch: msgspec.json.Decoder[list[T]], payloads: Sequence[bytes], engine: str
 ) -> Iterable[T]:
-    """The events of one read, in order. Raises as `decode`, once the events before the bad one were taken.
+    """Decode the events of one read, in order. Raises the errors of `decode`, after the events before the bad event.
 
-    They are decoded as one JSON array: 17 events take 33 microseconds so and 136 one by one.
+    The events are decoded as one JSON array: 17 events take 33 microseconds together, and 136 one by one.
     """
     if len(payloads) == 1:
         return (decode(decoder, payloads[0], engine),)
@@ -85,7 +85,7 @@ def finish_of(reason: str, engine: str) -> FinishReason:
 
 
 def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: str) -> list[float]:
-    """The log-probabilities of `ids`, one each. Raises EngineMisbehaved when one is missing or too many."""
+    """The log-probabilities of `ids`, one each. Raises EngineMisbehaved if any is missing, or if there are too many."""
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
     if not len(ids) == len(values) == len(logprobs):
         raise EngineMisbehaved(
@@ -96,7 +96,8 @@ def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: s
 
 
 def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
-    """The model a server serves: the wanted one, or its first. Raises EngineRejected when there is none."""
+    """Return the server's model named `wanted`, or its first model if `wanted` is None. Raises EngineRejected if there
+    is none."""
     try:
         cards = msgspec.convert(answer, ModelList).data
     except msgspec.ValidationError as error:
@@ -109,8 +110,8 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
 
 
 def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> ModelCard:
-    """The model that all servers behind one URL serve, with the shortest of their contexts. Raises as `served_model`,
-    and EngineRejected where they serve different ones."""
+    """Return the model that all servers behind one URL serve, with the shortest of their contexts. Raises the errors of
+    `served_model`, and EngineRejected if the servers have different models."""
     cards = [served_model(answer, wanted, engine) for answer in answers]
     if len({card.id for card in cards}) > 1:
         names = _named(sorted({card.id for card in cards}))
@@ -121,20 +122,20 @@ def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> Mo
 
 
 def _named(ids: Iterable[str]) -> str:
-    """The first models of a list, in words: a server may list any number."""
+    """Names of the first models of a list: a server may list any number."""
     first = list(islice(ids, MAX_NAMED + 1))
     more = ", …" if len(first) > MAX_NAMED else ""
     return ", ".join(name[:MAX_NAME] for name in first[:MAX_NAMED]) + more
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
-    """The penalties and the bias by vLLM's names, which the completions and chat routes of others share. The repetition
-    penalty is always sent: without it the server would take the one of the model's generation_config.json."""
+    """Penalties and bias by vLLM's names, which the completions and chat routes of other servers share. The repetition
+    penalty is always sent: without it the server would apply the penalty of the model's generation_config.json."""
     fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a larger number is an error there
         ("logit_bias", bias_json(sampling)),
     ):
         if value:
@@ -143,7 +144,7 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """The bias with ids as text, since JSON's keys are texts."""
+    """The bias with ids as text, because JSON's keys are texts."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 

@@ -1,8 +1,8 @@
 """An SGLang server as an engine: token ids in and out through `/generate`.
 
-It was written from SGLang's sources (0.5.23) and has met a server of 0.5.17 on a GPU, whose replies are golden tests.
-Streams may be cumulative (the default) or incremental: the counts of each event show which. It knows no conversation.
-Invariant: an id is only passed on with the log-probability given for that very id.
+The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose replies are
+golden tests. Streams may be cumulative (the default) or incremental: the counts of each event show which. The module
+has no notion of a conversation. Invariant: an id is passed on only with the log-probability sent for the same id.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ log = logging.getLogger("outrider.engine")
 
 WEIGHTS_SECONDS = 600.0
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-"""Not `in_place`: the server ends itself when its cache is flushed while it has anything in flight, such as another
-user's request or the token of a health check. After "finish" nothing of ours is left to abort."""
+"""Not `in_place`: the server exits when its cache is flushed while it has anything in flight, such as another user's
+request or the token of a health check. After "finish" no generation of ours is left to abort."""
 ABORTED = 499
-"""The code of an error that says that the server has dropped the request for a pause."""
+"""The code of an error event: the server has dropped the request for a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 ABORT_SECONDS = 1.0
-"""How long replies that a pause has aborted have to arrive."""
+"""Seconds in which replies that a pause has aborted have to arrive."""
 SETTINGS_SECONDS = 5.0
-"""How long the server has to tell its settings. 0.5.17 took 1.3 s."""
+"""Seconds in which the server has to return its settings. 0.5.17 took 1.3 s."""
 INCREMENTAL = (
     "repeats all tokens of a reply with each new one, which halves its speed with many replies at once: start SGLang"
     " with --incremental-streaming-output"
@@ -87,12 +87,11 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class SGLangEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server, or a router of such
-    servers.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server, or a router of such servers.
 
-    Its log-probabilities are those after temperature and before truncation, hence SAMPLING. `pause("finish")`
-    holds new generations back here, waits for those in flight here, then pauses the server, which has no such
-    mode of its own.
+    The server's log-probabilities are those after temperature and before truncation, hence SAMPLING. SGLang has no
+    pause mode "finish": `pause("finish")` holds new generations back here, waits for those in flight here, then pauses
+    the server.
     """
 
     mode = TokenMode.TOKENS
@@ -142,7 +141,7 @@ class SGLangEngine:
                     if (chunk := reader.read(payloads)) is not None:
                         yield chunk
                 reader.check_finished()
-        except Exception as error:  # whatever failed, the tokens that came before it are passed on first
+        except Exception as error:  # for any error, pass on the tokens before it first
             if isinstance(error, WasCut) or (isinstance(error, StatusFailure) and _was_aborted(error)):
                 reader.abort()
             # A connection that breaks behind the finish is no failure: all tokens are here.
@@ -158,7 +157,7 @@ class SGLangEngine:
         yield last
 
     def _note(self, last: Chunk, reader: _SGLangReader) -> None:
-        """Learn from a reply what nobody has told: that the weights are newer, and how the server streams."""
+        """Record facts that only a reply shows: newer weights, and how the server streams."""
         if last.versions and last.versions[-1].version > self.versions.served:
             self.versions = self.versions.told(last.versions[-1].version)
         if reader.repeats is not None:
@@ -170,8 +169,8 @@ class SGLangEngine:
         self.advice = INCREMENTAL if repeats else ""
 
     async def health(self) -> EngineHealth:
-        """A server's `/health` is not asked: it samples a token, takes a second, and waits 20 s while the server is
-        paused. The routes here answer at any time."""
+        """Does not use a server's `/health`: that route samples a token, takes a second, and waits 20 s while the
+        server is paused. The routes used here respond at any time."""
         try:
             await self._servers.find()
             if self._servers.routed:
@@ -195,14 +194,15 @@ class SGLangEngine:
             await self._gate.drained()
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
         if mode == "abort":
-            # A request that arrives in that moment is held by the server until it goes on: it is given up here.
+            # The server would hold a request that arrives at this moment until it resumes. Such a request is given up
+            # here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
     async def resume(self) -> None:
         try:
             await self._control("/continue_generation", {})
-        finally:  # a server that is still paused holds them back itself
+        finally:  # a server that is still paused holds new generations back itself
             self._gate.open()
 
     def hold_back(self) -> None:
@@ -213,8 +213,8 @@ class SGLangEngine:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the server's weights, keeping what is in flight. Workers of a router that cannot be told are remembered
-        to serve `version`."""
+        """Label the server's weights, keeping generations in flight. If the workers of a router are out of reach,
+        `version` is only recorded here."""
         try:
             await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         except WorkersOutOfReach:
@@ -223,7 +223,7 @@ class SGLangEngine:
             self.versions = self.versions.told(version, 0)
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load a folder that the server can read. Its keys and values are forgotten, and a pause goes on."""
+        """Load a folder that the server can read. Cached keys and values are dropped, and a pause stays in force."""
         body = {
             "model_path": weights,
             "weight_version": str(version),
@@ -247,7 +247,8 @@ class SGLangEngine:
         return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def _ask_settings(self) -> None:
-        """Look once whether the server streams in the cheap way. One that does not say is watched instead."""
+        """Check once whether the server streams incrementally. If the server does not report this, its replies are
+        watched."""
         if self._asked_settings:
             return
         self._asked_settings = True
@@ -260,7 +261,7 @@ class SGLangEngine:
             self._advise(True)
 
     async def _served_version(self, server: HttpClient) -> int:
-        """The label of the served weights; servers without the route do not say."""
+        """Return the version of the served weights. Servers without the route do not report their label."""
         try:
             info = await server.get("/model_info")
         except StatusFailure as failure:
@@ -283,9 +284,9 @@ class _SGLangReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
     the stream is read to its end and its connection reused.
 
-    `versions` is asked when the request is sent, and again when the first token comes: a request that the server held
-    back meanwhile would be sampled by new weights over keys and values of the old ones, so WasCut is raised then.
-    `repeats` says whether events repeat the tokens of those before them; None while there was one event only.
+    `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
+    between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
+    values. `repeats` is whether events repeat the tokens of earlier events; None until a second event.
     """
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
@@ -305,26 +306,26 @@ class _SGLangReader:
         return self._last is not None
 
     def ask(self) -> str:
-        """The cache salt of the request, which is about to be sent."""
+        """Return the cache salt of the request, which is about to be sent."""
         self._asked = self._ask_versions()
         return self._asked.cache_salt
 
     def abort(self) -> None:
-        """The server has dropped the request, or it was given up: the reply ends with the tokens it has."""
+        """Finish the reply with the tokens it has: the server has dropped the request, or it was given up."""
         self._finish(FinishReason.ABORT, None)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
+        """Return the tokens of these events as one chunk. None before the first token and behind the finish.
 
-        Raises EngineMisbehaved or StatusFailure for an event that is wrong or tells of an error; `unsent` then gives
-        the tokens before it.
+        Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
+        tokens before it.
         """
         for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
             self._take(event)
         return None if self.finished else self.unsent()
 
     def unsent(self) -> Chunk | None:
-        """The tokens that were read and are in no chunk yet."""
+        """Return the tokens that were read and are in no chunk yet."""
         if not self._ids:
             return None
         chunk = Chunk(ids=self._ids, logprobs=self._logprobs)
@@ -332,7 +333,7 @@ class _SGLangReader:
         return chunk
 
     def check_finished(self) -> None:
-        """Raises EngineUnavailable when the stream ended before the generation did."""
+        """Raise EngineUnavailable if the stream ended before the generation did."""
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
 
@@ -349,8 +350,8 @@ class _SGLangReader:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
-        # An event is cumulative when it holds as many ids as were sampled in all, a delta when it holds as many as are
-        # new; on a first event these are the same.
+        # An event is cumulative if it holds as many ids as were sampled in total, and a delta if it holds as many as
+        # are new. For a first event both numbers are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new and self._versions is None:
@@ -358,7 +359,7 @@ class _SGLangReader:
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
                 raise WasCut
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [entry[1] for entry in entries]  # of a request that went back to the queue only the last id is there
+            ids = [entry[1] for entry in entries]  # a request that went back to the queue has only the last id
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
@@ -372,7 +373,7 @@ class _SGLangReader:
         self._length = total
         self._logprobs += checked_logprobs(ids, [entry[0] for entry in entries], self._engine)
         self._ids += ids
-        # The event's weight label belongs to its new tokens, where the reply has no spans of its own.
+        # The event's weight label belongs to its new tokens, unless the reply has its own spans.
         if (label := meta.weight_version) is not None and new:
             start = total - new if self._labels else 0
             if self._labels and self._labels[-1].version == label:
@@ -400,19 +401,19 @@ class _SGLangReader:
 
 
 def _was_aborted(failure: StatusFailure) -> bool:
-    """Whether the server has dropped the request. Where it does not stream, it names the code in words only."""
+    """Whether the server has dropped the request. In a response without a stream only the message shows it."""
     return failure.status == ABORTED or (failure.status == 400 and ABORTED_WORDS.search(failure.body) is not None)
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """The `rid`: SGLang aborts by prefix, so every one has the same length; a retry has one of its own."""
+    """The `rid`. SGLang aborts by prefix, so all have the same length. A retry has a new `rid`."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
 def _constraint(constraint: Constraint) -> dict[str, str]:
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return {"json_schema": '{"type": "object"}'}  # as its own chat route does
+            return {"json_schema": '{"type": "object"}'}  # as SGLang's own chat route does
         case ConstraintKind.JSON_SCHEMA:
             return {"json_schema": constraint.text}
         case ConstraintKind.REGEX:
@@ -423,7 +424,7 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
 
 def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     sampling = request.sampling
-    # The server answers 400 to a key that it does not know here, so only documented ones are sent.
+    # The server returns 400 for an unknown key here, so only documented keys are sent.
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -441,7 +442,7 @@ def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a larger number is an error there
         ("logit_bias", bias_json(sampling)),
     ):
         if value:

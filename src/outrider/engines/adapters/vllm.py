@@ -1,10 +1,10 @@
 """A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
 
-Servers without that route (before 0.11, or started without `--enable-scale-out`), and those whose route does not
-stream (before 0.20), are asked at `/v1/completions` with ids; the first request finds out which. Both
-log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). It knows no
-conversation. Structured output needs a server of 0.11 or later.
-Invariant: an id is only ever passed on together with the log-probability the server gave for that very id.
+Servers without that route (before 0.11, or started without `--enable-scale-out`), and servers whose route does not
+stream (before 0.20), get requests at `/v1/completions` with ids. The first request finds out the route. Both
+log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). Structured output needs
+a server of 0.11 or later. The module has no notion of a conversation. Invariant: an id is passed on only together with
+the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROUTE_MISSING = frozenset({403, 404})
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""How long replies that a pause has aborted have to arrive."""
+"""Seconds in which replies that a pause has aborted have to arrive."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
 UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM with --enable-prompt-tokens-details"
@@ -114,8 +114,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 class VLLMEngine:
     """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one vLLM server, or a router of such servers.
 
-    Log-probabilities are the server's: RAW unless it runs with `--logprobs-mode processed_logprobs` and the
-    option says so. Pausing, and loading weights, needs a server in development mode.
+    Log-probabilities are the server's: RAW unless the server runs with `--logprobs-mode processed_logprobs` and the
+    option has the same value. Pausing, and loading weights, needs a server in development mode.
     """
 
     mode = TokenMode.TOKENS
@@ -155,15 +155,15 @@ class VLLMEngine:
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings  # a pause that the request has waited for does not abort it
+                    closings = self._gate.closings  # a pause before the request was sent does not abort it
                     async for payloads in batches:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk
                 reader.check_finished()
-            except Exception as error:  # whatever failed, the tokens that came before it are passed on first
+            except Exception as error:  # for any error, pass on the tokens before it first
                 # A server (0.26) ends many of the streams that a pause aborts properly, but without a finish.
                 aborted = reader.unfinished and self._gate.closings != closings
-                # The server has no generate route, or one that does not stream.
+                # The server has no generate route, or a generate route that does not stream.
                 missing = isinstance(error, StatusFailure) and error.status in ROUTE_MISSING
                 unstreamed = isinstance(error, _NotStreamed) and not aborted
                 if route == GENERATE and not reader.begun and (missing or unstreamed):
@@ -188,7 +188,7 @@ class VLLMEngine:
             return
 
     def _note(self, last: Chunk) -> None:
-        """Learn from a reply what nobody has told: that the weights are newer, and what the server does not count."""
+        """Record facts that only a reply shows: newer weights, and counts that the server does not send."""
         if last.versions and last.versions[-1].version > self.versions.served:
             self.versions = self.versions.told(last.versions[-1].version)
         if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
@@ -212,19 +212,20 @@ class VLLMEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=card.max_model_len, version=served)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Raises EngineRejected when the server is not in development mode."""
+        """Raises EngineRejected if the server is not in development mode."""
         if mode == "abort":
             self._gate.close()
         await self._control(f"/pause?mode={PAUSE_MODES[mode]}", seconds=None)
         if mode == "abort":
-            # A request that arrives in that moment is held by the server until it goes on: it is given up here.
+            # The server would hold a request that arrives at this moment until it resumes. Such a request is given up
+            # here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
     async def resume(self) -> None:
         try:
             await self._control("/resume")
-        finally:  # a server that is still paused holds them back itself
+        finally:  # a server that is still paused holds new generations back itself
             self._gate.open()
 
     def hold_back(self) -> None:
@@ -235,7 +236,7 @@ class VLLMEngine:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the server's weights; a server without the route is remembered to serve `version`."""
+        """Label the server's weights. For a server without the route, `version` is only recorded here."""
 
         async def label(server: HttpClient) -> bool:
             try:
@@ -253,11 +254,11 @@ class VLLMEngine:
         self.versions = self.versions.told(version, 0 if labelled else version)
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Reload from a folder in Hugging Face layout that the server can read, and forget all keys and values.
+        """Reload from a folder in Hugging Face layout that the server can read, and drop all cached keys and values.
 
-        `reload_weights` is a method of vLLM's workers, called by `/collective_rpc`; of the routes for weight transfer
-        none reads from disk. Raises EngineRejected when the server is not in development mode, and for a folder that
-        can be seen from here and is none of weights: vLLM ends itself over one.
+        `reload_weights` is a method of vLLM's workers, called by `/collective_rpc`; none of the routes for weight
+        transfer reads from disk. Raises EngineRejected if the server is not in development mode, and for a folder that
+        is visible here and holds no weights: vLLM exits on such a folder.
         """
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
             raise EngineRejected(
@@ -276,7 +277,7 @@ class VLLMEngine:
                 f"engine {self.name!r} has ended itself over the weights in {weights}: {error.message}",
                 hint="start it again; vLLM ends when it cannot read a folder of weights",
             ) from error
-        # Says in the body, under status 200, that it did nothing.
+        # This route reports in the body, under status 200, that it did nothing.
         answers = await self._control("/reset_prefix_cache?reset_running_requests=true")
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
@@ -303,7 +304,7 @@ class VLLMEngine:
             raise error from None
 
     async def _served_version(self, server: HttpClient) -> int:
-        """The label of the served weights; servers outside development mode do not say."""
+        """Return the version of the served weights. Servers outside development mode do not report their label."""
         try:
             answer = await server.get("/weight_info")
         except StatusFailure as failure:
@@ -319,10 +320,10 @@ class VLLMEngine:
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """What is wrong with a folder of weights; None where nothing is, or where it cannot be seen from here.
+    """Return the fault of a folder of weights; None if there is none, or if the folder is not visible from here.
 
-    It can be seen when one of the servers (URLs) is on this machine, and the folder above it is here, too: a container
-    has another view of the disk.
+    The folder is visible if one of the servers (URLs) is on this machine and the parent folder exists here, too: a
+    container has another view of the disk.
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
@@ -335,21 +336,21 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # not for this process to read; the server's may
+    except OSError:  # this process may not read the folder, but the server's process may
         return None
     return None
 
 
 class _NotStreamed(EngineUnavailable):
-    """An answer ended properly without one event: it was no stream."""
+    """A response ended properly without an event: it was no stream."""
 
 
 class _VLLMReader:
-    """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind
-    them.
+    """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind them.
 
-    `versions` is asked when the request is sent, and again when the first token comes: a request that the server held
-    back meanwhile would be sampled by new weights over keys and values of the old ones, so WasCut is raised then.
+    `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
+    between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
+    values.
     """
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
@@ -371,19 +372,19 @@ class _VLLMReader:
         return self._last is not None
 
     def ask(self) -> str:
-        """The cache salt of the request, which is about to be sent."""
+        """Return the cache salt of the request, which is about to be sent."""
         self._asked = self._ask_versions()
         return self._asked.cache_salt
 
     def abort(self) -> None:
-        """The generation was given up, before its first token or behind some."""
+        """Finish the reply of a generation that was given up, with or without tokens."""
         self._last = self._finishing(FinishReason.ABORT)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
+        """Return the tokens of these events as one chunk. None before the first token and behind the finish.
 
-        Raises EngineMisbehaved or StatusFailure for an event that is wrong or tells of an error; `unsent` then gives
-        the tokens before it.
+        Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
+        tokens before it.
         """
         self.begun = True
         for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
@@ -396,7 +397,7 @@ class _VLLMReader:
         return None if self.finished else self.unsent()
 
     def unsent(self) -> Chunk | None:
-        """The tokens that were read and are in no chunk yet."""
+        """Return the tokens that were read and are in no chunk yet."""
         if not self._ids:
             return None
         chunk = Chunk(ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
@@ -404,7 +405,7 @@ class _VLLMReader:
         return chunk
 
     def check_finished(self) -> None:
-        """Raises EngineUnavailable when the stream ended before the generation did."""
+        """Raise EngineUnavailable if the stream ended before the generation did."""
         self.unfinished = self._last is None
         if not self.begun:
             raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
@@ -421,7 +422,7 @@ class _VLLMReader:
             ids=self._ids,
             logprobs=self._logprobs,
             prompt_ids=self._prompt_ids,
-            cached_tokens=None if cached == -1 else cached,  # -1 of a request that was aborted while it still waited
+            cached_tokens=None if cached == -1 else cached,  # -1 for a request that was aborted while it still waited
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -448,14 +449,14 @@ class _VLLMReader:
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
-    """The log-probabilities of `ids` in whichever shape they came. Raises EngineMisbehaved where one is missing, or is
-    that of another id."""
+    """Return the log-probabilities of `ids` from either shape. Raises EngineMisbehaved if one is missing, or belongs to
+    another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # nearly every event of a stream: what follows comes to the same
+    if len(entries) == len(ids) == 1:  # a shortcut for nearly every event of a stream
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]
@@ -473,7 +474,7 @@ def _body(
     request: GenerateRequest, model: str | None, route: str, salt: Callable[[], str], attempt: int
 ) -> list[Buffer]:
     sampling = request.sampling
-    # Every field that could change what is sampled, so that the model's generation_config.json cannot.
+    # Every field that could change the sampling is sent, so that the model's generation_config.json cannot change it.
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -491,7 +492,7 @@ def _body(
         params["seed"] = sampling.seed
     if sampling.constraint is not None:
         params["structured_outputs"] = structured_outputs(sampling.constraint)
-    # A retry has an id of its own: the server may still hold the one whose connection broke.
+    # A retry has its own id: the server may still hold the request whose connection broke.
     body: dict[str, Any] = {
         "request_id": f"{request.request_id}-{attempt}",
         "cache_salt": salt(),

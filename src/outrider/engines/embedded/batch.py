@@ -1,9 +1,9 @@
 """Continuous batching: admits waiting sequences to slots, prefills prompts in pieces, decodes all sequences together.
 
-It knows no event loop, thread or wire: `step` is called again and again by whoever owns the batch. Eight sequences at
-once come out 4 times as fast as one after the other, and 32 about 7 times (one core, the demo's policy). Invariant: a
-sequence that has output keeps its keys and values when the weights change; one that has none yet is computed again,
-and no other sequence ever reads what older weights computed.
+The module is independent of event loops, threads and protocols: the owner of the batch calls `step` repeatedly. Eight
+concurrent sequences are 4 times as fast as the same sequences in turn, and 32 about 7 times (one core, the demo's
+policy). Invariant: when the weights change, a sequence with output keeps its keys and values, and a sequence without
+output is computed again. No other sequence ever reads values computed by older weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchOutput(msgspec.Struct, frozen=True):
 class Batch:
     """Sequences over one model. Not thread-safe: one thread makes every call, under `torch.inference_mode`.
 
-    `slots` sequences of at most `context` tokens run at once; the others wait, first come, first served.
+    `slots` sequences of at most `context` tokens run at once. The others wait, first come, first served.
     """
 
     def __init__(self, model: Llama, *, slots: int, context: int, tokenizer: Tokenizer | None = None) -> None:
@@ -66,15 +66,16 @@ class Batch:
         self.waiting.append(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Forget a sequence, running or waiting; its slot is free at once. Does nothing for one that has ended."""
+        """Remove a sequence, running or waiting, and free its slot at once. Does nothing for a sequence that has
+        ended."""
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def pause(self, mode: PauseMode) -> list[BatchOutput]:
-        """Stop admitting. Running sequences go on ("finish"), end now ("abort") or freeze ("keep"); waiting ones wait
-        on. Returns the last output of every sequence that was aborted."""
+        """Stop admitting. Running sequences continue ("finish"), end now ("abort") or freeze ("keep"). Waiting
+        sequences keep waiting. Returns the last output of every sequence that was aborted."""
         self.paused = mode
         if mode != "abort":
             return []
@@ -84,14 +85,14 @@ class Batch:
         self.paused = None
 
     def update(self, state: StateDict | None, version: int) -> None:
-        """Serve policy `version` from the next token on: with the weights of `state`, or, where it is None, with what
-        the model's owner has already written into it. Raises EngineRejected, with nothing changed."""
+        """Serve policy `version` from the next token on, with the weights of `state`. With `state` None, the model's
+        owner has already written the weights into the model. Raises EngineRejected, with nothing changed."""
         if state is not None:
             apply_weights(self.model, state)
         self.version = version
         self._slots.weights_changed()
         for sequence in self.running:
-            if sequence.last == NONE:  # nothing sampled yet: computing it again costs only time
+            if sequence.last == NONE:  # nothing sampled yet: computing the prompt again costs only time
                 self._slots.clear(sequence.slot)
                 sequence.cached = 0
 
@@ -124,7 +125,7 @@ class Batch:
         return outputs
 
     def _admit(self) -> None:
-        """Move waiting sequences to slots while there are free ones."""
+        """Move waiting sequences to slots while any are free."""
         while self.paused is None and self.waiting:
             sequence = self.waiting[0]
             lease = self._slots.take(sequence.prompt)
@@ -136,8 +137,8 @@ class Batch:
             self.running.append(self.waiting.popleft())
 
     def _prefill(self) -> tuple[list[TokenSequence], list[Tensor]]:
-        """Compute prompt tokens, oldest sequence first. Returns the sequences whose prompt is now complete, and the
-        final state (1, hidden) of each."""
+        """Compute prompt tokens, oldest sequence first. Returns the sequences whose prompt is now complete, and their
+        final states (1, hidden)."""
         budget = PREFILL_TOKENS
         ready: list[TokenSequence] = []
         states: list[Tensor] = []

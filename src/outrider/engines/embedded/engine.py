@@ -1,7 +1,7 @@
 """The embedded engine: a small model served inside this process, for demos, tests and laptops.
 
-It knows the Engine protocol and the event loop, and imports torch only when it starts. Invariant: a request that is
-accepted has one entry in `_outputs` until its last chunk, its error, or the close of its generator.
+The module connects the Engine protocol to the event loop, and imports torch only when the engine starts. Invariant: an
+accepted request has one entry in `_outputs` until its last chunk, its error, or the close of its generator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.engines.embedded.sequence import TokenSequence
 
 MAX_REQUESTS = 4096
-"""Maximum requests running or waiting. One more is refused with EngineUnavailable, which callers retry."""
+"""Maximum requests running or waiting. Further requests are refused with EngineUnavailable, which callers retry."""
 
 
 class EmbeddedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,8 +49,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddedEngine:
     """Serves the model in the folder `options.model` (Hugging Face layout: config.json, *.safetensors, tokenizer.json).
 
-    Raises EngineUnavailable when torch is not installed, InvalidField for wrong options. `start` raises ModelMismatch
-    or EngineRejected for a folder that it cannot serve.
+    Raises EngineUnavailable if torch is not installed, InvalidField for wrong options. `start` raises ModelMismatch or
+    EngineRejected for a folder that it cannot serve.
     """
 
     mode = TokenMode.TOKENS
@@ -86,7 +86,7 @@ class EmbeddedEngine:
         )
         try:
             await thread.start()
-        except BaseException:  # also a cancellation: the thread must not outlive it
+        except BaseException:  # cancellation included: the thread must not outlive the start
             await thread.close()
             raise
         self._thread = thread
@@ -103,7 +103,7 @@ class EmbeddedEngine:
             sequence = thread.checker.check(request)
         else:  # compiling a schema may take a second
             sequence = await asyncio.to_thread(thread.checker.check, request)
-            thread = self._running()  # it may have ended meanwhile
+            thread = self._running()  # the thread may have ended meanwhile
         output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens bounds it
         self._outputs[sequence] = output
         thread.post(lambda batch: batch.add(sequence))
@@ -132,7 +132,8 @@ class EmbeddedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. "finish" returns when all running requests have ended, "abort" when they were ended with
-        what they had, "keep" when they are frozen. Requests that wait for a slot wait on in all three modes."""
+        their tokens so far, "keep" when they are frozen. Requests that wait for a slot keep waiting in all three
+        modes."""
         await self._running().pause(mode)
 
     async def resume(self) -> None:
@@ -142,8 +143,8 @@ class EmbeddedEngine:
         """Serve other weights, and mark every token from the next one on with policy `version`.
 
         `weights` is a safetensors file, a folder of such files, or a mapping of published (Hugging Face) names to
-        tensors; it must have every tensor of the model. Running requests go on with the keys and values that they
-        have; no other request reuses those. Raises EngineRejected, with nothing changed.
+        tensors, and must have every tensor of the model. Running requests continue with their present keys and values,
+        which no other request reuses. Raises EngineRejected, with nothing changed.
         """
         thread = self._running()
         if isinstance(weights, Mapping):
@@ -156,7 +157,7 @@ class EmbeddedEngine:
         self._version = version
 
     async def set_version(self, version: int) -> None:
-        """Mark tokens with policy `version` from the next one on, where the weights were changed by other means than
+        """Mark tokens with policy `version` from the next one on, for weights changed by other means than
         `update_weights`."""
         thread = self._running()
         if version != self._version:
@@ -173,7 +174,7 @@ class EmbeddedEngine:
         return await self._running().call(read)
 
     def _load(self) -> Batch:
-        """Load the model; runs in the model's thread."""
+        """Load the model. Runs in the model's thread."""
         from outrider.engines.embedded.batch import Batch
         from outrider.engines.embedded.weights import load_model
         from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -197,7 +198,7 @@ class EmbeddedEngine:
 
     def _deliver(self, outputs: list[BatchOutput]) -> None:
         for output in outputs:
-            # A request that was closed is still in the batch until the thread has run `remove`.
+            # A request that was closed stays in the batch until the thread has run `remove`.
             if (queue := self._outputs.get(output.sequence)) is not None:
                 queue.put_nowait(output.chunk)
 

@@ -1,8 +1,8 @@
-"""The key-value cache: its tensors, attention over them, and which slot holds which tokens.
+"""The key-value cache: its tensors, attention over them, and the table of the slots' tokens.
 
-It knows no requests and no sampling. A slot holds one sequence of at most `context` tokens. Invariant: the first
-`length` tokens recorded for a slot are exactly those whose keys and values the tensors hold, and values that older
-weights computed are never reused for another sequence.
+The module is independent of requests and sampling. A slot holds one sequence of at most `context` tokens. Invariant:
+the first `length` tokens recorded for a slot are exactly those whose keys and values the tensors hold. Values computed
+by older weights are never reused for another sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.trajectory import Ids
 class KeyValueCache:
     """Keys and values of all slots: two float32 tensors of shape (layers, slots, kv heads, context, head dim).
 
-    What lies beyond a sequence's end is left over from earlier ones: finite, and hidden by the attention mask.
+    Values beyond a sequence's end are left over from earlier sequences: finite, and hidden by the attention mask.
     """
 
     def __init__(self, shape: ModelShape, slots: int, context: int) -> None:
@@ -47,7 +47,7 @@ class KeyValueCache:
         return attend
 
     def decode(self, slots: list[int], positions: list[int]) -> Attend:
-        """Attention of one token in each of several slots, at its slot's position."""
+        """Attention of one token in each of several slots, at the slot's position."""
         longest = max(positions) + 1
         at = torch.tensor(positions)
         rows = torch.tensor(slots)
@@ -66,8 +66,8 @@ class KeyValueCache:
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A slot taken for a prompt. The prompt's first `cached` tokens need no computing: they are in slot `donor`, to be
-    copied from there, or in the slot itself where `donor` is None."""
+    """A slot taken for a prompt. The prompt's first `cached` tokens need no computing: they are copied from slot
+    `donor`, or are in the slot already if `donor` is None."""
 
     slot: int
     cached: int
@@ -75,7 +75,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class SlotTable:
-    """Which tokens each of `count` slots of `context` tokens holds, and which slot a new prompt takes."""
+    """The tokens held by each of `count` slots of `context` tokens, and the choice of a slot for a new prompt."""
 
     def __init__(self, count: int, context: int) -> None:
         self.count = count
@@ -94,17 +94,17 @@ class SlotTable:
         return int(self._lengths[slot])
 
     def take(self, prompt: Ids) -> Lease | None:
-        """Take the idle slot that saves `prompt` the most computing; None when all slots are busy.
+        """Take the idle slot that saves `prompt` the most computing; None if all slots are busy.
 
-        A slot whose whole content begins the prompt is taken as it is. Otherwise the least recently used slot is
-        taken and the longest common prefix that any slot has is copied into it: to cut a slot's content short would
-        lose a history that another session may continue. At most all but the prompt's last token count as prefix,
-        because the last token's state is needed to sample from.
+        A slot whose whole content begins the prompt is taken as it is. Otherwise the longest common prefix in any slot
+        is copied into the least recently used slot: cutting a slot's content short would lose a history that another
+        session may continue. The prompt's last token never counts as prefix, because its state is needed to sample
+        from.
         """
         if self._busy.all():
             return None
         # The last column stands for the prompt's last token, and differs in every slot: argmax, which finds the first
-        # difference, says `limit` for a slot that holds all before it.
+        # difference, returns `limit` for a slot that holds all tokens before it.
         limit = len(prompt) - 1
         differs = np.ones((self.count, limit + 1), dtype=np.bool_)
         np.not_equal(self._tokens[:, :limit], prompt[:limit], out=differs[:, :limit])
@@ -130,12 +130,12 @@ class SlotTable:
         self._lengths[slot] = start + count
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds; its owner computes it again."""
+        """Discard a slot's content; its owner computes it again."""
         self._lengths[slot] = 0
         self._stale[slot] = False
 
     def release(self, slot: int) -> None:
-        """Give a slot back. Its tokens stay for reuse unless they are stale."""
+        """Free a slot. Its tokens stay for reuse unless they are stale."""
         self._busy[slot] = False
         if self._stale[slot]:
             self.clear(slot)
@@ -143,6 +143,6 @@ class SlotTable:
         self._last_used[slot] = self._clock
 
     def weights_changed(self) -> None:
-        """Forget what idle slots hold; mark busy slots as stale, to be used by their present owner alone."""
+        """Discard the content of idle slots, and mark busy slots as stale: only their present owner may use them."""
         self._lengths[~self._busy] = 0
         self._stale[self._busy] = True

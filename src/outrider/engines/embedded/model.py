@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-It knows neither requests nor where keys and values are kept: attention is a callable given to `hidden`, so that the
-same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32, with query,
-key and value fused into one matrix, and gate and up into another.
+The model is independent of requests and of the storage of keys and values: attention is a callable given to `hidden`,
+so that the same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32,
+with query, key and value fused into one matrix, and gate and up into another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FAMILIES = ("llama", "qwen2")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model, from its config.json. `context` is the longest sequence in tokens that it was made for."""
+    """Sizes of a model, from its config.json. `context` is the longest sequence in tokens that the model was made
+    for."""
 
     vocab: int
     hidden: int
@@ -38,7 +39,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a Hugging Face config. Raises ModelMismatch for an architecture this module does not compute."""
+        """Read a Hugging Face config. Raises ModelMismatch for an architecture that this module does not support."""
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ModelMismatch(
@@ -84,8 +85,8 @@ class Attend(Protocol):
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped-query attention that copies no keys: the heads that share a key are rows of one matrix.
 
-    query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of
-    shape (batch or 1, 1, heads / kv heads * tokens, length) as `grouped_mask` makes it, True where allowed.
+    query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of shape
+    (batch or 1, 1, heads / kv heads * tokens, length) from `grouped_mask`, True where allowed.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -99,7 +100,7 @@ def grouped_mask(mask: Tensor, group: int) -> Tensor:
 
 
 class CausalAttention:
-    """Attention of whole sequences over themselves, as training needs it."""
+    """Attention of whole sequences over themselves, for training."""
 
     def __init__(self, shape: ModelShape, tokens: int) -> None:
         causal = torch.ones(1, tokens, tokens, dtype=torch.bool).tril()
@@ -144,7 +145,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
 
 
 class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """The model. Its weights are uninitialised until they are loaded (weights.py) or drawn by a trainer."""
+    """The model. Its weights are uninitialised until they are loaded (weights.py) or initialised by a trainer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The thread that owns the model: it runs commands between steps and hands each step's output to the event loop.
 
-It knows no protocol and nobody who consumes a request's output. Invariant: only this thread touches the batch, and only
-the event loop touches everything else here, except the inbox, which both use.
+The thread is independent of protocols and of the consumers of its output. Invariant: only this thread touches the
+batch, and only the event loop touches the other attributes, except the inbox, which both use.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Command = Callable[[Batch], None]
 
 
 class ModelThread:
-    """`load` makes the batch and runs in the thread. On the event loop `sink` is called with each step's output, and
-    `ended` once, when the thread ends, with the reason.
+    """The model's thread. `load` makes the batch and runs in the thread. On the event loop `sink` is called with each
+    step's output, and `ended` once, when the thread ends, with the reason.
 
-    The inbox needs no bound of its own: a request puts at most two commands there (add, remove), and the engine
-    bounds the requests. `checker` is set once `start` has returned.
+    The inbox needs no bound of its own: a request puts at most two commands there (add, remove), and the engine bounds
+    the requests. `checker` is set once `start` has returned.
     """
 
     checker: RequestChecker
@@ -57,21 +57,21 @@ class ModelThread:
         self._end: OutriderError | None = None
 
     async def start(self) -> None:
-        """Load the model. Raises what `load` raises, when it is an OutriderError, else EngineUnavailable."""
+        """Load the model. Raises an OutriderError raised by `load`, and EngineUnavailable for any other error."""
         self._thread.start()
         self.checker = await self.call(lambda batch: batch.checker)
 
     async def close(self) -> None:
-        """End the thread after its current step. Calls that are still open fail. Idempotent."""
+        """End the thread after its current step. Open calls fail. Idempotent."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def post(self, command: Command) -> None:
-        """Run `command` before the next step, in order; it must not raise."""
+        """Run `command` before the next step, in order. It must not raise."""
         self._inbox.put(command)
 
     async def call(self, command: Callable[[Batch], T]) -> T:
-        """Run `command` before the next step; its result. Raises the OutriderError that it raises, and
+        """Run `command` before the next step and return its result. Raises the command's OutriderError, and
         EngineUnavailable once the thread has ended."""
         future: asyncio.Future[T] = self._future()
 
@@ -98,7 +98,7 @@ class ModelThread:
         if self._end is not None:
             raise EngineUnavailable(self._end.message)
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._calls.add(future)  # those that are open when the thread ends must fail
+        self._calls.add(future)  # open futures must fail when the thread ends
         future.add_done_callback(self._calls.discard)
         return future
 
@@ -110,7 +110,7 @@ class ModelThread:
                 self._serve(self._load())
         except OutriderError as error:
             end = error
-        except Exception as error:  # callers that wait must be told, whatever went wrong
+        except Exception as error:  # waiting callers must get the error, whatever it is
             end = EngineUnavailable(f"the embedded engine failed: {type(error).__name__}: {error}")
         self._tell(self._ended, end)
 
@@ -136,8 +136,8 @@ class ModelThread:
             self._tell(self._sink, outputs)
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call back on the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+        """Run a callback on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the callback any more
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _ended(self, end: OutriderError) -> None:

@@ -1,7 +1,8 @@
 """Samples one token for each sequence from its logits, by its own parameters and its own random numbers.
 
-It knows no text and no cache. Invariant: the log-probability reported is that of the raw logits (log-softmax before
-penalties, bias, grammar, temperature and truncation), whatever distribution the token was drawn from.
+The module is independent of text and caches. Invariant: the log-probability reported is that of the raw logits
+(log-softmax before penalties, bias, grammar, temperature and truncation), whatever distribution the token was drawn
+from.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class SamplingState:
-    """One sequence's sampling parameters, its random numbers, and what earlier tokens change for later ones (counts
-    for the penalties, the place in the grammar). The same seed gives the same tokens again."""
+    """One sequence's sampling parameters, its random numbers, and the effects of earlier tokens on later ones (counts
+    for the penalties, the position in the grammar). The same seed gives the same tokens again."""
 
     def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = (), grammar: Grammar | None = None) -> None:
         self.params = params
@@ -41,7 +42,7 @@ class SamplingState:
             self._generator.manual_seed(params.seed)
 
     def accept(self, token: int) -> None:
-        """Take note of the token that was sampled."""
+        """Record the token that was sampled."""
         if self.params.altered:
             self._output[token] += 1
             if self.grammar is not None:
@@ -65,19 +66,19 @@ class SamplingState:
         if self._output.total() < params.min_tokens:
             longer = allowed.clone()
             longer[[token for token in params.stop_token_ids if token < len(longer)]] = False
-            # A grammar that is complete allows nothing but an end, which then comes before min_tokens.
+            # A complete grammar allows nothing but an end, which then comes before min_tokens.
             allowed = longer if longer.any() else allowed
         logits[~allowed] = -torch.inf
 
     def uniform(self) -> float:
-        """The next random number in [0, 1). Greedy sampling uses none up."""
+        """The next random number in [0, 1). Greedy sampling consumes none."""
         if self.params.temperature == 0:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raises EngineRejected naming the parameter that is out of its range."""
+    """Raise EngineRejected naming the parameter that is out of range."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
@@ -97,9 +98,9 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """One token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token.
+    """Sample one token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token.
 
-    Inverse transform sampling in float64: one uniform number a row, whatever the size of the vocabulary.
+    Inverse transform sampling in float64: one uniform number per row, whatever the size of the vocabulary.
     """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]
@@ -125,7 +126,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set to zero what min_p, then top_k, then top_p cut off. The likeliest token always stays."""
+    """Set to zero the weights cut off by min_p, then top_k, then top_p. The likeliest token always stays."""
     vocab = weights.shape[-1]
     ordered, tokens = weights.sort(dim=-1, descending=True, stable=True)
     min_p = _column([each.min_p for each in params])

@@ -1,7 +1,7 @@
-"""One sequence that the batch generates: its sampling state, when it ends, and the check that lets its request in.
+"""One sequence that the batch generates: its sampling state, its stop conditions, and the check of its request.
 
-It knows no model and no slot's content. Invariant: a TokenSequence exists only for a request that fits: its ids are of
-the vocabulary, its prompt leaves room for a token, its sampling parameters are in range.
+The model and the slots' contents are not part of this module. Invariant: a TokenSequence exists only for a request that
+fits: the ids are in the vocabulary, the prompt leaves room for a token, the sampling parameters are in range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NONE = -1
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """How a sequence ended; `match` is the stop id or stop string, None for every other reason."""
+    """The end of a sequence. `match` is the stop id or stop string, None for every other reason."""
 
     reason: FinishReason
     match: int | str | None = None
@@ -31,8 +31,8 @@ class Stop(msgspec.Struct, frozen=True):
 class StopChecker:
     """Looks for a stop id, a stop string or the token limit in one output.
 
-    `limit` is the number of output tokens at which it ends in any case. `text` decodes the output; it is needed only
-    where there are stop strings. The token that completes a match is part of the output.
+    `limit` is the maximum number of output tokens. `text` decodes the output and is needed only for stop strings. The
+    token that completes a match is part of the output.
     """
 
     def __init__(self, params: SamplingParams, *, limit: int, text: TextStream | None) -> None:
@@ -44,7 +44,7 @@ class StopChecker:
         self._keep = max((len(string) for string in params.stop), default=1) - 1
 
     def push(self, token: int) -> Stop | None:
-        """Take the next token; how the output ends, if this token ends it."""
+        """Take the next token. Returns the stop if this token ends the output."""
         self._left -= 1
         if token in self._ids:
             return Stop(FinishReason.STOP, token)
@@ -53,14 +53,15 @@ class StopChecker:
             found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
             if found:
                 return Stop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
-            # A stop string may span several tokens, so all but one character of the longest one is kept.
+            # A stop string may span several tokens, so the tail kept has one character less than the longest stop
+            # string.
             self._tail = seen[-self._keep :] if self._keep else ""
         return Stop(FinishReason.LENGTH) if self._left == 0 else None
 
 
 class TokenSequence:
-    """`slot` is NONE while it waits; `last`, its newest token, is NONE while it has no output. `cached` counts the
-    prompt tokens that needed no computing."""
+    """A prompt and its output in the batch. `slot` is NONE for a waiting sequence. `last`, the newest token, is NONE
+    before the first output. `cached` counts the prompt tokens that needed no computing."""
 
     def __init__(self, prompt: Ids, sampling: SamplingState, stops: StopChecker) -> None:
         self.prompt = prompt
@@ -72,7 +73,7 @@ class TokenSequence:
         self._versions: list[int] = []
 
     def accept(self, sampled: SampledToken, version: int) -> Stop | None:
-        """Take the next token, sampled under policy `version`; how the sequence ends, if this token ends it."""
+        """Take the next token, sampled under policy `version`. Returns the stop if this token ends the sequence."""
         self.last = sampled.token
         self._versions.append(version)
         self.sampling.accept(sampled.token)
@@ -83,7 +84,7 @@ class TokenSequence:
         return stop
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The policy versions of the output's tokens, as half-open spans over the output."""
+        """Return the policy versions of the output's tokens, as half-open spans over the output."""
         spans: list[VersionSpan] = []
         for index, version in enumerate(self._versions):
             if spans and spans[-1].version == version:
@@ -94,10 +95,10 @@ class TokenSequence:
 
 
 class RequestChecker:
-    """Turns a request that fits the model into a sequence, and refuses every other.
+    """Turns a request that fits the model into a sequence, and refuses every other request.
 
-    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings and structured output need
-    a tokenizer.
+    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings and structured output need a
+    tokenizer.
     """
 
     def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
@@ -107,12 +108,12 @@ class RequestChecker:
         self._grammars = GrammarCompiler(Path(tokenizer.name_or_path), vocab) if tokenizer else None
 
     def encode(self, text: str) -> list[int] | None:
-        """The model's ids of a text, special tokens included; None without a tokenizer."""
+        """Return the model's ids of a text, including special tokens in the text; None without a tokenizer."""
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """The sequence for a request; its output ends where the context does. May take a second where the request has
-        a constraint, which is compiled. Raises ContextOverflow or EngineRejected."""
+        """Make the sequence for a request; its output ends where the context does. A constraint is compiled, which may
+        take a second. Raises ContextOverflow or EngineRejected."""
         sampling = request.sampling
         check_sampling(sampling)
         prompt: Ids = np.ascontiguousarray(request.input_ids, dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Structured output: which tokens a JSON schema, a regular expression or a grammar allows next, by `llguidance`.
+"""Structured output: the next tokens allowed by a JSON schema, a regular expression or a grammar, using `llguidance`.
 
-It knows no logits and no batch. Invariant: a grammar that is not finished allows at least one token.
+The module is independent of logits and batches. Invariant: a grammar that is not finished allows at least one token.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import EngineRejected
 
 _LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
-"""A tenth of the library's defaults. With those, one token of `(a{1000}){1000}` took 6 s, and every sequence of the
-batch waits for each token."""
+"""A tenth of the library's defaults. With the defaults, one token of `(a{1000}){1000}` took 6 s, and every sequence of
+the batch waits for each token."""
 
 MAX_TOKENIZERS = 4
-"""The library's tokenizers kept, one for each set of stop ids. Clients choose stop ids, so the number needs a bound."""
+"""Maximum number of the library's tokenizers kept, one for each set of stop ids. Clients choose stop ids, so the number
+needs a bound."""
 
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""Without a bound on blanks a small model goes on with blanks until its token limit."""
+"""Without a bound on blanks a small model writes blanks until its token limit."""
 
 
 class Grammar:
-    """The grammar of one sequence and how far the sequence has come in it. Not thread-safe."""
+    """The grammar of one sequence, and the sequence's position in it. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
         self._vocab = vocab
         self.failed = False
-        """Whether the library gave up (it reached a limit). From then on every token is allowed."""
+        """Whether the library has reached one of its limits. Every token is allowed afterwards."""
 
     @property
     def finished(self) -> bool:
@@ -42,7 +43,7 @@ class Grammar:
         return self.failed or bool(self._matcher.is_stopped())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may come next, bool of shape (vocabulary,)."""
+        """The tokens allowed next, bool of shape (vocabulary,)."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[: self._vocab].astype(np.bool_)
         if self._matcher.is_error() or not mask.any():
@@ -66,9 +67,9 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], Any] = {}
 
     def compile(self, constraint: Constraint, stops: tuple[int, ...]) -> Grammar:
-        """The constraint as a grammar, which ends with one of the ids in `stops`. May take a second.
+        """Compile the constraint to a grammar that ends with one of the ids in `stops`. May take a second.
 
-        Raises EngineRejected for a constraint that the library cannot read, and where the library is missing.
+        Raises EngineRejected for a constraint that the library cannot read, or if the library is missing.
         """
         if importlib.util.find_spec("llguidance") is None:
             raise EngineRejected(
@@ -96,7 +97,8 @@ class GrammarCompiler:
         return Grammar(made, self._vocab)
 
     def _tokenizer(self, library: Any, stops: tuple[int, ...]) -> Any:
-        """The library's tokenizer with `stops` as its end-of-sequence ids; the oldest is dropped for a new one."""
+        """Return the library's tokenizer with `stops` as its end-of-sequence ids. A new tokenizer replaces the
+        oldest."""
         with self._lock:
             known = self._tokenizers.get(stops)
             if known is None:

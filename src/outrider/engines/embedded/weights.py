@@ -1,7 +1,6 @@
 """Weights: maps Hugging Face's tensor names to the fused parameters of model.py; reads, updates and exports them.
 
-It knows no requests. Invariant: an update checks every tensor before it changes the first one, so that it is applied
-whole or not at all.
+Invariant: an update checks every tensor before it changes the first one, so that it is applied whole or not at all.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FusedSlice(msgspec.Struct, frozen=True):
 
 
 def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
-    """Every published tensor of a model of this shape, and where it is."""
+    """Yield every published tensor of a model of this shape, with its location."""
     yield FusedSlice("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
     yield FusedSlice("model.norm.weight", "norm", 0, shape.hidden)
     if not shape.tied:
@@ -54,7 +53,7 @@ def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises ModelMismatch when there is none."""
+    """Return the folder's config.json. Raises ModelMismatch if it is missing or unreadable."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -68,7 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected."""
+    """Return all tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise EngineRejected(f"no *.safetensors in {path}")
@@ -84,7 +83,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def apply_weights(model: Llama, state: StateDict) -> None:
     """Copy published tensors into the model's parameters, converting to float32.
 
-    Raises EngineRejected, with nothing changed, when a tensor is missing, of another shape, or not finite.
+    Raises EngineRejected, with nothing changed, if a tensor is missing, of another shape, or not finite.
     """
     targets = {part.name: _target(model, part) for part in fused_slices(model.shape)}
     for name, target in targets.items():
@@ -93,7 +92,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
             raise EngineRejected(f"weights lack {name}")
         if source.shape != target.shape:
             raise EngineRejected(f"{name} has shape {tuple(source.shape)}, the model {tuple(target.shape)}")
-        # One NaN would make every logit NaN, and no later request would show where it came from.
+        # One NaN would make every logit NaN, and no later request would show its origin.
         if not bool(torch.isfinite(source).all()):
             raise EngineRejected(f"{name} holds values that are not finite")
     with torch.no_grad():
@@ -107,7 +106,7 @@ def export_weights(model: Llama) -> dict[str, Tensor]:
 
 
 def load_model(folder: Path) -> Llama:
-    """A model ready to serve from a folder in Hugging Face layout. Raises ModelMismatch or EngineRejected."""
+    """Load a model, ready to serve, from a folder in Hugging Face layout. Raises ModelMismatch or EngineRejected."""
     shape = ModelShape.from_config(read_config(folder))
     model = Llama(shape)
     model.requires_grad_(False)

@@ -1,6 +1,7 @@
-"""The HTTP client for every engine server: it sends JSON, reads JSON or server-sent events, and tries again.
+"""The HTTP client for every engine server: sends JSON, reads JSON or server-sent events, and retries failed requests.
 
-It knows no engine's protocol. Invariant: no request is sent again once the first event of its answer was read.
+The module is independent of the engine's protocol. Invariant: no request is sent again once the first event of its
+response was read.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
 MAX_ANSWER = 8 << 20
-"""Bytes of an answer that is no stream, and of one event of a stream. SGLang's hold a whole reply: that of 200,000
-tokens fits."""
+"""Maximum bytes of a response that is no stream, and of one event of a stream. SGLang's events hold a whole reply; a
+reply of 200,000 tokens fits."""
 DONE = b"[DONE]"
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a request is tried in all, and the waits between. A server's Retry-After is obeyed up to the longest
-    wait."""
+    """Maximum number of attempts of a request, and the waits between them. A server's Retry-After is followed up to the
+    longest wait."""
 
     attempts: int = 4
     backoff: Backoff = Backoff(first=0.2, longest=10.0)
@@ -45,27 +46,27 @@ DEFAULT_RETRY = RetryPolicy()
 
 
 class WasCut(Exception):
-    """An exchange was ended by its `Cut`, before its answer began."""
+    """An exchange was ended by its `Cut`, before its response began."""
 
 
 class Cut:
-    """Lets somebody else end an exchange whose answer has not begun, also between two attempts."""
+    """Lets another task end an exchange whose response has not begun, also between two attempts."""
 
     def __init__(self) -> None:
         self.begun = False
-        """For the client to set: the first event is here."""
+        """Set by the client when the first event has arrived."""
         self._made = asyncio.Event()
         self._response: Response | None = None
 
     def now(self) -> None:
-        """The exchange then raises WasCut. Nothing happens where the answer has begun."""
+        """Make the exchange raise WasCut. Has no effect once the response has begun."""
         if not self.begun:
             self._made.set()
             if self._response is not None:
                 self._response.cut()
 
     def check(self) -> None:
-        """Raises WasCut once it was made."""
+        """Raise WasCut if `now` has taken effect."""
         if self._made.is_set():
             raise WasCut
 
@@ -74,20 +75,19 @@ class Cut:
         self._response = response
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or once it was made."""
+        """Return after `seconds`, or once `now` has taken effect."""
         await wait_for_event(self._made, seconds)
 
 
 def encode(body: Any) -> bytes:
-    """JSON."""
     return orjson.dumps(body)
 
 
 class HttpClient:
-    """The connections to one engine server. `start` and `close` bracket its use.
+    """The connections to one engine server, between `start` and `close`.
 
-    Every method raises EngineUnavailable when the server cannot be reached or stops answering, and
-    StatusFailure when it answers with a status of 400 or more.
+    Every method raises EngineUnavailable if the server cannot be reached or stops responding, and StatusFailure for a
+    response with a status of 400 or more.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -103,21 +103,22 @@ class HttpClient:
         self._connections = Connections(self.url, self._headers)
 
     async def close(self) -> None:
-        """Ends every exchange in flight; each of them raises EngineUnavailable."""
+        """End every exchange in flight; each exchange raises EngineUnavailable."""
         connections, self._connections = self._connections, None
         if connections is not None:
             connections.close()
 
     async def check(self, path: str) -> None:
-        """GET it, once. The answer may be anything: routers say "OK" where servers say nothing."""
+        """GET the path once, and accept any body: routers send "OK" where servers send nothing."""
         await self._call("GET", path, (), CONTROL_SECONDS)
 
     async def get(self, path: str) -> Any:
-        """The JSON answer to a GET (None for an empty one), tried once."""
+        """Return the JSON response to a GET (None for an empty response), tried once."""
         return self._parsed(path, await self._call("GET", path, (), CONTROL_SECONDS))
 
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
-        """The JSON answer to a POST (None for an empty one), tried once; `seconds` None waits for ever."""
+        """Return the JSON response to a POST (None for an empty response), tried once; `seconds` None waits for
+        ever."""
         return self._parsed(path, await self._call("POST", path, () if body is None else (encode(body),), seconds))
 
     async def events(
@@ -127,12 +128,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         cut: Cut | None = None,
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST the pieces of `body(attempt)` and yield the payloads of the answer's server-sent events, up to `[DONE]`
-        or the end of the answer. Each list holds the payloads that one read has brought; none is empty.
+        """POST the pieces of `body(attempt)` and yield the payloads of the response's server-sent events, up to
+        `[DONE]` or the end of the response. Each list holds the payloads of one read and is never empty.
 
-        Connection failures and transient statuses are retried until the first payload came. Closing the generator
-        closes the connection, which aborts the work upstream. `cut` does the same before the first payload, and WasCut
-        is raised.
+        Connection failures and transient statuses are retried until the first payload has arrived. Closing the
+        generator closes the connection, which aborts the work upstream. `cut` does the same before the first payload,
+        and raises WasCut here.
         """
         cut = cut or Cut()
         for attempt in range(self._retry.attempts):
@@ -207,8 +208,8 @@ class HttpClient:
 
 
 async def _read_rest(response: Response) -> None:
-    """Read the few bytes behind `[DONE]`: a response read to its end gives its connection back for reuse. Where the end
-    does not come in time, only that connection is lost."""
+    """Read the few bytes behind `[DONE]`: a response read to its end returns its connection for reuse. If the end does
+    not arrive in time, only the connection is lost."""
     if response.complete:
         return
     with suppress(*CONNECTION_ERRORS):

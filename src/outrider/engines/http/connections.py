@@ -1,11 +1,11 @@
-"""Keep-alive HTTP/1.1 connections to one server: they send a request and give its answer as the bytes arrive.
+"""Keep-alive HTTP/1.1 connections to one server: send a request and return its response as the bytes arrive.
 
-This client does only what engine servers need: no redirects, cookies, proxies or compression. Parsing is `httptools`.
-It replaces aiohttp because it is cheaper: a streamed call of 18 events, 32 at once, takes 0.11 to 0.2 ms of CPU here
-and 0.24 to 0.31 ms with aiohttp 3.14, of about 1 ms that the gateway takes for a call in all.
+This client has only the features that engine servers need: no redirects, cookies, proxies or compression. Parsing is
+`httptools`. It replaces aiohttp for cost: a streamed call of 18 events, 32 at once, takes 0.11 to 0.2 ms of CPU here
+and 0.24 to 0.31 ms with aiohttp 3.14, of about 1 ms that the gateway takes for a whole call.
 
-It knows no JSON and tries nothing twice. Invariant: a connection carries one exchange at a time, and is used again only
-after an answer that was read to its end.
+The module does not parse JSON and never retries. Invariant: a connection carries one exchange at a time, and is used
+again only after a response was read to its end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from urllib.parse import urlsplit
 import httptools
 
 CONNECT_SECONDS = 10.0
-# uvicorn, under vLLM and SGLang, closes idle connections after 5 s: giving them up first avoids the race.
+# uvicorn, under vLLM and SGLang, closes idle connections after 5 s: closing them first avoids the race.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
 """A piece of a request's body. It is sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
-"""Requests of more bytes are sent piece by piece: joining them would copy every long prompt once more."""
+"""Requests of more bytes are sent piece by piece: joining the pieces would copy every long prompt once more."""
 HIGH_WATER = 128 << 10
-"""Unread bytes of an answer above which the connection stops reading from its socket."""
+"""Unread bytes of a response above which the connection stops reading from its socket."""
 
 
 class Connections:
-    """A server's connections, as many as there are exchanges at a time. `url` is http or https, without a query.
+    """A server's connections, one for each concurrent exchange. `url` is http or https, without a query.
 
-    `request` raises OSError or TimeoutError when the server cannot be reached.
+    `request` raises OSError or TimeoutError if the server cannot be reached.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -57,8 +57,9 @@ class Connections:
         *,
         opened: Callable[[Response], None] | None = None,
     ) -> Response:
-        """Send a request, its body in pieces; the answer, once its head is here. Close it when done. `opened` is called
-        with it before anything is sent: `Response.cut` then ends the exchange from outside."""
+        """Send a request, its body in pieces, and return the response once its head has arrived. Close the response
+        when done. `opened` is called with the response before anything is sent: `Response.cut` then ends the exchange
+        from outside."""
         connection = self._reused() or await self._connect()
         if self._closed:
             connection.abort()
@@ -72,30 +73,30 @@ class Connections:
             if opened is not None:
                 opened(response)
             await connection.begin((start, self._head, own, length, b"\r\n", *body))
-        except BaseException:  # cancelled, too: half a request spoils its connection
+        except BaseException:  # cancellation included: half a request spoils its connection
             response.close()
             raise
         return response
 
     @property
     def idle(self) -> int:
-        """Connections that could be used again."""
+        """Number of connections that could be used again."""
         return sum(connection.reusable for connection in self._idle)
 
     @property
     def busy(self) -> int:
-        """Exchanges in flight."""
+        """Number of exchanges in flight."""
         return len(self._busy)
 
     def close(self) -> None:
-        """End everything in flight; each read then raises ConnectionAbortedError."""
+        """End all exchanges in flight; each read then raises ConnectionAbortedError."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.abort()
         self._idle.clear()
 
     def give_back(self, connection: _Connection) -> None:
-        """Keep a connection whose exchange is over for the next one, or end it."""
+        """Keep a connection whose exchange is over for reuse, or end it."""
         self._busy.discard(connection)
         if connection.reusable and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()
@@ -106,7 +107,7 @@ class Connections:
     def _reused(self) -> _Connection | None:
         oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
         while self._idle:
-            connection = self._idle.pop()  # the newest: the others may then grow old and go
+            connection = self._idle.pop()  # the newest, so that the others can age and be closed
             if connection.reusable and connection.idle_since > oldest_allowed:
                 return connection
             connection.abort()
@@ -126,7 +127,7 @@ class Connections:
 
 
 class Response:
-    """An answer whose head has arrived."""
+    """A response whose head has arrived."""
 
     def __init__(self, owner: Connections, connection: _Connection) -> None:
         self._owner = owner
@@ -138,16 +139,16 @@ class Response:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has arrived to its end."""
+        """Whether the whole response has arrived."""
         return self._open().complete
 
     def header(self, name: bytes) -> bytes | None:
-        """The first header of that (lower-case) name."""
+        """Return the first header of that (lower-case) name."""
         return self._open().headers.get(name)
 
     async def arrived(self) -> bytes:
-        """The bytes that have arrived since the last call; it waits for some. b"" at the end. Raises OSError when the
-        connection breaks."""
+        """Return the bytes that have arrived since the last call, waiting for at least one. b"" at the end. Raises
+        OSError if the connection breaks."""
         connection = self._open()
         while not connection.body:
             if connection.complete:
@@ -156,7 +157,7 @@ class Response:
         return connection.take_body()
 
     async def whole(self, most: int | None = None) -> bytes:
-        """The body, or its first `most` bytes."""
+        """Return the body, or its first `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while part := await self.arrived():
@@ -167,12 +168,12 @@ class Response:
         return b"".join(parts)[:most]
 
     def cut(self) -> None:
-        """End the exchange: whoever waits for its answer gets ConnectionAbortedError."""
+        """End the exchange: whoever waits for its response gets ConnectionAbortedError."""
         if self._connection is not None:
             self._connection.abort()
 
     def close(self) -> None:
-        """Give the connection back, or cut it when the answer was not read to its end. Idempotent."""
+        """Return the connection for reuse, or cut it if the response was not read to its end. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._owner.give_back(connection)
@@ -184,8 +185,8 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection and the answer it is reading. The methods from `connection_made` on are called by asyncio and by
-    the parser."""
+    """One connection and the response that it is reading. asyncio and the parser call the methods from
+    `connection_made` on."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -194,7 +195,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.body: list[bytes] = []
-        """The unread part of the answer's body; see `take_body`."""
+        """The unread part of the response's body; see `take_body`."""
         self._unread = 0
         self._paused = False
         self.complete = True
@@ -207,7 +208,7 @@ class _Connection(asyncio.Protocol):
         return self.complete and self._lost is None and self._transport is not None and not self._paused
 
     async def begin(self, request: Sequence[Buffer]) -> None:
-        """Send a request and wait for the head of its answer."""
+        """Send a request and wait for the head of its response."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers, self.body, self._unread = 0, {}, [], 0
@@ -220,14 +221,14 @@ class _Connection(asyncio.Protocol):
             await self.more()
 
     def more(self) -> asyncio.Future[None]:
-        """A future that is done once something has arrived. Raises what ended the connection."""
+        """Return a future that is done once data has arrived. Raises the error that ended the connection."""
         if self._lost is not None:
             raise self._lost
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
     def take_body(self) -> bytes:
-        """The unread part of the body."""
+        """Return and clear the unread part of the body."""
         parts, self.body, self._unread = self.body, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
@@ -254,7 +255,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # bytes that answer no request would be taken for the answer to the next one
+        if self.complete:  # bytes without a request would be taken for the response to the next request
             self.abort()
             return
         self._unread += len(data)
@@ -265,7 +266,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if self._unread > HIGH_WATER and not self.body and not self.complete:
-            # A head or trailers without end, say: nobody takes them, so reading would stop for ever.
+            # The data is a head or trailers without end, for example. Nobody takes them, so reading would stop for
+            # ever.
             self._lose(ConnectionError(f"{self._unread} bytes of an answer came, and none of its body"))
             self.abort()
             return
@@ -281,7 +283,7 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         sized = self.headers.keys() & {b"content-length", b"transfer-encoding"}
         if self._head_complete and not self.complete and error is None and not sized:
-            self.complete = True  # an answer that ends with its connection
+            self.complete = True  # a response without a length ends with the connection
         self._lose(error or ConnectionResetError("the server closed the connection"))
         self._wake()
 
@@ -293,7 +295,7 @@ class _Connection(asyncio.Protocol):
         self.headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
-        if (status := self._parser.get_status_code()) >= 200:  # not such as 100 Continue
+        if (status := self._parser.get_status_code()) >= 200:  # not an interim response such as 100 Continue
             self.status = status
             self._head_complete = True
         else:
@@ -310,7 +312,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
-    """Header lines. Raises ValueError for a line break in one."""
+    """Encode header lines. Raises ValueError for a header with a line break."""
     text = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     if text.count("\r") != len(headers) or text.count("\n") != len(headers):
         raise ValueError("a header must not contain a line break")

@@ -1,7 +1,7 @@
-"""Translates an engine server's statuses and error bodies to our errors.
+"""Translates an engine server's statuses and error bodies to Outrider's errors.
 
-It knows no route and no connection. Context overflow is recognised by the status and by the numbers in the message,
-because every engine, route and version words it differently.
+The module has no routes and no connections. Context overflow is recognised by the status and by the numbers in the
+message, because every engine, route and version has its own wording.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected, Engine
 MAX_QUOTED = 500
 OVERFLOW_STATUSES = frozenset({400, 413, 422})
 UNKNOWN_STATUS = 0
-"""The status of a failure that names none, such as an error event in a stream."""
+"""The status of a failure without a status, such as an error event in a stream."""
 
 _HINTS = {
     401: "check the engine's api_key option",
@@ -29,7 +29,7 @@ _STATUS = re.compile(r"[0-9]{1,3}")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's size in tokens, as far as it is known: its prompt, its maximum output, the model's context."""
+    """A request's sizes in tokens, as far as available: prompt, maximum output, and the model's context."""
 
     prompt: int | None = None
     output: int = 0
@@ -40,10 +40,10 @@ UNSIZED = Sizes()
 
 
 class StatusFailure(Exception):
-    """A server's refusal before it is understood: HTTP status (or UNKNOWN_STATUS) and the body it gave.
+    """A server's refusal before translation: the HTTP status (or UNKNOWN_STATUS) and the body.
 
-    Raised by `HttpClient` and turned into an EngineError by the adapter, which knows the sizes. `retry_after` is how
-    many seconds the server asked to wait.
+    `HttpClient` raises it, and the adapter, which has the sizes, turns it into an EngineError. `retry_after` is the
+    server's requested wait in seconds.
     """
 
     def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:
@@ -60,7 +60,7 @@ class StatusFailure(Exception):
 
 
 def failure_of_event(error: Any) -> StatusFailure:
-    """The failure in an `{"error": ...}` event of a stream: its `code` is a status where it is a number."""
+    """The failure in an `{"error": ...}` event of a stream. A numeric `code` of the event is its status."""
     status, retryable = UNKNOWN_STATUS, False
     if isinstance(error, dict):
         code = error.get("code", error.get("status_code"))
@@ -71,7 +71,7 @@ def failure_of_event(error: Any) -> StatusFailure:
 
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
-    """The error for a failure: overflow by its numbers first, then transient statuses, then refusals."""
+    """Return the error for a failure: overflow by its numbers first, then transient statuses, then refusals."""
     code = None
     try:
         content = orjson.loads(failure.body)
@@ -95,7 +95,7 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
 
 
 def _written(said: Any) -> bytes:
-    """JSON of what an engine has said: orjson reads 1,024 lists within each other, and writes 254."""
+    """Encode an engine's error value as JSON: orjson reads 1,024 nested lists, but writes only 254."""
     try:
         return orjson.dumps(said)
     except orjson.JSONEncodeError:
@@ -111,5 +111,5 @@ def _overflows(status: int, message: str, sizes: Sizes) -> bool:
     total = sizes.prompt + sizes.output
     if sizes.context is not None:
         return total > sizes.context or sizes.prompt >= sizes.context
-    # A prompt as long as the context is named twice: "The input (64 tokens) is longer than ... length (64 tokens)".
+    # A prompt as long as the context appears twice: "The input (64 tokens) is longer than ... length (64 tokens)".
     return any(size in numbers and (min(numbers) < size or numbers.count(size) > 1) for size in (sizes.prompt, total))

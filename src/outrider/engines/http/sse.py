@@ -1,17 +1,17 @@
-"""Reads server-sent events incrementally: it is fed bytes as they arrive and returns `data:` payloads.
+"""Reads server-sent events incrementally: accepts bytes as they arrive and returns `data:` payloads.
 
-It knows no JSON and no engine. Event names, ids and comments are dropped: no engine we read uses them. Invariant: the
-payloads do not depend on where the bytes were cut.
+The module is independent of JSON and of the engine. Event names, ids and comments are dropped: no supported engine uses
+them. Invariant: the payloads do not depend on where the bytes were cut.
 """
 
 from __future__ import annotations
 
 
 class SseReader:
-    """Feed it the body of one `text/event-stream` response.
+    """The parser of one `text/event-stream` response.
 
-    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An event that the
-    stream's end cuts off is dropped, as the HTML standard asks (section 9.2.6).
+    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An event that the stream's
+    end cuts off is dropped, as the HTML standard requires (section 9.2.6).
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,10 @@ class SseReader:
         self._after_cr = False
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The payloads of the events that this chunk completes."""
+        """Return the payloads of the events that this chunk completes."""
         if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
-            # Whole events of one line each, as engines write them: splitting takes half the time of the general
-            # way below. A line break in a payload makes it no such chunk.
+            # Whole events of one line each, as engines write them: splitting takes half the time of the general way
+            # below. The general way also handles line breaks in a payload.
             payloads = chunk[6:-2].split(b"\n\ndata: ")
             if chunk.count(b"\n") == 2 * len(payloads) and b"\r" not in chunk:
                 self._after_cr = False

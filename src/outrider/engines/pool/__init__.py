@@ -1,1 +1,1 @@
-"""The engine pool: which engine serves a session, when generation is paused, and how a request runs on an engine."""
+"""The engine pool: assigns an engine to each session, pauses generation, and runs each request on an engine."""

@@ -1,8 +1,8 @@
-"""The engines of a pool: what each is and carries, which one a session keeps to, and which one a new session gets.
+"""The engines of a pool: the state and load of each, the engine of each session, and the choice for a new session.
 
-A session stays on its engine because that one has its prefix cached. It knows no request and never waits. Invariants:
-`idle` is set exactly while nothing is in flight; a member's `sessions` and `assigned_tokens` are the count and the sum
-of the sessions that keep to it.
+A session stays on its engine because that engine has the session's prefix cached. The module handles no requests and
+never waits. Invariants: `idle` is set exactly while nothing is in flight. A member's `sessions` and `assigned_tokens`
+are the count and the sum of the sessions that are assigned to it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from outrider.trajectory import LogprobKind, TokenMode
 
 TOKENS_PER_REQUEST = 16384
 """Tokens of assigned context that weigh as much as one request in flight: a waiting session costs its engine cache
-memory, a running one costs it steps."""
+memory, a running session costs it steps."""
 
 
 Load = tuple[bool, float, int]
-"""By what engines are compared: whether it is suspect, so that it comes after all that are not; its load; and the
-number of its sessions, which decides between equal loads."""
+"""Sort key for placement: suspect engines last, then by load, then by number of sessions."""
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
-"""An engine is overloaded against another one when its load is higher by so much, and so many times as high. On
-SWE-bench Pro over vllm-router 84 % of the prompts' tokens were cached with these thresholds, and 65 % with 4 and 1.1
-(NeMo Gym #3345): a session that moves has its context read again. `python -m bench routing` compares both."""
+"""An engine is overloaded compared with another if its load is more than `OVERLOAD` above the other load and more than
+`OVERLOAD_TIMES` times as high. On SWE-bench Pro over vllm-router 84 % of the prompts' tokens were cached with these
+thresholds, and 65 % with 4 and 1.1 (NeMo Gym #3345): a session that moves has its context read again. `python -m bench
+routing` compares both."""
 
 SLACK = 64
-"""Outdated entries that the heap may hold per live one before it is rebuilt."""
+"""Outdated entries that the heap may hold per live entry before it is rebuilt."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine serves a session, its policy version as last known, what its ids and log-probabilities are, and
-    which constraints on replies it can keep."""
+    """A session's engine: the last known policy version, the kind of ids and log-probabilities, and the supported
+    constraints on replies."""
 
     engine: str
     mode: TokenMode
@@ -60,7 +60,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one follower has on an engine, and what it has seen of it; the fields are those of `EngineStatus`."""
+    """One follower's use of an engine, and its observations of the engine, with the fields of `EngineStatus`."""
 
     in_flight: Count = 0
     sessions: Count = 0
@@ -71,7 +71,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """How long the engine takes there, once that is known."""
+    """The engine's pace as measured by the follower; None before it is known."""
 
     @property
     def load(self) -> float:
@@ -79,12 +79,12 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` says what the engine sent that
-    cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened. `paused`: it was told
-    to pause and not yet to go on. `behind`: it answers, and serves nobody, for its weights are older than the policy.
-    `model` is the frozen model that it serves, None for the policy. `spec` is what it was made from, if it was. `uses`
-    is what followers of the pool have on it; `load_elsewhere` is what a follower's own pool does not see of its load.
-    """
+    """The pool's record of one engine. The pool closes `owned` engines. `suspect` describes the impossible reply of a
+    suspect engine, and is None for others. `misbehaved` counts impossible replies. `paused`: the engine was ordered to
+    pause and not yet to resume. `behind`: the engine responds but serves no session, because its weights are older than
+    the policy. `model` is the frozen model that the engine serves, None for the policy. `spec` is the engine's spec, if
+    any. `uses` holds each follower's use of the engine. `load_elsewhere` is the load that a follower's own pool does
+    not see."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Member:
         self.engine = engine
         self.name = engine.name
         self.takes_tokens = engine.mode is TokenMode.TOKENS
-        """Whether it is an `Engine`; else it is a `ChatEngine`."""
+        """Whether the engine is an `Engine` and not a `ChatEngine`."""
         self.health = health
         self.kind = kind
         self.url = url
@@ -124,34 +124,35 @@ class Member:
         self.failed_probes = 0
         self.version = health.version
         self.looked_for = 0
-        """The highest version that a follower has seen there, and that the engine was asked for."""
+        """The highest version seen by a follower for which the engine was checked."""
         self.paused = False
         self.behind = False
         self.probe: asyncio.Task[None] | None = None
         self.probe_now = asyncio.Event()
         self.trial: asyncio.Task[None] | None = None
         self.check: asyncio.Task[None] | None = None
-        """Whether it still works, because a follower doubts it, or because it is silent."""
+        """The check whether the engine still works, begun because a follower doubts it or because it is silent."""
         self.pace = Pace()
         self.last_sign = loop_time()
-        """When it last gave something to anybody here, by `loop_time`."""
+        """Time of the last chunk that the engine sent to any call of this process, by `loop_time`."""
         self.newest_answered = 0.0
-        """When the newest call began of those to which it has given something."""
+        """Start time of the newest call that has received a chunk."""
         self.awaits_workers = isinstance(engine, AwaitsWorkers) and engine.awaits_workers
         self.silent: AnyRequest | None = None
-        """After it has fallen silent, the request for one token that it has to answer before it serves again."""
+        """After the engine has fallen silent: the request for one token that it has to serve before it takes part
+        again."""
         self.read_constraints()
         self.idle = asyncio.Event()
         self.idle.set()
 
     @property
     def serves(self) -> bool:
-        """Whether a session that keeps to it may go on there."""
+        """Whether a session that is assigned to the engine may continue there."""
         return self.ok and not self.removed
 
     @property
     def busy(self) -> bool:
-        """Whether a generation is in flight, here or in a follower."""
+        """Whether a generation is in flight, in this process or in a follower."""
         return bool(self.in_flight) or any(use.in_flight for use in self.uses.values())
 
     @property
@@ -164,23 +165,23 @@ class Member:
         return self.suspect is not None, load, self.sessions
 
     def read_constraints(self) -> None:
-        """Keep the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
-        make two. Those of a relay are known when its first worker attaches."""
+        """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
+        make two. The constraints of a relay are known once its first worker attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
-        """A generation begins."""
+        """Count a generation that begins."""
         self.in_flight += 1
         self.idle.clear()
 
     def leave(self, generated: int) -> None:
-        """A generation ended, however it did, having brought so many tokens."""
+        """Count the end of a generation, successful or not, and the number of tokens that it generated."""
         self.in_flight -= 1
         self.generated_tokens += generated
         self._look_idle()
 
     def note_use(self, follower: str, use: EngineUse | None) -> None:
-        """What a follower has on it now; None if the follower is gone. What it had done by then stays counted."""
+        """Record a follower's use; None if the follower is gone. The totals of a follower that is gone stay counted."""
         before = self.uses.pop(follower, None)
         if use is not None:
             self.uses[follower] = use
@@ -198,7 +199,7 @@ class Member:
             self.idle.set()
 
     def remove(self, seconds: float) -> None:
-        """Give it no more work. Generations in flight have `seconds` to end."""
+        """Assign no more work to the engine. Generations in flight have `seconds` to end."""
         self.removed = self.draining = True
         self.removal_seconds = seconds
         self._look_idle()
@@ -214,7 +215,7 @@ class Member:
         )
 
     def use(self) -> EngineUse:
-        """What this process has on it."""
+        """Return this process's use of the engine."""
         return EngineUse(
             in_flight=self.in_flight,
             sessions=self.sessions,
@@ -228,7 +229,8 @@ class Member:
         )
 
     def known_pace(self) -> PaceSummary | None:
-        """How long it takes by what was seen of most calls, here or in a follower; None if that is not known yet."""
+        """Return the engine's pace as measured over the most calls, here or in a follower; None if it is not known
+        yet."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
@@ -263,15 +265,15 @@ class Member:
 
 @dataclass
 class _Place:
-    """A session's engine, and how many tokens of context the session has there."""
+    """A session's engine, and the session's tokens of context there."""
 
     member: Member
     tokens: int = 0
 
 
 class Affinity:
-    """The engines of the sessions of one pool. Engines that take tokens and engines that take messages are kept apart:
-    a generation meant for one cannot be served by the other."""
+    """The engines of one pool's sessions. Engines that take tokens and engines that take messages are kept apart:
+    neither can serve the other's requests."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
@@ -279,10 +281,10 @@ class Affinity:
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> Member | None:
-        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect engine,
-        and the one to `avoid`, is given only where there is no other of its kind.
+        """Return the session's own engine while it serves, else assign the least loaded engine. A suspect engine, and
+        the engine named `avoid`, are chosen only if there is no other of their kind.
 
-        `kinds` says in order of preference whether the engine takes tokens. None when there is none.
+        `kinds` lists, in order of preference, whether the engine takes tokens. Returns None if there is no engine.
         """
         place = self._places.get(session_key)
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:
@@ -298,7 +300,8 @@ class Affinity:
         return None
 
     def rebalance(self, session_key: str) -> None:
-        """Take the session from an engine that is overloaded against the least loaded one; `pick` then gives it that.
+        """Release a session whose engine is overloaded compared with the least loaded engine, which `pick` then
+        assigns.
 
         The other engine has to read the session's context once more, so the session's own load is added to the
         threshold. Two engines are within the threshold after a few moves, and then no session moves back.
@@ -314,35 +317,35 @@ class Affinity:
             self.release(session_key)
 
     def trusts(self, kind: bool) -> bool:
-        """Whether a session that is placed now gets an engine of that kind that is not suspect."""
+        """Whether a new session would get an engine of that kind that is not suspect."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
     def refresh(self, member: Member) -> None:
-        """Call after anything that changes the member's load or whether it takes sessions."""
+        """Update the heap. Call it after any change of the member's load or of `takes_sessions`."""
         heap = self._heaps[member.takes_tokens]
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # another engine may have its name by now
+        elif self._members.get(member.name) is member:  # another engine may have this name by now
             del self._members[member.name]
             heap.drop(member.name)
 
     def context(self, session_key: str, member: Member) -> int:
-        """Tokens of context that the session has on that engine."""
+        """Return the session's tokens of context on that engine."""
         place = self._places.get(session_key)
         return place.tokens if place is not None and place.member is member else 0
 
     def set_context(self, session_key: str, member: Member, tokens: int) -> None:
-        """Count `tokens` as the length of the session's context, if it still keeps to that engine. The caller refreshes
-        the member."""
+        """Set the length of the session's context, in tokens, if the session is still assigned to that engine. The
+        caller refreshes the member."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             member.assigned_tokens += tokens - place.tokens
             place.tokens = tokens
 
     def release(self, session_key: str) -> None:
-        """The session is over. Idempotent."""
+        """End the session's assignment. Idempotent."""
         place = self._places.pop(session_key, None)
         if place is not None:
             place.member.sessions -= 1
@@ -350,15 +353,15 @@ class Affinity:
             self.refresh(place.member)
 
     def leave(self, session_key: str, member: Member) -> None:
-        """The session does not keep to that engine any more, if it did."""
+        """End the session's assignment to that engine, if it is assigned there."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             self.release(session_key)
 
 
 class LoadHeap:
-    """Names by load: a min-heap whose entries may change. `least` gives the smallest of the loads last given, and the
-    oldest name among equals. A changed load leaves its old entry in the heap, which is skipped when it comes up."""
+    """Names by load: a min-heap with entries that may change. `least` returns the name with the smallest current load,
+    and the oldest name among equals. A changed load leaves its old entry in the heap, to be skipped later."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Load, int, str]] = []
@@ -381,12 +384,12 @@ class LoadHeap:
             heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Forget a name, known or not."""
+        """Remove a name, if it is there."""
         self._current.pop(name, None)
 
     def least(self, avoid: str | None = None) -> str | None:
-        """The least loaded name, which stays, and not the one to `avoid` if there is another; None when there is
-        none."""
+        """Return the least loaded name without removing it. The name `avoid` is returned only if there is no other.
+        None if the heap is empty."""
         if avoid is not None and len(self._current) > 1:
             return min((entry, name) for name, entry in self._current.items() if name != avoid)[1]
         while self._heap:

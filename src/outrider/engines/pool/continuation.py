@@ -1,8 +1,8 @@
-"""A generation that was cut off and goes on as a new request: the ids are kept, and the parts read as one reply.
+"""Continues a generation that was cut off as a new request: the ids are kept, and the parts read as one reply.
 
-It knows no engine. What an engine would have known of the first part is restored: how many tokens are left, where the
-random numbers are, and the text in which a stop string may have begun. Invariant: the ids, log-probabilities and
-version spans given out are those that the engines gave, each in its place.
+The module handles no engines. It restores the engine's state after the first part: the number of tokens left, the
+position in the random numbers, and the text in which a stop string may have begun. Invariant: the output has exactly
+the ids, log-probabilities and version spans from the engines, each at its position.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAX_SEED = (1 << 31) - 1
 
 
 def continuable(sampling: SamplingParams) -> bool:
-    """Whether an engine can go on with such a reply from its ids alone, and draw each token as if nothing had happened.
+    """Whether an engine can continue such a reply from the ids alone, and draw each token as without the cut.
 
-    A constraint would begin anew in the middle of the form; presence and frequency penalties are taken from the tokens
-    that one request has sampled.
+    A constraint would start again in the middle of the form. Presence and frequency penalties are computed from the
+    tokens sampled by a single request.
     """
     return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
 
 
 class Continuation:
-    """One generation over several requests. `versions` are the spans of what was sampled before the newest of them.
+    """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
 
-    `text` makes a decoder, for stop strings: without one, a stop string that spans a cut is not found.
+    `text` makes a decoder, for stop strings. Without a decoder, a stop string that spans a cut is not found.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -47,8 +47,8 @@ class Continuation:
         self._watch: StopWatch | None = None
 
     def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
-        """The newest request has sampled `ids` and was cut off, with a `last` chunk of the engine if there was one.
-        Where that has no spans, the tokens are of `version`."""
+        """Record that the newest request has sampled `ids` and was cut off, with the engine's `last` chunk if there was
+        one. Without spans in `last`, the tokens have the version `version`."""
         self._given = len(ids)
         self.versions = self._joined(last.versions if last else (), version)
         if last is not None:
@@ -61,8 +61,8 @@ class Continuation:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """The last chunk of a reply that was complete when it was cut, None for one that has to go on: the engine may
-        have been stopped after the last token and before it saw that it was the last."""
+        """The last chunk of a reply that was complete when it was cut; None for a reply that has to continue. The
+        engine may have been stopped after the last token, before recognising the end."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         if last in sampling.stop_token_ids and count > sampling.min_tokens:
@@ -76,7 +76,7 @@ class Continuation:
         )
 
     def request(self) -> GenerateRequest:
-        """The request that goes on with the reply. Its id has 32 characters, like those of all calls."""
+        """The request that continues the reply. The id has 32 characters, like the ids of all calls."""
         first, sampling, count = self._request, self._request.sampling, len(self._sampled)
         name = f"{first.request_id}/{self._cuts}".encode()
         seed = sampling.seed
@@ -96,8 +96,8 @@ class Continuation:
         )
 
     def take(self, chunk: Chunk, version: int) -> Chunk:
-        """A chunk of the newest request, as one of the whole reply. `version` is that of the request's tokens where the
-        engine gives no spans."""
+        """Convert a chunk of the newest request to a chunk of the whole reply. `version` is the version of the
+        request's tokens if the engine sends no spans."""
         if self._watch is not None and chunk.ids:
             chunk = self._stopped(chunk, self._watch)
         self._given += len(chunk.ids)
@@ -117,7 +117,8 @@ class Continuation:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """The chunk, ended by the token that completes a stop string begun before the cut, if one does."""
+        """The chunk, cut after the token that completes a stop string begun before the cut, if there is such a
+        token."""
         for number, token_id in enumerate(chunk.ids, start=1):
             if (match := watch.push(token_id)) is not None:
                 return msgspec.structs.replace(
@@ -132,19 +133,19 @@ class Continuation:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """The engine's echo of its prompt without the ids that were sampled. An id that differs among those is drift,
-        too: for each, the echo is one longer than the prompt."""
+        """The engine's echo of its prompt without the ids sampled earlier. A wrong id among those is drift, too: each
+        makes the returned echo one id longer than the prompt."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """All spans, those of the newest request behind the ones before."""
+        """All spans, with those of the newest request at the end."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # a stop string that spans a cut ends a reply before its engine does
+            end = min(span.end, count)  # a stop string that spans a cut ends the reply before the engine does
             if end <= span.start:
                 continue
             if spans and spans[-1].version == span.version:
@@ -155,10 +156,10 @@ class Continuation:
 
 
 class StopWatch:
-    """Looks for a stop string that began before a cut; the engine finds those that begin behind it.
+    """Looks for a stop string that began before a cut; the engine finds stop strings that begin behind the cut.
 
-    The first character behind the cut counts as before it: its first bytes may be of a token before. `over` says that
-    no such string can come any more.
+    The first character behind the cut counts as before it, because its first bytes may come from a token before the
+    cut. `over`: no stop string that spans the cut is possible any more.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
@@ -174,10 +175,11 @@ class StopWatch:
         return len(self._seen) >= self._before + self._longest
 
     def push(self, token_id: int) -> str | None:
-        """Take the next token; the stop string that it completes, if that began before the cut."""
+        """Take the next token, and return the stop string that it completes, if that string began before the cut."""
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # From the first place at which it would end behind the cut: the engine has passed one that ends before.
+            # Search from the first position whose match would end behind the cut: the engine has passed earlier
+            # matches.
             if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
                 return stop
         return None

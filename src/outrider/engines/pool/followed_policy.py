@@ -1,7 +1,7 @@
-"""The policy of a pool that follows another process's: the same version, and pauses at the same time.
+"""The policy of a pool that follows another process's pool: the same version, and pauses at the same time.
 
-Invariant: after this gate has reported that it has settled, no generation begins here until the leader opens its gate.
-Those still in flight can be cut off: they continue after the pause as new requests.
+Invariant: once this gate has reported that it has settled, no generation begins here until the leader opens its gate.
+Generations still in flight can be cut off: they continue after the pause as new requests.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 class Leader(Protocol):
-    """What a following pool tells the leading one: how its gate stands, and that an engine fails here."""
+    """The leading pool, for a following pool's reports: the state of its gate, and failures of engines in its
+    process."""
 
     def settled(self, report: GateReport) -> None: ...
     def doubted(self, engine: str) -> None: ...
 
 
 class FollowedPolicy(Policy):
-    """The leader's policy. It tells engines nothing, and the leader how its gate stands whenever that may matter."""
+    """The leader's policy. It sends engines no orders. It reports its gate to the leader after each change of the gate,
+    and when a generation ends during a pause."""
 
     def __init__(
         self,
@@ -40,9 +42,9 @@ class FollowedPolicy(Policy):
         self._leader = leader
         self._engines: dict[str, EngineState] = {}
         self._closings = 0
-        """Of the leader's gate, as they were when it was followed last."""
+        """The leader's `closings` when it was last followed."""
         self._cut = 0
-        """The closing at which generations were last given up for cut off."""
+        """The closing at which generations were last marked as cut off."""
 
     def follow(self, state: PoolState) -> None:
         self._closings = state.closings
@@ -57,7 +59,7 @@ class FollowedPolicy(Policy):
         self._tell_leader()
 
     def _tell_leader(self) -> None:
-        # Counted before the report: once the leader has it, the leader makes the engines cut off what is in flight.
+        # Count before the report: after it, the leader makes the engines cut off the generations in flight.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -72,7 +74,8 @@ class FollowedPolicy(Policy):
         self._leader.doubted(member.name)
 
     async def catch_up(self, member: Member, health: EngineHealth) -> int:
-        """The version of an engine that answers again. Raises EngineUnavailable while the leader does not use it."""
+        """Return the version of an engine that responds again. Raises EngineUnavailable while the leader does not use
+        it."""
         engine = self._engines.get(member.name)
         if engine is None or not engine.ok:
             raise EngineUnavailable(
@@ -83,4 +86,4 @@ class FollowedPolicy(Policy):
         return max(self.version_of(member.engine, health), engine.version)
 
     async def leave(self, members: Sequence[Member]) -> None:
-        """The leader alone has engines go on."""
+        """Do nothing: only the leader resumes engines."""

@@ -1,8 +1,8 @@
-"""A pool that follows another process's: it has the same engines and the same policy, and generates on them itself.
+"""A pool that follows another process's pool: it has the same engines and policy, and generates on the engines itself.
 
-What the leading pool says comes as `PoolState`s; it has vetted the engines, and alone tells them to pause, to load
-weights and to go on. It knows nothing of how the processes are connected. Invariants: while the leader is paused no
-generation begins here; an engine that the leader does not use is not used here.
+The leading pool sends `PoolState`s. It has checked the engines, and only the leader orders engines to pause, to load
+weights and to resume. The connection between the processes is not part of this module. Invariants: no generation begins
+here while the leader is paused. Only engines in use by the leader are used here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger("outrider.engine")
 
 
 ADOPT_SECONDS = 30.0
-"""How long an engine may take to start here."""
+"""Timeout for starting an engine here."""
 AGAIN_SECONDS = 1.0
-"""After so long it is tried again to use an engine that failed to start."""
+"""Seconds after which an engine that failed to start is tried again."""
 
 
 class Forwarded(Protocol):
-    """An engine that only the leader's process has; `heed` tells how it is there now."""
+    """An engine that only the leader's process has; `heed` receives the engine's state there."""
 
     def heed(self, state: EngineState) -> None: ...
 
@@ -38,7 +38,8 @@ class Forwarded(Protocol):
 class PoolFollower:
     """Keeps a pool like the leader's, within `async with PoolFollower(...)`.
 
-    `forwarded` makes an engine of one that only the leader's process has. Say what the leader says with `follow`.
+    `forwarded` makes a local engine for an engine that only the leader's process has. Pass each state that the leader
+    sends to `follow`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PoolFollower:
         self._forwarded = forwarded
         self._state: PoolState | None = None
         self._followed: dict[str, EngineState] = {}
-        """By name, each engine as it was followed last."""
+        """The state of each engine when it was last followed, by name."""
         self._work = asyncio.Event()
         self._tasks = Chores(failures or Failures())
 
@@ -65,7 +66,7 @@ class PoolFollower:
         await self._tasks.__aexit__(None, None, None)
 
     def follow(self, state: PoolState) -> None:
-        """Take over what the leader says now. A pause holds at once; the rest follows in the background."""
+        """Apply the leader's new state. A pause applies at once, the rest in the background."""
         self._state = state
         if state.paused is not None:
             self._policy.follow(state)
@@ -89,7 +90,8 @@ class PoolFollower:
                 failures.note_success(name)
         for name in self._followed.keys() - {engine.name for engine in state.engines}:
             self._leave_engine(name, state)
-        # The leader opens its gate when the engines have the new version: ours opens when we know it, too.
+        # The leader opens its gate when the engines have the new version. This gate must have the version, too, to
+        # open.
         if state is self._state and state.paused is None:
             self._policy.follow(state)
 
@@ -104,7 +106,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).heed(engine)
-        # What is remembered here may be newer than what the leader remembers, unless the leader was told something.
+        # The versions here may be newer than the leader's, unless the leader's have changed.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):

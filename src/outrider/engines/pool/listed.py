@@ -1,7 +1,7 @@
-"""Engines that somebody else lists, such as the workers of a router: each is in the pool for as long as it is listed.
+"""Engines from a list kept elsewhere, such as a router's workers: each is in the pool for as long as it is listed.
 
-It knows no router. Invariant: an engine leaves the pool only after it was missing from several lists in a row, so a
-router that restarts with a list still empty costs no session its engine.
+The module is independent of the kind of list. Invariant: an engine leaves the pool only after it was missing from
+several lists in a row, so a router that restarts with a list still empty costs no session its engine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from outrider.trajectory import TokenMode
 
 LOOK_SECONDS = 5.0
 MISSES = 3
-"""How many lists in a row an engine is missing from before it is taken for gone."""
+"""Number of lists in a row without an engine after which the engine is taken for gone."""
 
 
 class Listing:
-    """The engines of one list. `serves` is the frozen model that they serve, None for the policy. `engines` are its
-    members' names by URL; `leave` is told the name of each that is gone, and `urls` says where the pool's engines are,
-    so that one server is not in the pool twice."""
+    """The engines of one list. `serves` is the frozen model of these engines, None for the policy. `engines` maps URLs
+    to the members' names. `leave` is called with the name of each engine that is gone. `urls` returns the URLs of the
+    pool's engines, so that no server is in the pool twice."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Listing:
         self._detail = ""
 
     async def begin(self) -> None:
-        """Add what is listed now. Raises what the source does, and what the first engine is refused with if all are."""
+        """Add the engines that are listed now. Raises the source's errors, and the first engine's error if all are
+        refused."""
         failures = await self._look()
         if failures and not self.engines:
             raise next(iter(failures.values()))
 
     async def follow(self, every: float) -> None:
-        """Add what is listed later, and let go what is not listed any more, until cancelled. It looks every so many
-        seconds."""
+        """Check the list every `every` seconds until cancelled: add new engines, and remove engines that are gone."""
         while True:
             await asyncio.sleep(every)
             try:
@@ -70,8 +70,8 @@ class Listing:
                 self._answers, self._detail = False, f"{type(error).__name__}: {error}"
 
     def status(self, serving: Collection[str], version: int) -> EngineStatus:
-        """As a row beside those of its engines, which do the counting. It is well while it answers and one of its
-        engines is `serving`."""
+        """Return the list's own status row. The counts are in the engines' rows. The list is ok while its source
+        responds and at least one of its engines is in `serving`."""
         return EngineStatus(
             name=self.source.name,
             kind=self._kind,
@@ -92,8 +92,8 @@ class Listing:
         )
 
     async def _look(self) -> Mapping[str, OutriderError]:
-        """Compare with the list; what engines were refused with, by URL. An engine that somebody has taken out of the
-        pool stays out while it is listed; one that was refused is tried again with each look."""
+        """Compare the pool with the list. Returns the errors of refused engines, by URL. An engine that somebody has
+        removed from the pool stays out while it is listed. A refused engine is tried again at each look."""
         listed = {spec.url or "": spec for spec in await self.source.list_engines()}
         for url in listed:
             self._misses.pop(url, None)

@@ -1,4 +1,4 @@
-"""How long an engine takes for what it is asked, by its calls of the last minutes, and when a wait for it is overdue.
+"""The time that an engine takes for a call, measured over recent minutes, and when a wait for the engine is overdue.
 
 The module is pure: it reads no clock and waits for nothing.
 """
@@ -13,47 +13,50 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 REMEMBERED_CALLS = 256
-"""Calls whose pace is remembered."""
+"""Number of recent calls that the medians are computed from."""
 KNOWN_CALLS = 8
-"""Calls that were not overdue, after which an engine's pace is known."""
+"""An engine's pace is known after this many calls that were not overdue."""
 LEARNING_SECONDS = 1.0
 """Minimum seconds between two remembered calls, once the pace is known. The medians then follow the engine over
-minutes. They hardly move while the engine misbehaves for one minute, however many calls it serves."""
+minutes, and hardly move while the engine misbehaves for a minute, however many calls the engine serves."""
 ESTABLISHED_CALLS = 128
-"""The weight, in calls, of a pace that has just become known or was known earlier."""
+"""The weight, in calls, of a pace when it becomes known, or is taken over."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
-"""The engine is slow, and not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
+"""The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
 STEADY = 5.0
 """Factor on `SLOW_SECONDS` for an engine that this process has seen to be faster."""
 SUMMED_UP_EVERY = 16
-"""Calls after which the medians are computed again."""
+"""Number of calls between two computations of the medians."""
 MUCH_SLOWER = 8.0
-"""How many times its usual seconds an engine may take before a wait is overdue. Load makes engines a few times slower
+"""Multiple of its usual seconds that an engine may take before a wait is overdue. Load makes engines a few times slower
 than they were a minute ago."""
 PREFILL_TOKENS_PER_SECOND = 2000
-"""Prompt tokens that any GPU reads in a second. The usual seconds are those of prompts that were cached for the most
-part; a new prompt is not."""
+"""Prompt tokens that any GPU reads in a second. The usual seconds are measured on prompts that were mostly cached, and
+a new prompt is not cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
-"""Prompt tokens that a slow engine, such as one without a GPU, reads in a second. It is not failed for that."""
+"""Prompt tokens that a slow engine, such as an engine without a GPU, reads in a second. Slowness is no failure."""
 FIXED_COST_TOKENS = 1024
-"""Prompts that are shorter count as this long. Their first chunk takes fixed costs, and not time for each token."""
+"""Shorter prompts count as this long: the time to their first chunk is fixed cost, not time for each token."""
 WHOLE_TOKENS = 32
 """An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
 
 
 UNKNOWN_TOKEN_SECONDS = 1 / 64
-"""Seconds that a later token is taken to need from an engine whose pace is not known yet."""
+"""Assumed seconds for each later token of an engine whose pace is not known yet."""
 
 
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds. `least`: no wait below it is overdue. `unknown`: further seconds that an engine of unknown pace has
-    for a first token before it is asked for one: it may have to compile or to load something first. `unknown_token`:
-    further seconds that it has for each later token. `check`: in which a silent engine must
-    give one token; `first_check` for one that has given nothing yet; `longest_check` for one that has a long prompt to
-    read. `lost`: overdue seconds after which a call is taken for lost that an engine gives nothing, while it
-    gives others something. `slow`: overdue seconds, over a whole call, after which the call goes elsewhere. `tick`:
-    between two looks."""
+    """Limits in seconds.
+
+    `least`: no shorter wait is overdue. `unknown`: additional seconds for the first token of an engine of unknown pace
+    before the engine is probed, because such an engine may have to compile or load first. `unknown_token`: additional
+    seconds for each later token of such an engine. `check`: seconds in which a silent engine must give one token.
+    `first_check`: the same for an engine that has sent nothing yet. `longest_check`: maximum for an engine with a long
+    prompt to read. `lost`: overdue seconds after which a call counts as lost, if only other calls receive chunks.
+    `slow`: overdue seconds of a whole call after which the call moves to another engine. `tick`: seconds between two
+    checks of all flights.
+    """
 
     least: float = 3.0
     unknown: float = 60.0
@@ -73,10 +76,10 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an engine takes: medians over its calls. `first`: seconds to the first chunk. `first_per_prompt_token`:
-    the same, divided by the tokens of the prompt. `per_token`: seconds for each later token. `first_tokens`: tokens of
-    the first chunk, but for short replies in one piece, which do not show whether the engine streams. `longest`: tokens
-    of the longest reply. `calls`: calls that were looked at."""
+    """An engine's pace: medians over its calls. `first`: seconds to the first chunk. `first_per_prompt_token`: `first`
+    divided by the tokens of the prompt. `per_token`: seconds for each later token. `first_tokens`: tokens of the first
+    chunk, without short replies in one piece, which do not show whether the engine streams. `longest`: tokens of the
+    longest reply. `calls`: number of calls measured."""
 
     first: Measure
     first_per_prompt_token: Measure
@@ -86,13 +89,13 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
     def resembles(self, other: PaceSummary) -> bool:
-        """Whether both say nearly the same, so that nothing is lost if only one of them is kept."""
+        """Whether the two summaries are so similar that keeping one of them is enough."""
         pairs = ((self.first, other.first), (self.per_token, other.per_token), (self.longest, other.longest))
         return all(max(pair) <= 1.25 * min(pair) for pair in pairs)
 
 
 class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
-    """The pace of an engine, for a later service that has the engine of that kind and URL under the same name."""
+    """A stored pace of an engine, which a later service applies to the engine of the same name, kind and URL."""
 
     kind: str
     url: str | None
@@ -110,23 +113,23 @@ class _Call(NamedTuple):
 
 
 class Pace:
-    """How long an engine takes for what it is asked, by its calls of the last minutes. `known`: the pace as it was
-    known earlier, or in another process."""
+    """An engine's pace, measured over the calls of recent minutes. `known`: a pace measured earlier or in another
+    process."""
 
     def __init__(self, known: PaceSummary | None = None) -> None:
         self.summary: PaceSummary | None = None
-        """None until it is known."""
+        """None until the pace is known."""
         self._calls: deque[_Call] = deque(maxlen=REMEMBERED_CALLS)
         self._count = 0
         self._new = 0
         self._good: list[_Call] = []
         """Calls that were not overdue, until the pace is known."""
         self._slow: list[_Call] = []
-        """The last overdue calls in a row, one in `LEARNING_SECONDS`."""
+        """The latest consecutive overdue calls, at most one per `LEARNING_SECONDS`."""
         self._slow_since = self._slow_last = self._learned = float("-inf")
-        """When the first of `_slow` ended, and the last; and when the last call ended that is remembered."""
+        """End times of the first and of the last call in `_slow`, and of the last remembered call."""
         self._seen = False
-        """Whether a call was seen here that was not overdue."""
+        """Whether this process has measured a call that was not overdue."""
         if known is not None:
             self.take_over(known)
 
@@ -135,7 +138,7 @@ class Pace:
         return self.summary is not None
 
     def take_over(self, known: PaceSummary) -> None:
-        """Start from a pace that is known elsewhere. Only while none is known here."""
+        """Start from a pace measured elsewhere. Only while no pace is known here."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
         self._count = known.calls
         self._establish([call])
@@ -151,9 +154,9 @@ class Pace:
         rest: float,
         rest_tokens: int,
     ) -> None:
-        """A call got tokens and has ended at `now` (seconds of any clock that only moves on). `overdue`: whether any of
-        them came later than is due. `first`, `rest`: seconds to the first chunk, and after it. The tokens are those of
-        the prompt, of the first chunk and of the others."""
+        """Record a call that got tokens and ended at `now` (seconds of any monotonic clock). `overdue`: whether any
+        chunk came later than due. `first`, `rest`: seconds to the first chunk, and after it. The token counts are for
+        the prompt, the first chunk and the later chunks."""
         self._count += 1
         tokens = first_tokens + rest_tokens
         call = _Call(
@@ -187,7 +190,7 @@ class Pace:
                 self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
-        """The pace is that of these calls."""
+        """Set the pace to the pace of these calls."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
         self._good, self._slow = [], []
@@ -211,13 +214,13 @@ class Pace:
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Seconds that the first chunk of such a call usually takes, if none of its prompt is cached."""
+        """Usual seconds to the first chunk of such a call, if none of its prompt is cached."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # Clients ask for as many tokens as the context holds, and get few of them.
+            # Clients request as many tokens as the context holds, and get few of them.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
@@ -232,5 +235,5 @@ class Pace:
 
     @property
     def usual_token(self) -> float:
-        """Seconds that each later token usually takes."""
+        """Usual seconds for each later token."""
         return UNKNOWN_TOKEN_SECONDS if self.summary is None else self.summary.per_token

@@ -1,9 +1,9 @@
-"""The policy that a pool's engines serve: its version, the pause in which its weights change, and who has them.
+"""The policy that a pool's engines serve: its version, the pauses for new weights, and the engines that have them.
 
-It knows no request. While the policy is paused no generation begins, and nothing is generated once `pause` has
-returned. Engines are told in their own words; one that fails on the way is given up (`lost`) and catches up before it
-serves again. Invariant: the version goes back only where that is asked for, and an engine that reports an older one
-serves nobody.
+The module handles no requests. While the policy is paused no generation begins, and none runs once `pause` has
+returned. Each adapter translates an order for its server. An engine that fails during an operation is given up (`lost`)
+and catches up before serving again. Invariants: the version goes back only on request. An engine with an older version
+serves no session.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.engine")
 
 FAREWELL_SECONDS = 5.0
-"""How long a pool that closes while paused, or gives up an engine, tries to have its engines go on."""
+"""Timeout for resuming the engines of a pool that closes while paused, or an engine that is given up."""
 ANSWER_SECONDS = 30.0
-"""How long a process that follows may take to say that it begins no generation any more."""
+"""Seconds in which a follower process has to report that it begins no more generations."""
 SETTLE_SECONDS = 1800.0
-"""How long its generations may take to end that a pause does not cut off: as long as an agent has by default."""
+"""Seconds for a follower's generations to end if a pause does not cut them off: as long as an agent has by default."""
 
 
 class _Follower:
-    """`since`: when it was told last to close, or came. `report` is its last one."""
+    """A process with a following gate. `since`: time of the latest closing, or of the follower's arrival if later.
+    `report`: the follower's latest report."""
 
     def __init__(self, since: float, lost: Callable[[str], None]) -> None:
         self.since = since
@@ -66,15 +67,17 @@ class _Follower:
 
 
 class PolicyGate:
-    """Holds generations back while the policy is paused, and counts those in flight.
+    """Holds generations back while the policy is paused, and counts the generations in flight.
 
-    `mode` is None while it is open. `cuts` counts the pauses that cut generations off. `whole` counts the generations
-    in flight that no engine can go on with, so that they end by themselves in either mode. `closings` counts how often
-    `mode` has changed. `changed` is called with each change, and whenever a generation ends while the gate is closed.
+    `mode` is None while the gate is open. `cuts` counts the pauses with mode "abort", which cut generations off.
+    `whole` counts the generations in flight that no engine can continue: they run to their end in either mode.
+    `closings` counts the changes of `mode`. `changed` is called after each change, and at the end of a generation while
+    the gate is closed.
 
-    Other processes may have gates that follow this one. It has settled when theirs have, too: `report` tells how each
-    stands, and `forget` that it is gone. A follower that takes too long is forgotten, and whoever expects it is told
-    (`expect`): `answer_seconds` to report that it has closed, `settle_seconds` for its generations to end.
+    Gates of other processes may follow this gate, which has settled only when they have settled, too. `report` records
+    the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to report its
+    closing, and `settle_seconds` for its generations to end. If it takes longer, the follower is removed and its `lost`
+    callback is called (`expect`).
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -94,12 +97,12 @@ class PolicyGate:
         self._clocks: set[asyncio.Timeout] = set()
 
     def enter(self, *, whole: bool) -> None:
-        """A generation begins. Only while open."""
+        """Count a generation that begins. Only while the gate is open."""
         self.in_flight += 1
         self.whole += whole
 
     def leave(self, *, whole: bool) -> None:
-        """A generation has ended, however it did."""
+        """Count the end of a generation, successful or not."""
         self.in_flight -= 1
         self.whole -= whole
         if self.mode is not None:
@@ -107,7 +110,7 @@ class PolicyGate:
 
     @contextmanager
     def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """Within this block the timeout expires when the gate closes: no pause waits for what is done in it."""
+        """Let the timeout expire when the gate closes, so that no pause waits for the work in this block."""
         self._clocks.add(clock)
         try:
             yield
@@ -119,7 +122,7 @@ class PolicyGate:
             await self._changed.wait()
 
     def close(self, mode: PolicyPause) -> None:
-        """Let no generation enter. A closed gate can become stricter ("abort"), and not milder."""
+        """Admit no more generations. A closed gate can become stricter ("abort") but not milder."""
         if self.mode is None:
             self._closed_at = asyncio.get_running_loop().time()
             for clock in self._clocks:
@@ -140,21 +143,21 @@ class PolicyGate:
             self._notify()
 
     async def settled(self) -> None:
-        """Returns once nothing is in flight that the mode leaves to end by itself, or the gate was opened."""
+        """Wait until no generation is in flight that the mode lets run to its end, or until the gate is opened."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
-        """A follower is there. Until it reports, it may have anything in flight. `lost` is called with the reason if it
-        takes too long: nothing that it does counts any more."""
+        """Add a follower. Until its first report, anything may be in flight there. `lost` is called with the reason if
+        the follower takes too long and is removed: its results no longer count."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:
         return follower in self._followers
 
     def report(self, follower: str, report: GateReport) -> None:
-        """How the gate of a follower stands, if it is expected. Raises ValueError for what cannot be: a closing that
-        has not been, or generations that begin behind a closed gate."""
+        """Record the state of an expected follower's gate. Raises ValueError for an impossible report: a closing that
+        has not happened, or generations that begin behind a closed gate."""
         if (known := self._followers.get(follower)) is None:
             return
         before = known.report
@@ -167,18 +170,18 @@ class PolicyGate:
         self._wake()
 
     def forget(self, follower: str) -> None:
-        """A follower is gone, and all its generations with it."""
+        """Remove a follower that is gone, with all its generations."""
         self._followers.pop(follower, None)
         self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
-        """Whether generations of a kind are in flight anywhere, or a follower has not heard of this closing yet."""
+        """Whether such generations are in flight in any process, or a follower has not yet reported this closing."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
 
     def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
-        """Forget the followers that take too long. Returns the seconds until the next one may."""
+        """Remove the followers that take too long. Returns the seconds until the next follower may be overdue."""
         now, waits = asyncio.get_running_loop().time(), []
         for name, follower in list(self._followers.items()):
             if not follower.unsettled(self.closings, which):
@@ -194,7 +197,7 @@ class PolicyGate:
         return min(waits, default=None)
 
     def paused_seconds(self) -> float:
-        """Seconds of the event loop's clock in all in which it was closed, until now."""
+        """Return the total seconds for which the gate has been closed until now, by the event loop's clock."""
         if self.mode is None:
             return self._closed_for
         return self._closed_for + asyncio.get_running_loop().time() - self._closed_at
@@ -209,7 +212,7 @@ class PolicyGate:
 
 
 class KnownPolicy(msgspec.Struct, frozen=True):
-    """The version that a trainer has set, and where its weights are, if the engines were told."""
+    """The version that a trainer has set, and the location of its weights if the engines loaded them from there."""
 
     version: int
     weights: str | None = None
@@ -218,11 +221,11 @@ class KnownPolicy(msgspec.Struct, frozen=True):
 class Policy:
     """The policy of the engines in `members`.
 
-    `lost` gives an engine no more work until it is back: it is called with each engine that fails, and what it failed
-    with. `found` is called with one that serves again. `known` is the policy as an earlier service has left it; `keep`
-    is awaited with each new one before anything is generated by it. `changed` is called when the gate has changed.
-    Operations follow one another; only a pause that
-    still waits for generations is overtaken, by a stricter one or by a resume.
+    `lost` is called with each engine that fails and the error: the engine gets no more work until it is back. `found`
+    is called with each engine that serves again. `known` is the policy stored by an earlier service. `keep` is awaited
+    with each new policy before it generates anything. `changed` is called after each change of the gate. Operations run
+    one after another. Only a pause that still waits for generations can be overtaken, by a stricter pause or by a
+    resume.
     """
 
     def __init__(
@@ -241,29 +244,30 @@ class Policy:
         self._lost = lost
         self._found = found
         self._known = known
-        """None while the version is only what engines report."""
+        """None while the version is only the engines' report."""
         self._undone: set[int] = set()
-        """Versions from which the policy went back. An engine that still reports one of them missed that."""
+        """Versions from which the policy went back. An engine that still reports one of them has missed that order."""
         self._keep = keep
         self._draining = False
         self._warned: set[str] = set()
-        """Engines of which was said that they may use old keys and values."""
+        """Names of engines for which the warning about old keys and values was logged."""
         self._lock = asyncio.Lock()
 
     @property
     def known_version(self) -> int | None:
-        """As a trainer has set it; None while it is only what engines report."""
+        """The version that a trainer has set; None while the version is only the engines' report."""
         return None if self._known is None else self._known.version
 
     @property
     def version(self) -> int:
-        """As a trainer has set it, else the highest that an engine reports."""
+        """The version that a trainer has set, else the highest version that an engine reports."""
         if self._known is not None:
             return self._known.version
         return max((member.version for member in self._members.values()), default=0)
 
     def note_failure(self, member: Member) -> None:
-        """An engine has failed in this process. Only a policy that follows another one has somebody to tell."""
+        """Report to the leader that an engine has failed in this process. Does nothing unless the policy follows a
+        leader."""
 
     def status(self) -> PolicyStatus:
         engines = (
@@ -272,13 +276,14 @@ class Policy:
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
     def version_of(self, engine: Engine | ChatEngine, health: EngineHealth) -> int:
-        """The version of an engine that has just reported its health. One that cannot be told serves the policy's."""
+        """The version of an engine, from its latest health report. An engine whose version cannot be set serves the
+        policy's."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: Engine | ChatEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Why an engine that has just reported its health may not serve: its weights are older than the policy, or of a
-        version that was undone."""
+        """Return the reason why an engine may not serve, None if it may. Its latest health report decides: its weights
+        must not be older than the policy, or of a version that was undone."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -291,17 +296,17 @@ class Policy:
         )
 
     async def pause(self, mode: PolicyPause) -> None:
-        """Returns when nothing of the policy is being generated any more; generations that come wait.
+        """Pause generation, and return when nothing of the policy is being generated. New generations wait.
 
-        "finish" lets those in flight end. "abort" cuts them off, except those that no engine can go on with. Raises
-        EngineRejected, with nothing paused, where an engine refuses to cut; Conflict where a resume came first.
+        "finish" lets generations in flight end. "abort" cuts them off, except those that no engine can continue. Raises
+        EngineRejected, with nothing paused, if an engine refuses to cut, and Conflict if a resume came first.
         """
         async with self._closed(mode):
             await self._halt()
 
     async def resume(self, version: int | None = None, *, go_back: bool = False) -> None:
-        """Have the engines told the version, where one is given, and generate again; also those that somebody else has
-        paused. Raises Conflict for a version that goes back, unless that is allowed."""
+        """Set the version on the engines, if one is given, and resume generation, also on engines that somebody else
+        has paused. Raises Conflict for a version that goes back, unless `go_back` is set."""
         self._check_forward(version, go_back)
         if self._draining:
             self.gate.open()
@@ -320,12 +325,12 @@ class Policy:
         meanwhile: Callable[[], Awaitable[None]] | None = None,
         go_back: bool = False,
     ) -> None:
-        """Pause, have every engine load `weights` in place where they are given, set the version, and resume.
-        `meanwhile` is awaited between: the weights are loaded then, and nothing is generated yet.
+        """Pause, have every engine load `weights` in place if they are given, set the version, and resume. `meanwhile`
+        is awaited after the weights are loaded and before generation resumes.
 
         Engines that fail while others do not are left behind, and catch up. Raises Conflict for a version that goes
-        back unless that is allowed, InvalidField where engines cannot load weights, and, with everything as it was
-        before, what the engines raise if none of them took the weights.
+        back unless `go_back` is set, InvalidField if engines cannot load weights, and the engines' error if none of
+        them loaded the weights, with everything as before.
         """
         self._check_forward(version, go_back)
         if weights is not None:
@@ -352,16 +357,16 @@ class Policy:
                 await shielded(lambda: self._go_on(known, loaded))
 
     async def catch_up(self, member: Member, health: EngineHealth) -> int:
-        """Bring an engine that is back to where the policy is; its version. Raises EngineError where it is not."""
+        """Bring a returning engine to the current policy, and return its version. Raises EngineError on failure."""
         engine = member.engine
         async with self._lock:
-            if member.ok:  # an operation that came first has found it
+            if member.ok:  # an earlier operation has found it
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # if it fails to load these weights, it may still load those of the next update
+                member.behind = True  # it may still load the weights of the next update if it fails to load these
                 known, load = self._known, weights_loader(engine)
-                # What is in flight was begun before it was given up, and was out of reach of the pause.
+                # A generation in flight was begun before the engine was given up, and was out of reach of the pause.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _said(engine, load(known.weights, known.version))
@@ -372,7 +377,7 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[Member]) -> None:
-        """Have engines that are given up go on without us; nothing is raised, and it takes a few seconds at most."""
+        """Resume engines that are given up, without raising errors, within `FAREWELL_SECONDS`."""
 
         async def go_on(member: Member) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -390,7 +395,7 @@ class Policy:
             )
 
     def _at(self, version: int, weights: str | None = None) -> KnownPolicy:
-        """The policy at a version. Said again without weights, it has those that it had."""
+        """The policy at a version. The current version without new weights keeps its weights."""
         known = self._known
         if weights is None and known is not None and known.version == version:
             return known
@@ -401,11 +406,11 @@ class Policy:
             await self._keep(known)
 
     def _reached(self) -> list[Member]:
-        """The engines that answer, also those that are behind."""
+        """Return all engines that respond, also engines that are behind."""
         return [member for member in self._members.values() if not member.removed and (member.ok or member.behind)]
 
     async def _halt(self) -> None:
-        """Wait for what has to end by itself, and stop the engines. Raises as `pause`."""
+        """Wait for the generations that run to their end, and pause the engines. Raises the errors of `pause`."""
         self._draining = True
         try:
             await self.gate.settled()
@@ -417,10 +422,10 @@ class Policy:
             self.gate.cuts += 1
 
         async def stop(member: Member) -> None:
-            member.paused = True  # before the answer: one that is lost may be paused when it is back
+            member.paused = True  # before the response: an engine that is lost now may be paused when it comes back
             await cast(Engine, member.engine).pause(mode)
 
-        # Also where no request goes any more: what was begun there may still run.
+        # Include engines that get no more requests: generations begun there may still run.
         running = [member for member in self._members.values() if member.busy]
         members = dict.fromkeys([*self._reached(), *running])
         failures = await self._tell([member for member in members if member.takes_tokens], stop)
@@ -434,7 +439,8 @@ class Policy:
                 self._lost(failure.member, failure.error)
 
     async def _load(self, weights: str, version: int) -> list[Member]:
-        """Have the engines load the weights; those that did. Raises what they raise if none of them did."""
+        """Load the weights on all engines, and return the engines that did. Raises an engine's error if none of them
+        did."""
 
         async def load(member: Member) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
@@ -443,7 +449,7 @@ class Policy:
         failures = await self._tell(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
-                if isinstance(failure.error, EngineUnavailable):  # it may be gone for good
+                if isinstance(failure.error, EngineUnavailable):  # the engine may be gone for good
                     self._lost(failure.member, failure.error)
             if failures:
                 raise failures[0].error
@@ -455,15 +461,16 @@ class Policy:
         return [member for member in reached if member not in failed]
 
     async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[Member] | None = None) -> None:
-        """Set the version, where there is a new one, and have all engines generate again. An engine that fails is lost,
-        and so is one that is not among those that have `loaded` the version's weights: it has joined meanwhile."""
+        """Set the version, if there is a new one, and resume all engines. An engine that fails is lost. So is an engine
+        that joined meanwhile, and is therefore not in `loaded`, the engines with the version's weights."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known
         version = None if known is None else known.version
 
         def catches_up(member: Member) -> bool:
-            """Whether it is behind, and will load the weights by itself: it must not be taken at the trainer's word."""
+            """Whether the engine is behind and will load the weights itself, so that the version reported by the
+            trainer does not apply to it yet."""
             return member.behind and loaded is None and bool(known and known.weights and weights_loader(member.engine))
 
         async def go_on(member: Member) -> None:
@@ -491,10 +498,11 @@ class Policy:
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
-            self._changed()  # also where it was open: there may be another version
+            self._changed()  # also if the gate was open: the version may be new
 
     def _warn_of_old_keys(self, member: Member) -> None:
-        """The trainer has changed the weights itself, and the engine may still use what the old ones have computed."""
+        """Warn that the trainer has changed the weights itself, and the engine may reuse keys and values of the old
+        weights."""
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
             self._warned.add(member.name)
             log.warning(
@@ -505,9 +513,9 @@ class Policy:
 
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
-        """One operation with the gate closed, at once: the operations before it may open it once more until its turn
-        has come. Whatever fails in the block, or before, cancellation included, leaves the policy paused only if it
-        was before."""
+        """Run one operation with the gate closed. The gate closes at once, but earlier operations may open it again
+        before this operation's turn. If the block, or the wait for the turn, fails or is cancelled, the policy stays
+        paused only if it was paused before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:
@@ -531,7 +539,7 @@ class Policy:
     async def _tell(
         self, members: Sequence[Member], say: Callable[[Member], Coroutine[Any, Any, None]]
     ) -> list[_Failure]:
-        """Say it to all of them at once; what failed."""
+        """Send one order to all engines concurrently. Returns the failures."""
 
         async def failure(member: Member) -> _Failure | None:
             try:
@@ -550,7 +558,7 @@ class _Failure(NamedTuple):
 
 
 async def _said(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
-    """Await an order to an engine. Raises EngineError, whatever the engine raises."""
+    """Await an order to an engine. Raises EngineError for any error of the engine."""
     try:
         await words
     except EngineError:

@@ -1,9 +1,9 @@
-"""The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that engine dies.
+"""The engine pool: assigns each session the least loaded engine, keeps it there, and moves it when that engine fails.
 
-It knows no conversation. Every reply of every engine is checked here (`reply_checks`). A generation that a pause of the
-policy cut off goes on after it as a new request (`continuation`). Invariants: any other generation is begun again only
-while its consumer has been given nothing of it; an engine that sent what cannot be true is suspect until it has proved
-itself again.
+The pool has no notion of a conversation. It checks every reply (`reply_checks`). A generation cut off by a pause of the
+policy, or by the silence of its engine, continues as a new request (`continuation`). Invariants: any other generation
+is started again only while its consumer has received no chunk of it. An engine is suspect after an impossible reply,
+until it passes several trials.
 """
 
 from __future__ import annotations
@@ -71,27 +71,27 @@ log = logging.getLogger("outrider.engine")
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""How long generations on an engine that is listed no more have to end."""
+"""Seconds for generations in flight to end on an engine that is no longer listed."""
 
 FAILOVERS = 3
-"""How often one request may fail on engines that were alive, or once on every engine where there are more, before
-the request itself is taken for the cause."""
+"""Maximum number of failures of one request before the request itself is taken for the cause. For failures of
+unavailable engines the maximum is the number of engines, if higher."""
 
 GOOD_REPLIES = 3
-"""Replies in a row that a suspect engine has to give well before it is trusted again."""
+"""Consecutive good trial replies after which an engine is no longer suspect."""
 
 HEALTH_SECONDS = 60.0
-"""How long an engine may take to say how it is."""
+"""Timeout of an engine's health report."""
 
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum tokens of a trial's reply."""
 
 MAX_QUOTED = 1000
-"""Characters of an engine's own words that an error repeats."""
+"""Maximum characters of an engine's own message that an error quotes."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough measure of a chat request's size, used to balance load only."""
+"""A rough conversion for the size of a chat request, used to balance load only."""
 
 PROBING = Backoff(first=0.25, longest=15.0)
 
@@ -111,22 +111,22 @@ class PoolReply(Generic[T]):
 
     def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
         self.serving: ServingEngine | None = None
-        """For the pool to set."""
+        """Set by the pool."""
         self.earlier: tuple[VersionSpan, ...] = ()
-        """For the pool to set: the spans of what was sampled before the generation was cut off last."""
+        """Set by the pool: the version spans of the tokens that were sampled before the latest cut."""
         self._chunks = chunks(self)
 
     @property
     def served(self) -> ServingEngine:
-        """The engine that gave the chunks: known with the first chunk, and final with the last, when a chat reply
-        without ids turns out to be text. Raises EngineUnavailable while no engine has answered."""
+        """The engine that generates the chunks: known with the first chunk, and final with the last, when a chat reply
+        without ids turns out to be text. Raises EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
     def serve(self, member: Member) -> None:
-        """For the pool: this engine gives the chunks that come now. Raises EngineUnavailable where it cannot go on with
-        what another one has begun."""
+        """Called by the pool: set the engine of the chunks to come. Raises EngineUnavailable if this engine cannot
+        continue the reply of another engine."""
         if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
             raise EngineUnavailable(
                 f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
@@ -135,7 +135,8 @@ class PoolReply(Generic[T]):
         self.serving = member.serving()
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """The spans of the first `length` tokens of a reply that has no last chunk: cut short, or given up."""
+        """Version spans of the first `length` tokens of a reply without a last chunk, because it was cut short or given
+        up."""
         spans = [span for span in self.earlier if span.end <= length]
         start = spans[-1].end if spans else 0
         if start < length:
@@ -145,7 +146,7 @@ class PoolReply(Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    # These two pass on the generator's own awaitables: a coroutine around each would be one more frame per chunk.
+    # These two return the generator's own awaitables: a coroutine around each would add a frame per chunk.
     def __anext__(self) -> Awaitable[T]:
         return self._chunks.__anext__()
 
@@ -154,20 +155,19 @@ class PoolReply(Generic[T]):
 
 
 class EnginePool:
-    """The engines of one model; enter it with `async with`.
+    """The engines of one model. Enter the pool with `async with`.
 
-    `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` have no two engines
-    of one name. `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none;
-    `context_tokens` is the model's context, if the settings give it;
-    `text` makes a decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may refuse
-    an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
-    seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
-    `known` and `keep` let the policy's version outlive the pool (`Policy`). `paces` are those of engines as an earlier
-    pool has left them (`paces()`), by the engine's name.
+    `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` never have two
+    engines of the same name. `tokenizer` is passed to engines made from a spec. Token ids outside `vocabulary` are
+    rejected. `context_tokens` is the model's context, if the settings give it. `text` makes a decoder of token ids, for
+    stop strings in generations that a pause has cut in two. `check` may refuse an engine (by raising an EngineError,
+    such as ModelMismatch) whenever the engine joins or comes back. `patience` is how many seconds a request waits while
+    no engine serves, so that an engine's restart fails no session. `known` and `keep` let the policy's version outlive
+    the pool (`Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
 
-    Pools of other processes may follow this one (`follower.py`): `state_changed` is called whenever `state` may have
-    changed, and `note_uses` tells what a follower has on the engines. A pool that itself follows another is made with
-    `follows`, which makes its policy.
+    Pools of other processes may follow this pool (`follower.py`): `state_changed` is called whenever `state` may have
+    changed, and `note_uses` records a follower's load on the engines. A following pool is made with `follows`, which
+    makes its policy.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class EnginePool:
         self._listings: dict[str, Listing] = {}
         self._departures: set[asyncio.Task[None]] = set()
         self._claimed = set() if claimed is None else claimed
-        """The names of engines and of lists, of those that are joining, too."""
+        """Names of engines and lists, including those that are still joining."""
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self.failures = Failures()
@@ -235,7 +235,7 @@ class EnginePool:
             _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
-            # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
+            # Only a cancellation concerns the probes' group. Any other error belongs to the caller and stays unwrapped.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -244,7 +244,7 @@ class EnginePool:
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine, or all engines of a list. Raises InvalidField for a bad spec, Conflict for a
-        name in use, EngineUnavailable for a dead engine, and what `check` raises."""
+        name in use, EngineUnavailable for an engine that does not respond, and the errors of `check`."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
         self._claim(name)
@@ -261,14 +261,14 @@ class EnginePool:
                         raise
                     health = EngineHealth(ok=False, detail=error.message)
                 return self._admit(engine, health, kind=spec.kind, url=spec.url, owned=True, spec=spec)
-            except BaseException:  # cancelled, too: what was opened is closed
+            except BaseException:  # cancellation included: close the engine
                 await shielded(engine.close)
                 raise
         finally:
             self._unclaim(name)
 
     async def add_engine(self, engine: AnyEngine, *, kind: str = "in-process") -> EngineStatus:
-        """Admit an engine that its maker has started and will close."""
+        """Admit an engine that the caller has started and will close."""
         self._claim(engine.name)
         try:
             return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
@@ -276,15 +276,15 @@ class EnginePool:
             self._unclaim(engine.name)
 
     def _made(self, spec: EngineSpec, name: str) -> Any:
-        """The engine of a spec, or the list of engines, not started."""
+        """Make the engine, or the list of engines, of a spec, without starting it."""
         make = plugins.resolve("engine", spec.kind, field="kind")
         return make(
             EngineOptions(name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options)
         )
 
     async def adopt(self, state: EngineState, source: EngineSpec | AnyEngine) -> None:
-        """Admit an engine that the leader has vetted, and that `obey` has still to be called for. Raises Conflict for a
-        name in use, and InvalidField for a spec that works only in the leader's process."""
+        """Admit an engine that the leader has checked; the caller must call `obey` next. Raises Conflict for a name in
+        use, and InvalidField for a spec that works only in the leader's process."""
         self._claim(state.name)
         try:
             engine = self._made(source, state.name) if isinstance(source, EngineSpec) else source
@@ -298,7 +298,7 @@ class EnginePool:
             self._unclaim(state.name)
 
     def obey(self, state: EngineState) -> None:
-        """Use an engine as the leader does."""
+        """Apply the leader's state of an engine to this pool's engine of that name."""
         member = self._members[state.name]
         member.health, member.draining = state.health, state.draining
         member.version = max(member.version, state.version)
@@ -313,18 +313,18 @@ class EnginePool:
         self._affinity.refresh(member)
 
     def weigh(self, loads: Mapping[str, float]) -> None:
-        """How much load each engine has from other processes."""
+        """Set each engine's load from other processes."""
         for name, load in loads.items():
             if (member := self._members.get(name)) is not None:
                 member.load_elsewhere = load
                 self._affinity.refresh(member)
 
     def uses(self) -> dict[str, EngineUse]:
-        """What this process has on each engine."""
+        """Return this process's use of each engine, by engine name."""
         return {name: member.use() for name, member in self._members.items()}
 
     def state(self) -> PoolState:
-        """What followers must know."""
+        """Return the state that followers need."""
         gate = self.policy.gate
         return PoolState(
             closings=gate.closings,
@@ -335,9 +335,11 @@ class EnginePool:
         )
 
     def note_uses(self, follower: str, uses: Mapping[str, EngineUse]) -> None:
-        """What a follower has on the engines now. Without any it is gone.
+        """Record a follower's current use of the engines. An empty `uses` means that the follower is gone.
 
-        A version that it has seen is only a reason to look: versions do not go back, so a false one would stay."""
+        A version seen by a follower only triggers a check of the engine: versions do not go back, so a false version
+        would stay.
+        """
         for name, member in self._members.items():
             use = uses.get(name)
             member.note_use(follower, use)
@@ -349,7 +351,7 @@ class EnginePool:
                 self.state_changed()
 
     def paces(self) -> dict[str, RememberedPace]:
-        """How long each engine takes of which that is known, by its name."""
+        """Return the known paces of the engines, by engine name."""
         known = {name: (member, member.known_pace()) for name, member in self._members.items()}
         return {
             name: RememberedPace(kind=member.kind, url=member.url, pace=pace)
@@ -358,7 +360,7 @@ class EnginePool:
         }
 
     def loads(self, followers: Sequence[str]) -> list[dict[str, float]]:
-        """For each of these followers, how much load each engine has from the others."""
+        """Return, for each of these followers, the load on each engine by all other followers."""
         all_loads = {name: sum(use.load for use in member.uses.values()) for name, member in self._members.items()}
 
         def own(name: str, follower: str) -> float:
@@ -368,7 +370,7 @@ class EnginePool:
         return [{name: load - own(name, follower) for name, load in all_loads.items()} for follower in followers]
 
     def doubt(self, name: str) -> None:
-        """A follower could not use this engine: look whether it still works."""
+        """Check whether an engine still works, because a follower could not use it."""
         member = self._members.get(name)
         if member is None or not member.serves or member.check is not None:
             return
@@ -389,11 +391,11 @@ class EnginePool:
         member.check = self._tasks.create_task(look(), name=f"look at {name}")
 
     async def forward(self, name: str, request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        """A generation for a follower, which checks it, on an engine that only this process has. Raises what the engine
-        raises, and EngineUnavailable if it was removed."""
+        """Run a generation for a follower on an engine that only this process has. The follower checks the reply.
+        Raises the engine's errors, and EngineUnavailable if the engine was removed."""
         if (engine := self.engine(name)) is None:
             raise EngineUnavailable(f"engine {name!r} was removed")
-        if isinstance(request, GenerateRequest):  # a follower may be anybody's program
+        if isinstance(request, GenerateRequest):  # a follower may run any program
             check_ids(request, self._vocabulary)
         try:
             async with aclosing(_begun(engine, request)) as chunks:
@@ -413,22 +415,23 @@ class EnginePool:
         return self.engine(name) is not None or name in self._listings
 
     def engine(self, name: str) -> AnyEngine | None:
-        """The engine of that name, if there is one."""
+        """Return the engine of that name, or None."""
         member = self._members.get(name)
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Do not wait for an engine's next probe, if it is down: it may be back."""
+        """Probe an engine that is down at once, because it may be back."""
         if (member := self._members.get(name)) is not None:
             member.probe_now.set()
 
     async def check(self, engine: AnyEngine) -> None:
-        """Raises what the pool's `check` does for an engine, or for a worker of one."""
+        """Run the pool's `check` on an engine, or on a worker of an engine, and raise its errors."""
         if self._check is not None:
             await self._check(engine)
 
     def drain(self, name: str) -> EngineStatus:
-        """Give it no new session; those that keep to it go on. A list gets no new engine either. Raises NotFound."""
+        """Assign no new session to the engine. Its present sessions stay. A drained list adds no new engine either.
+        Raises NotFound."""
         if (listing := self._listings.get(name)) is not None:
             listing.draining = True
             _stop_tasks(listing.task)
@@ -443,8 +446,8 @@ class EnginePool:
         return member.status()
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
-        """Take it out: its sessions go on elsewhere with their next turn. Generations in flight have so many
-        seconds to end before they are cut. With a list, all its engines are taken out. Raises NotFound."""
+        """Remove an engine, or a list with all its engines. The sessions move to other engines with their next turn.
+        Generations in flight have `seconds` to end before being cut. Raises NotFound."""
         if (listing := self._listings.pop(name, None)) is not None:
             try:
                 await self._end_listing(listing, seconds=seconds)
@@ -471,33 +474,37 @@ class EnginePool:
                 await shielded(member.engine.close)
 
     def status(self) -> list[EngineStatus]:
-        """Every list of engines and every engine, in the order they were added."""
+        """Return the status of every list of engines and every engine, in the order they were added."""
         listings = [self._listing_status(listing) for listing in self._listings.values()]
         return listings + [member.status() for member in self._members.values()]
 
     async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
-        """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
-        and `chat` to call next. Raises EngineUnavailable when none comes up in time.
+        """Return the session's engine, preferably an engine that takes tokens. The engine's mode decides whether
+        `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
+        seconds.
 
-        A session whose engine is overloaded against another one gets that one: call it between two generations."""
+        A session on an overloaded engine moves to the least loaded engine here, so call this method between
+        generations.
+        """
         self._affinity.rebalance(session_key)
         return (await self._engine_for(session_key, (True, False), overdue)).serving()
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
-        """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk, or
-        fall silent at any time. `overdue` gets the seconds that the session waits beyond what is due.
+        """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
+        first chunk, or falls silent at any time. `overdue` receives the seconds that the session waits beyond what is
+        due.
 
-        Raises what `Engine.generate` raises, EngineUnavailable when no engine comes up in time, and EngineMisbehaved
-        for a reply that cannot be true.
+        Raises the errors of `Engine.generate`, EngineUnavailable if no engine serves within `patience` seconds, and
+        EngineMisbehaved for an impossible reply.
         """
         return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._chunks(reply, request, overdue)))
 
     def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
-        """As `generate`, on an engine that takes messages."""
+        """Generate like `generate`, on an engine that takes messages."""
         return PoolReply(lambda reply: cast(AsyncGenerator[ChatChunk, None], self._chunks(reply, request, overdue)))
 
     def release(self, session_key: str) -> None:
-        """The session is over: its engine's load no longer counts it. Idempotent."""
+        """End the session, and take its load off its engine. Idempotent."""
         self._affinity.release(session_key)
 
     async def _chunks(
@@ -542,8 +549,8 @@ class EnginePool:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
-                            ours = cuts != gate.cuts  # then what it says of the version may be outdated
-                            # Without a token yet, nothing is lost over a pause that is somebody else's.
+                            ours = cuts != gate.cuts  # the version in the chunk may be outdated then
+                            # Somebody else paused the engine: the request is repeated only if no token would be lost.
                             again = cuttable is not None if ours else not generated and dropped < FAILOVERS
                             if chunk.finish is FinishReason.ABORT and takes_tokens and again:
                                 dropped += not ours
@@ -573,7 +580,7 @@ class EnginePool:
                 earlier.cut(cast(TokenCheck, check).ids, cut, version)
             except EngineUnavailable as error:
                 silent = isinstance(error, EngineSilent)
-                if silent:  # the watch has marked the engine, or only this call was lost
+                if silent:  # the silence watch has marked the engine failed, or only this call was lost
                     self._affinity.leave(session_key, member)
                     avoid = member.name
                 else:
@@ -631,7 +638,7 @@ class EnginePool:
                 with nullcontext() if overdue is None else overdue.waiting("an engine that serves"):
                     return await self._next_engine(session_key, kinds)
         except TimeoutError:
-            if self.policy.gate.mode is not None:  # an engine may be away for as long as the policy is paused
+            if self.policy.gate.mode is not None:  # engines may be down for as long as the policy is paused
                 await self._gate_opened(overdue)
                 return await self._engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
@@ -646,7 +653,7 @@ class EnginePool:
             await self.policy.gate.opened()
 
     def _has_another(self, member: Member) -> bool:
-        """Whether another engine could take an engine's calls."""
+        """Whether another engine could take this engine's calls."""
         return any(
             other is not member
             and other.takes_tokens == member.takes_tokens
@@ -656,7 +663,7 @@ class EnginePool:
         )
 
     async def _next_engine(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
-        """The session's engine, once there is one."""
+        """Wait until an engine serves, and return the session's engine."""
         while (member := self._affinity.pick(session_key, kinds)) is None:
             await self._changed.wait()
         return member
@@ -700,7 +707,7 @@ class EnginePool:
         return listing.status([member.name for member in self._members.values() if member.serves], self.policy.version)
 
     async def _remove_any(self, names: Sequence[str], seconds: float) -> None:
-        """Remove those of them that are there, at once."""
+        """Remove the named engines that are in the pool, concurrently."""
         there = [name for name in names if name in self._members and not self._members[name].removed]
         await asyncio.gather(*(self.remove(name, seconds=seconds) for name in there))
 
@@ -753,9 +760,9 @@ class EnginePool:
     async def _prove(
         self, member: Member, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Have an engine give a token within some seconds. One whose workers connect to the service proves itself by
-        their connection, unless it has to do so `by_token`: what they run may take its time. None where a pause of the
-        policy came between, which does not wait for this. Raises EngineError."""
+        """Check that an engine generates a token within `seconds`. For an engine whose workers connect to the service,
+        the connection suffices unless `by_token` is set: the workers' model may be slow. Returns None if a pause of the
+        policy came between, because a pause does not wait for this check. Raises EngineError."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -765,7 +772,7 @@ class EnginePool:
                 with gate.ended_by_closing(clock):
                     health = await self._vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # which are answers
+                        with suppress(EngineRejected, ContextOverflow):  # a refusal shows that the engine works
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
@@ -778,7 +785,7 @@ class EnginePool:
             raise _mistake(engine, error) from error
 
     def _mark_failed(self, member: Member, error: EngineError) -> None:
-        """Give the engine no more work, and see when it is back."""
+        """Assign no more work to the engine, and probe it until it is back."""
         member.failures += 1
         member.detail = error.message
         if member.serves:
@@ -789,7 +796,7 @@ class EnginePool:
         member.ok = False
         self._affinity.refresh(member)
         self.state_changed()
-        if member.probe is not None:  # one that has not noticed yet that the engine was found
+        if member.probe is not None:  # an earlier probe that has not noticed yet that the engine was found
             member.probe.cancel()
         member.probe = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
@@ -819,15 +826,15 @@ class EnginePool:
                 self._mark_found(member)
 
     def _mark_found(self, member: Member) -> None:
-        """The engine serves again."""
+        """Mark the engine as serving again."""
         member.ok, member.behind, member.detail, member.silent = True, False, "", None
         member.read_constraints()
         self._affinity.refresh(member)
         self._notify()
 
     def _mark_suspect(self, member: Member, error: EngineMisbehaved, request: AnyRequest) -> None:
-        """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
-        session it misbehaved to may move."""
+        """Assign new sessions to the engine only if there is no better engine, and start trials to clear it. The
+        session of the bad reply may move."""
         self._affinity.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -838,8 +845,9 @@ class EnginePool:
             member.trial = self._tasks.create_task(self._run_trials(member, request), name=f"trial {member.name}")
 
     async def _run_trials(self, member: Member, request: AnyRequest) -> None:
-        """Trust a suspect engine again when it is healthy and has answered the request that it failed, with few tokens,
-        well so many times in a row, and has not misbehaved to a session meanwhile."""
+        """Clear a suspect engine after `GOOD_REPLIES` trials in a row. In each trial the engine is healthy and sends a
+        good short reply to the request that it failed. A trial does not count if the engine misbehaved to a session
+        meanwhile."""
         good = failed = 0
         while good < GOOD_REPLIES:
             before = member.misbehaved
@@ -862,8 +870,8 @@ class EnginePool:
         self._affinity.refresh(member)
 
     async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
-        """One reply of few tokens to a copy of the request, checked and read to its end. Raises what the engine and the
-        check do. Unless it must be `whole`, its first chunk is enough, whatever it holds: the engine is not silent."""
+        """Read and check a whole reply of few tokens to a copy of the request. Raises the errors of the engine and of
+        the check. Unless `whole`, any first chunk suffices: it shows that the engine is not silent."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)
@@ -893,7 +901,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Give a name back that has not joined, or has left."""
+        """Free the name of an engine or list that has not joined, or has left."""
         if name not in self._members and name not in self._listings:
             self._claimed.discard(name)
 
@@ -915,7 +923,7 @@ class EnginePool:
 
 
 def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
-    """The generation as the engine gives it, which takes requests of this kind."""
+    """Return the engine's own stream of chunks for a request of either kind."""
     if isinstance(request, GenerateRequest):
         return cast(Engine, engine).generate(request)
     return cast(ChatEngine, engine).chat(request)

@@ -1,7 +1,7 @@
-"""Checks each chunk of a reply against its request before anything of the chunk is passed on.
+"""Checks each chunk of a reply against its request before any part of the chunk is passed on.
 
-Engines are other people's programs, and what they send is stored, trained on and shown to clients. The module knows no
-engine and no conversation. Invariant: no part of a chunk that cannot be true is passed on.
+Engines are other people's programs, and their output is stored, trained on and shown to clients. The module handles no
+engine and no conversation. Invariant: no part of an impossible chunk is passed on.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
-"""How far above 0 a log-probability may be. Engines subtract two float32 numbers, a token's logit and the log of the
-sum over all tokens. Where a token is nearly certain these are equal but for their rounding, which is 2.4e-4 at 2,048.
-The number is recorded as it came."""
+"""The largest value above 0 that is accepted as a log-probability. Engines subtract two float32 numbers: a token's
+logit and the log of the sum over all tokens. For a nearly certain token both are equal except for their rounding, which
+is 2.4e-4 at 2,048. The number is recorded as received."""
 
 LOWEST = -9999.0
-"""vLLM writes this number for a log-probability that it does not have, for -inf and for NaN. No sampled token can have
-it."""
+"""vLLM's substitute for a missing log-probability, for -inf and for NaN. No sampled token can have this value."""
 
 MAX_COUNT = (1 << 31) - 1
 """The largest count or version that is accepted; sample files store versions as int32."""
 
 CHARACTERS_PER_TOKEN = 1024
-"""More than any token has: the longest of known tokenizers have 128 characters."""
+"""An upper bound: the longest tokens of common tokenizers have 128 characters."""
 FREE_CHARACTERS = 64 << 10
-"""Characters that any reply may have beyond that."""
+"""Characters that any reply may have on top of `CHARACTERS_PER_TOKEN`."""
 
 
 def max_characters(sampling: SamplingParams) -> int:
@@ -38,23 +37,26 @@ def max_characters(sampling: SamplingParams) -> int:
 
 
 MAX_MODEL = 1000
-"""Characters of a model's name, which the status shows."""
+"""Maximum characters of a model's name, which the status shows."""
 OVERFLOW_SLACK = 64
-"""Tokens below a model's context from which on an engine may refuse a prompt: servers keep a few for themselves."""
+"""An engine may refuse a prompt that is up to this many tokens shorter than the context: servers reserve a few
+tokens."""
 LEAST_CONTEXT = 2048
-"""Tokens that a model's context is taken to have where nobody has told: no model that agents use has fewer."""
+"""Assumed tokens of an unknown context: no model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64
-"""More than a chat template adds to a message, or to a tool."""
+"""An upper bound of the tokens that a chat template adds to a message, or to a tool."""
 
 
 def overflow_fault(
     engine: str, request: GenerateRequest | ChatRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """The error of an engine that says of a prompt that fits its model's context that it does not; None if it may be
-    true. A prompt that is too long is the agent's doing, and is graded: so it is not the engine's word that counts.
+    """The error of an engine that refuses a prompt as too long although the prompt fits the model's context; None if
+    the refusal may be right. A prompt that is too long is the agent's doing and is graded, so the engine's report is
+    not enough.
 
-    `context` is the model's context as the settings give it, else as the engine reports it. Of messages the tokens are
-    not known: they are not more than the bytes, and those of an image can be any number."""
+    `context` is the model's context from the settings, else the engine's report. The token count of messages is
+    unknown: their number of bytes is an upper bound, except for images, which can have any number of tokens.
+    """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)
     elif any(images_in(message) for message in request.messages):
@@ -78,7 +80,7 @@ def _bytes_of(message: Message) -> int:
 
 
 class TokenCheck:
-    """Checks one reply of token ids, chunk by chunk. `ids` are those of its chunks until now."""
+    """Checks one reply of token ids, chunk by chunk. `ids` holds the ids of its chunks so far."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -89,7 +91,7 @@ class TokenCheck:
         self._finished = False
 
     def take(self, chunk: Chunk) -> int:
-        """The number of tokens of the next chunk. Raises EngineMisbehaved for a chunk that cannot be true."""
+        """Check the next chunk and return its number of tokens. Raises EngineMisbehaved for an impossible chunk."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         new, ids = chunk.ids, self.ids
@@ -110,7 +112,7 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            # SGLang says "NaN happened", and then the last id is not the one it sampled.
+            # SGLang reports "NaN happened" here, and the last id is then not the sampled id.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which nobody asked for"
@@ -130,7 +132,8 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """The number of tokens of the reply, with the last chunk; 0 before. Raises EngineMisbehaved as `TokenCheck`."""
+        """Check the next chunk and return the reply's number of tokens with the last chunk, 0 before. Raises
+        EngineMisbehaved for an impossible chunk."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -182,7 +185,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # then what follows comes to the same
+    alone = len(ids) == len(logprobs) == 1  # a shortcut with the same checks as below
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):

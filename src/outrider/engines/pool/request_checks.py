@@ -1,7 +1,7 @@
-"""Checks a generation's token ids before any engine gets them.
+"""Checks a generation's token ids before they are sent to any engine.
 
-Some servers end themselves over an id that their model does not have: SGLang 0.5.17 does. The ids of a prompt are the
-renderer's and the engines' own; those of a bias and of stops may come from an agent. It knows no engine.
+Some servers, such as SGLang 0.5.17, exit on an id that their model does not have. The ids of a prompt come from the
+renderer and the engines; the ids of a bias and of stops may come from an agent. The module handles no engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from outrider.tokens.rendering.tokenizer import Vocabulary
 
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
-    """Raises InvalidField for a bias or a stop with an id that is no token, and EngineRejected for such a prompt."""
+    """Raise InvalidField for a bias or a stop with an id that is no token, and EngineRejected for such a prompt."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:

@@ -1,7 +1,7 @@
-"""What pools in several processes tell one another, so that they work as one: the service's pool leads, others follow.
+"""Messages between pools of several processes that work together: the service's pool leads, other pools follow.
 
-The leading pool has the list of engines, probes them and changes their weights; followers (`follower.py`) generate.
-It knows nothing of how the processes are connected.
+The leading pool keeps the list of engines, probes them and changes their weights. Followers (`follower.py`) generate.
+The connection between the processes is not part of this module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the leading pool. `spec` is the JSON of its EngineSpec where followers connect to it themselves;
-    None where only the leader's process has it. `versions` is what the leader's `RemembersVersions` remembers."""
+    """An engine of the leading pool. `spec` is the JSON of its EngineSpec if followers connect to the engine
+    themselves, and None if only the leader's process has it. `versions` is the leader's value of
+    `RemembersVersions.versions`."""
 
     name: str
     kind: str
@@ -40,13 +41,13 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     awaits_workers: bool = False
     """See `AwaitsWorkers`."""
     pace: PaceSummary | None = None
-    """For followers that do not know it yet."""
+    """The engine's pace, for followers that have not measured it yet."""
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that followers must know of the leading pool. `closings` counts how often its gate has changed, and `paused`
-    is how it stands now; `policy_version` is None while it is only what engines report. `leaving` are engines that are
-    being removed, with the seconds that their generations have to end."""
+    """The leading pool's state for its followers. `closings` counts the changes of its gate, and `paused` is the gate's
+    current mode. `policy_version` is None while only engines report a version. `leaving` maps each engine under removal
+    to the seconds left for its generations to end."""
 
     closings: int
     paused: PolicyPause | None
@@ -56,8 +57,9 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a follower's gate stands: the `closings` that it has seen, and its generations in flight, of which `whole`
-    ones end by themselves."""
+    """The state of a follower's gate: the number of the leader's `closings` followed so far, and the follower's
+    generations in flight. `whole` counts the generations among these that no engine can continue, and that run to their
+    end."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]

@@ -1,10 +1,10 @@
 """Finds engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight`, which measures how long its engine lets it wait and compares that with what
-the same engine took lately (`Pace`). A watch looks at all flights a few times a second. An engine that gives nothing to
-anybody for longer than is due is asked for one token; if none comes, it has failed, and its generations go on
-elsewhere. The module knows no session's clocks: overdue seconds go to the session's `Overdue`. Invariant: a generation
-is cut off only while its consumer waits for the engine.
+Every generation in flight is a `Flight`. A flight measures how long its consumer waits for the engine and compares the
+wait with the engine's recent calls (`Pace`). A watch checks all flights a few times a second. An engine that sends no
+chunk to any call for longer than is due gets a request for one token. If no token comes, the engine has failed, and its
+generations continue on other engines. Overdue seconds go to the session's `Overdue`; session clocks are not part of
+this module. Invariant: a generation is cut off only while its consumer waits for the engine.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 UNANSWERED_SECONDS = 1.0
 """A client that gives a call up sooner has not waited for the engine."""
 SLOWER = 2.0
-"""How many times its usual seconds an engine must have been silent for the calls that were given up before to count,
-too. Several such waits in a row are as unlikely as one that is as long as all of them."""
+"""Multiple of the usual seconds from which on a wait that was given up counts together with the waits given up before
+it. Several such waits in a row are as unlikely as a single wait of their total length."""
 
 
 class Flight:
     """The chunks of one generation on one engine: `async for chunk in flight`, then `land` once.
 
-    `new_tokens` of the prompt's are not in the session's context on that engine. Raises what the engine raises, and
-    EngineSilent where the watch has cut the generation off.
+    `new_tokens` is the number of prompt tokens that are not in the session's context on that engine. Iteration raises
+    the engine's errors, and EngineSilent if the watch has cut the generation off.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Flight:
         self._first_tokens = 0
         self._tokens = 0
         self._finished: float | None = None
-        """When the last chunk came."""
+        """Time of the last chunk."""
         self._known = member.pace.known
         self.forgiven = 0.0
         """Overdue seconds that an engine of unknown pace took for the first chunk."""
         self.given_up: GivenUp | None = None
-        """The wait that the consumer has given up, if it gave one up."""
+        """The wait that the consumer has given up, if any."""
         if overdue is not None:
             overdue.add(self.wait)
 
@@ -88,7 +88,7 @@ class Flight:
         return self
 
     async def __anext__(self) -> Any:
-        # Once for each chunk: what is short is written out here, and not called.
+        # This method runs once per chunk: short steps are inlined instead of called.
         wait, loop = self.wait, self._loop
         wait.since = began = loop.time()
         self._task = task = asyncio.current_task(loop)
@@ -101,13 +101,13 @@ class Flight:
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                # What the session's own earlier calls had to be given first is no silence.
+                # The time in which the engine served the session's own earlier calls first is not silence.
                 began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
                 self.given_up = self._given_up(began, now)
             raise
         now = loop.time()
         seconds = now - began
-        # A later call of the session may be overdue behind this one: not if it has just been given something.
+        # A later call of the session can be overdue behind this call, but not if this call has just received a chunk.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -123,7 +123,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # what the first chunk was early is not lent to the others
+            wait.allowance = wait.waited + self._least  # time saved by the first chunk is not credited to the others
         self._tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:
@@ -133,24 +133,25 @@ class Flight:
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
-        """Cut the generation off, if its consumer waits for the engine now and is not being cancelled itself."""
+        """Cut the generation off, if its consumer waits for the engine now and is not itself being cancelled."""
         task = self._task
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # At once, and not by a timer: the consumer cannot be past the wait by then, and be cancelled elsewhere.
+        # Cancel immediately, not by a timer: by then the consumer might be past the wait and would be cancelled
+        # elsewhere.
         task.cancel()
 
     def _raise_if_cut(self) -> None:
-        """Raises EngineSilent where nothing else has cancelled the consumer, too."""
+        """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
         if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
             raise self.error from None
 
     def land(self) -> None:
-        """The generation is over, however it ended."""
+        """End the flight, however its generation ended, and record the engine's pace."""
         if self._overdue is not None:
             self._overdue.remove(self.wait)
-        # A call that was given up, or whose consumer took its time, does not say how long the engine takes for one.
+        # A call that was given up, or whose consumer was slow, does not measure the engine's pace.
         if self._first is not None and self._finished is not None and self._read_at_once(self._finished):
             self.member.pace.note(
                 self._finished,
@@ -163,11 +164,12 @@ class Flight:
             )
 
     def _read_at_once(self, end: float) -> bool:
-        """Whether the consumer mostly waited for the engine until the reply's end, and not the engine for it."""
+        """Whether the consumer mostly waited for the engine until the reply's end, rather than the engine for the
+        consumer."""
         return end - self.began <= 2 * self.wait.waited + 1.0
 
     def _given_up(self, began: float, now: float) -> GivenUp:
-        """The consumer gives the call up, and has waited since `began` for a chunk."""
+        """Describe the wait of a consumer that gives the call up, having waited for a chunk since `began`."""
         pace, stretch = self.member.pace, now - began
         if not pace.known:
             return GivenUp(began, stretch, None)
@@ -177,13 +179,13 @@ class Flight:
         token = pace.usual_token
         whole, waited = first + token * (self._tokens + 1), self.wait.waited
         late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-        if late and stretch >= SLOWER * token:  # else it was given up for what the last chunk said
+        if late and stretch >= SLOWER * token:  # otherwise the consumer gave up because of the last chunk's content
             return GivenUp(began, waited, whole)
         return GivenUp(began, stretch, token)
 
     @property
     def longest_wait(self) -> float:
-        """Seconds that the consumer may have waited in all before the call can be lost."""
+        """Maximum total seconds that the consumer may have waited before the call can be lost."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -191,7 +193,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Seconds beyond what is due in which an engine of unknown pace is not doubted."""
+        """Seconds beyond what is due before an engine of unknown pace is doubted."""
         if self._known:
             return 0.0
         if self.begun:
@@ -200,7 +202,7 @@ class Flight:
 
     @property
     def begun(self) -> bool:
-        """Whether it has got its first chunk."""
+        """Whether the first chunk has arrived."""
         return self._first is not None
 
     def _end_stretch(self, now: float) -> None:
@@ -210,11 +212,13 @@ class Flight:
 
 
 class SilenceWatch:
-    """Looks at all flights of a pool: `look` is a turn of its chore. `check` asks an engine for one token within some
-    seconds, raises EngineError, and returns None where a pause of the policy came between; `ask` is the same, and no
-    connection of a worker stands for the token; `failed` is called with an engine that has not answered; `elsewhere`
-    says whether another engine could take an engine's calls; `start` runs something in the background, under a
-    name."""
+    """Checks all flights of a pool; `look` is one turn of its chore.
+
+    `check` requests one token from an engine within some seconds. It raises EngineError, and returns None if a pause of
+    the policy came between. `ask` does the same, and never accepts a worker's connection in place of the token.
+    `failed` is called with an engine that sends no token in time. `elsewhere` tests whether another engine could take
+    an engine's calls. `start` runs a named coroutine in the background.
+    """
 
     def __init__(
         self,
@@ -236,9 +240,9 @@ class SilenceWatch:
         self._flights: set[Flight] = set()
         self._flying = asyncio.Event()
         self._deaf_until = 0.0
-        """Before this time nothing could be heard: the policy was paused, or the event loop stood still."""
+        """No chunk could arrive before this time: the policy was paused, or the event loop stood still."""
         self._questions: dict[str, Question] = {}
-        """Under way, by the name of the engine."""
+        """Questions under way, by engine name."""
         self._start = start
 
     def begin(
@@ -256,8 +260,9 @@ class SilenceWatch:
         return flight
 
     def end(self, flight: Flight, overdue: Overdue | None) -> None:
-        """The flight is over. A call whose client gave it up unanswered is a doubt of the session. Its engine is asked
-        at once, not when the run is judged: only so is it known for how long the engine was silent."""
+        """End a flight. A wait that the client gave up after `UNANSWERED_SECONDS` becomes a doubt of the session. If
+        the engine has sent no chunk since the wait began, it gets a request for one token at once, not when the run is
+        judged: only then can the length of the silence be measured."""
         self._flights.discard(flight)
         flight.land()
         member, given_up = flight.member, flight.given_up
@@ -278,12 +283,13 @@ class SilenceWatch:
             overdue.in_vain += given_up.waited
 
     def stop(self, name: str) -> asyncio.Task[None] | None:
-        """Ask the engine of that name nothing more. The task to cancel, if there is one."""
+        """Drop the question to the engine of that name. Returns the question's task, if any, for the caller to
+        cancel."""
         question = self._questions.pop(name, None)
         return None if question is None else question.task
 
     async def look(self) -> None:
-        """Wait for a flight, and look at all of them once."""
+        """Wait for a flight, and check all flights once."""
         await self._flying.wait()
         before = loop_time()
         await asyncio.sleep(self.limits.tick)
@@ -303,13 +309,14 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # No engine may be asked for a token now, and the pause may wait for this call, which can go on after it.
+            # No engine may be probed now, and the pause may be waiting for this call, which can continue after the
+            # pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # A call that waits behind others for its turn is not lost, and would only lose its turn if it were made again.
+        # A call queued behind others is not lost. Repeating the call would only move it to the end of the queue.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -331,7 +338,7 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: Member, request: AnyRequest, since: float) -> None:
-        """Find out whether an engine still works that gives nothing to anybody, or to a call that may be lost."""
+        """Check whether an engine still works that sends no chunk to any call, or to a call that may be lost."""
         asked = loop_time()
         try:
             proof = await self._check(member, request, self._check_seconds(member))
@@ -357,8 +364,8 @@ class SilenceWatch:
             member.check = None
 
     def _check_seconds(self, member: Member) -> float:
-        """In which an engine must give one token. It may have to read a prompt first, or, if nothing is known of it and
-        it has given nothing, to compile or load something."""
+        """Seconds in which an engine must give one token. The engine may have to read a prompt first. An engine of
+        unknown pace may, before its first chunk, have to compile or load a model."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
@@ -367,7 +374,7 @@ class SilenceWatch:
         return max(seconds, reading, due)
 
     async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
-        """Whether an engine gives a token, of which a call was given up that nothing was given."""
+        """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
         question.note_sign = lambda: question.heard(member.last_sign)
         try:
             while await self._token_of(member, request, self._check_seconds(member)) is None:
@@ -385,9 +392,9 @@ class SilenceWatch:
 
 
 class Question:
-    """A request for one token, since the time `asked`, of an engine that has given nothing to a call that was given up.
-    `answered`: the seconds until the token came. `sign`: those until the engine gave another call something, if that
-    was sooner. `error`: why there was no answer."""
+    """A request for one token, made at the time `asked` to an engine that was silent until a call was given up.
+    `answered`: seconds until the token came. `sign`: seconds until another call received a chunk, if sooner. `error`:
+    why no token came."""
 
     def __init__(self, asked: float) -> None:
         self.asked = asked
@@ -403,9 +410,9 @@ class Question:
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """A wait that a call's consumer gave up: when the wait for its last chunk began, seconds, and the seconds that the
-    engine usually takes; None while these are not known. The seconds are those of the last chunk, or of all chunks if
-    these were the later ones."""
+    """A wait that a call's consumer gave up. `began`: start time of the wait for the last chunk. `waited`: seconds
+    waited. `usual`: seconds that the engine usually takes, None while unknown. Both durations are for the last chunk,
+    or for all chunks if the reply as a whole was later than the last chunk."""
 
     began: float
     waited: float
@@ -413,12 +420,12 @@ class GivenUp(msgspec.Struct, frozen=True):
 
 
 async def _vouch(engine: str, given_up: GivenUp, question: Question | None, before: float) -> None:
-    """Raises EngineUnavailable if the engine was at fault when a client gave its call up. `before`: seconds of the
-    calls in a row that it had given up before that one."""
+    """Raise EngineUnavailable if the engine was at fault when a client gave its call up. `before`: total seconds of the
+    calls given up in a row before this call."""
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # raises nothing that the question has met
+            await asyncio.wait([question.task])  # does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
@@ -433,21 +440,21 @@ async def _vouch(engine: str, given_up: GivenUp, question: Question | None, befo
 
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
-    """Whether the engine is at fault for a call that its client gave up after `silent` seconds. `usual` are the seconds
-    that the engine usually takes, None while they are unknown: then the engine is blamed rather than the agent.
-    `before` are the seconds of earlier calls in a row that were given up, too."""
+    """Whether the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the engine's
+    usual seconds; while these are unknown (None), the engine is blamed rather than the agent. `before` is the total
+    seconds of the calls given up in a row before this call."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
 
 
 def _about_tokens(chunk: ChatChunk) -> int:
-    """About how many tokens a chunk has of which only the text is known."""
+    """Estimate the tokens of a chunk that has only text."""
     return -(-(len(chunk.text) + len(chunk.reasoning)) // 4)
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
-    """A request for one token, of the kind of another."""
+    """Make a request for one token, of the same kind as `request`."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
         return msgspec.structs.replace(request, input_ids=request.input_ids[:16], sampling=sampling)

@@ -1,4 +1,4 @@
-"""Engines that dial in: the relay's protocol (`messages`, `link`), one worker as the service has it, and the engine.
+"""Engines that dial in: the relay's protocol (`messages`, `link`), the service's end of one worker, and the engine.
 
-The other end, which runs beside the model, is `outrider.relay`. Nothing here knows HTTP or WebSocket.
+`outrider.relay` is the other end, beside the model. HTTP and WebSocket are not part of this room.
 """

@@ -1,7 +1,7 @@
-"""One worker as the service has it: its generations and calls, which outlive its connections.
+"""The service's end of one worker: the generations and calls of the worker, which outlive its connections.
 
-It knows nothing of the other workers. Invariants: a generation's messages are taken in the order of their numbers,
-each once, over any number of connections; what a worker may have unread here is bounded by its windows.
+Other workers are not part of this module. Invariants: a generation's messages are processed in the order of their
+numbers, each once, over any number of connections. The windows bound the worker's unread messages here.
 """
 
 from __future__ import annotations
@@ -40,18 +40,22 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS
 from outrider.trajectory import LogprobKind, TokenMode
 
 CALL_SECONDS = 15.0
-"""How long a worker may take to say how it is, or to tokenise a probe."""
+"""Seconds in which a worker must report its health, or tokenise a probe."""
 MAX_PROBE_IDS = 1 << 16
-"""More ids than a text has by which a tokenizer is checked."""
+"""An upper bound of the ids of a text that checks a tokenizer."""
 WEIGHTS_SECONDS = 600.0
-"""How long a worker may take to load weights."""
+"""Seconds in which a worker must load weights."""
 
 
 class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`heartbeat_seconds`: a message is sent at least so often. `silence_seconds`: a connection without any is cut.
-    `resume_seconds`: a worker that has lost its connection may come back for so long, and its generations wait.
-    `window` and `total_window`: chunks of one generation, and of all of a worker, that may be unacknowledged; a
-    generation without any may always send one, so that slow readers do not stop the others."""
+    """Limits of a worker's connection.
+
+    `heartbeat_seconds`: maximum time between two messages. `silence_seconds`: a connection without messages for so long
+    is cut. `resume_seconds`: time for a worker to come back after losing its connection; its generations wait. `window`
+    and `total_window`: maximum number of unacknowledged chunks of one generation, and of a worker's generations in
+    total. A generation without unacknowledged chunks may always send a chunk, so that slow readers do not stop the
+    others.
+    """
 
     heartbeat_seconds: float = 5.0
     silence_seconds: float = 20.0
@@ -61,8 +65,8 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Generation:
-    """`received` and `consumed` are the numbers of the last message that came, and of the last that was passed on;
-    `ended`: no more is to come. `news` is set when there is something to pass on."""
+    """One generation on a worker. `received` and `consumed` are the numbers of the last message received, and of the
+    last passed on. `ended`: no more messages are to come. `news` is set when a chunk or the end can be passed on."""
 
     def __init__(self, number: int, message: Generate, check: TokenCheck) -> None:
         self.number = number
@@ -76,9 +80,10 @@ class _Generation:
 
 
 class AttachedWorker:
-    """`engine` is the name in messages. `gone` says why it will not come back, and is None until then.
+    """A worker's generations and calls, over all its connections.
 
-    It has what a tokenizer check needs of an `Engine`.
+    `engine` is the engine's name for error messages. `gone` is the reason why the worker will not come back, None until
+    then. The class has the part of `Engine` that a tokenizer check needs.
     """
 
     mode = TokenMode.TOKENS
@@ -92,9 +97,9 @@ class AttachedWorker:
         self.context_tokens = hello.context_tokens
         self.gone: str | None = None
         self.failing = False
-        """Whether its last generation failed with EngineUnavailable: others are preferred."""
+        """Whether its last generation failed with EngineUnavailable: other workers are preferred."""
         self.deadline: asyncio.TimerHandle | None = None
-        """When it is given up, while it has no connection."""
+        """Timer that gives the worker up, while it has no connection."""
         self._engine = engine
         self._options = options
         self._numbers = numbers
@@ -110,12 +115,12 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """From how many unacknowledged messages on every chunk is acknowledged by itself."""
+        """Number of unacknowledged messages from which on every chunk is acknowledged separately."""
         return max(1, self._options.total_window // 2)
 
     @property
     def _patience(self) -> float:
-        """Seconds for a call that a worker without a connection gets when it comes back."""
+        """Timeout in seconds of a call that a worker without a connection receives when it comes back."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -123,7 +128,7 @@ class AttachedWorker:
         return len(self._generations)
 
     def connect(self, link: Link[ToService], hello: Hello) -> None:
-        """Go on over a new connection: say what was received, and send again what may have been lost."""
+        """Continue over a new connection: send the numbers received so far, and resend what may have been lost."""
         if self._link is not None:
             self._link.close(Close.REPLACED, "this worker has connected again")
         if self.deadline is not None:
@@ -161,19 +166,19 @@ class AttachedWorker:
             link.send(call)
 
     def disconnect(self, link: Link[ToService]) -> bool:
-        """Whether the worker is now without a connection: not where a newer one has replaced this one."""
+        """Drop the connection. Returns False if a newer connection has replaced it already."""
         if self._link is not link:
             return False
         self._link = None
         return True
 
     def cut_off(self, code: Close, reason: str) -> None:
-        """Close its connection, if it has one."""
+        """Close the worker's connection, if any."""
         if self._link is not None:
             self._link.close(code, reason)
 
     def give_up(self, reason: str) -> None:
-        """It will not come back: all that it has fails."""
+        """Mark the worker as gone for good, and fail all its generations and calls."""
         self.gone = reason
         if self.deadline is not None:
             self.deadline.cancel()
@@ -186,7 +191,7 @@ class AttachedWorker:
                 answer.set_exception(EngineUnavailable(error))
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """As `Engine.generate`."""
+        """See `Engine.generate`."""
         number = next(self._numbers)
         message = Generate(
             generation=number,
@@ -216,7 +221,8 @@ class AttachedWorker:
             self._send(Acknowledge(number, generation.received) if generation.ended else Abort(number))
 
     async def call(self, call: Call, *, seconds: float | None = CALL_SECONDS) -> Answer:
-        """Raises EngineUnavailable when the worker does not answer in time or is gone, and what it answers."""
+        """Send a call and return the reply. Raises EngineUnavailable if the worker does not reply in time or is gone,
+        and the error that it replies."""
         if self.gone is not None:
             raise EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -234,7 +240,7 @@ class AttachedWorker:
         return answer
 
     def _error(self, said: ErrorRecord) -> EngineError:
-        """What a worker says has failed. What is no failure of an engine is the worker's fault."""
+        """Convert an error reported by a worker. Any error that is not an EngineError is the worker's fault."""
         error = error_from(said)
         return (
             error
@@ -243,7 +249,7 @@ class AttachedWorker:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """It may take as long as the generations in flight do."""
+        """Pause the worker. This may take as long as the generations in flight do."""
         await self.call(Call(call=next(self._numbers), action="pause", mode=mode), seconds=None)
 
     async def resume(self) -> None:
@@ -285,9 +291,9 @@ class AttachedWorker:
         return msgspec.structs.replace(health, detail=health.detail[:MAX_DETAIL])
 
     def handle(self, message: ToService) -> None:
-        """Take one message. Raises Nonsense."""
+        """Process one message. Raises Nonsense."""
         if isinstance(message, Tokens | Failed):
-            # One that is not known was given up here, and the worker has not read so yet.
+            # The service has given up an unknown generation, and the worker has not read the abort yet.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, Answer):
@@ -308,7 +314,8 @@ class AttachedWorker:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
-        # One of each may come beyond the window: which of them that is, is lost when they are sent again.
+        # Each generation may have one chunk beyond the total window. After a resend the order of arrival no longer
+        # shows which.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
@@ -328,7 +335,7 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message. When the worker has little room left, whatever was consumed is acknowledged at once: a
+        """Count a message. When the worker has little room left, every consumed message is acknowledged at once: a
         reader that has consumed everything must not wait for a worker that waits for its acknowledgement."""
         generation.received += 1
         self._unacknowledged += 1
@@ -337,14 +344,15 @@ class AttachedWorker:
                 self._acknowledge(each)
 
     def _fail(self, generation: _Generation, error: EngineError) -> None:
-        """What came before the failure is passed on first, unless another worker can still do it all."""
+        """End a generation with an error. Chunks received before the error are passed on first, unless another worker
+        can still run the whole generation."""
         if not generation.consumed and isinstance(error, EngineUnavailable):
             generation.chunks.clear()
         generation.ended, generation.error = True, error
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """The next chunk, acknowledged now and then: a quarter of the window keeps the worker going."""
+        """Take the next chunk, and acknowledge at intervals: a quarter of the window keeps the worker going."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

@@ -1,9 +1,9 @@
-"""What a MessagePack message costs to decode, counted before it is decoded.
+"""The cost of decoding a MessagePack message, counted before the message is decoded.
 
-msgspec decodes a message in one call that nothing can interrupt: 15 MB of short texts hold the event loop for 0.4 s,
-and as many empty lists for several seconds. The bytes alone say little, for one text of 15 MB takes 10 ms. So the
-values of a large message are counted first, in a thread. It knows no message. Invariant: a message that passes takes
-the event loop less than 50 ms.
+msgspec decodes a message in one call that cannot be interrupted: 15 MB of short texts hold the event loop for 0.4 s,
+and as many empty lists for several seconds. The size alone is no measure, because one text of 15 MB takes 10 ms. So the
+values of a large message are counted first, in a thread, whatever its type. Invariant: a message that passes takes the
+event loop less than 50 ms.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from outrider.engines.relay.messages import Nonsense
 SMALL = 64 << 10
 """Bytes. The most expensive message of this size, a list of empty lists, decodes in 26 ms."""
 MAX_COST = 400_000
-"""A list or map costs CONTAINER, any other value and any key 1: at 100 ns for a unit, which is the most, 40 ms."""
+"""A list or map costs `CONTAINER`, any other value and any key 1. At 100 ns per unit at most, this is 40 ms."""
 CONTAINER = 4
 MAX_DEPTH = 64
-"""Containers within each other. A message of ours has a dozen."""
+"""Maximum nesting of containers. Outrider's own messages have about a dozen levels."""
 
-# By the first byte: how many bytes follow that are skipped (value), or how many that give a length (size).
+# By the first byte of a value: the number of bytes to skip, or the number of bytes that hold a length.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -28,9 +28,9 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 
 
 def check_cost(frame: bytes) -> None:
-    """Raises Nonsense for a message that costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is none."""
+    """Raise Nonsense for a message that costs more than MAX_COST, is nested deeper than MAX_DEPTH, or is malformed."""
     at, cost = 0, 0
-    left = [1]  # values that are left of each container that is open
+    left = [1]  # remaining values of each open container
     end = len(frame)
     while left:
         if not left[-1]:

@@ -1,8 +1,8 @@
-"""The relay engine: workers attach to it from outside, and it gives each generation to one of them.
+"""The relay engine: workers attach to it from outside, and it assigns each generation to a worker.
 
-It knows neither HTTP nor a model. Invariants: a generation goes to another worker only while nothing of it has been
-passed on; all workers of an engine report the same kind of log-probabilities, and name the same model; a worker whose
-version is older than the one that the engine was told gets no work.
+The module does not depend on HTTP or on a model. Invariants: a generation moves to another worker only while no chunk
+of it has been passed on. All workers of an engine report the same kind of log-probabilities, and name the same model. A
+worker whose version is older than the version set on the engine gets no work.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""How many more generations than the least loaded worker a session's own worker, which may have its prefix cached, may
-have and still get the session's next one."""
+"""A session's own worker, which may have the session's prefix cached, gets the next generation while it has at most
+this many more in flight than the least loaded worker."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""Ends after which a worker is not waited for. Every other is an accident."""
+"""Close codes after which a worker is not expected back. Every other end is an accident."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
 LOADS = "give the worker a function that loads them: outrider.relay.Worker(..., update_weights=...)"
@@ -51,14 +51,14 @@ WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion`, `LoadsWeights` where its workers can, and `AwaitsWorkers`.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion`, `AwaitsWorkers`, and `LoadsWeights` if its workers can.
 
-    `logprob_kind` and `constraints` are those of the workers, known when the first one attaches.
+    `logprob_kind` and `constraints` come from the workers, and are available once the first worker attaches.
     """
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # of its workers, each of which is told the version
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # the version is set on each worker
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -72,19 +72,19 @@ class RelayEngine:
         _check(self._options)
         self._workers: dict[str, AttachedWorker] = {}
         self._arriving: dict[str, AttachedWorker] = {}
-        """Those that are checked and brought to the state of the others."""
+        """Workers that are being checked and brought to the state of the others."""
         self._paused: PauseMode | None = None
         self._version = 0
-        """The version that the engine was told."""
+        """The version set on the engine."""
         self._weights: str | None = None
-        """Where the weights of that version are, if they can be loaded."""
-        # Numbers from an earlier service, which a worker may still hold, are not used again.
+        """Location of the weights of that version, if they can be loaded."""
+        # Generation numbers of an earlier service, which a worker may still hold, are not used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
-        """The context that the first worker has reported of those that are attached."""
+        """The context reported by the first of the attached workers."""
         self._refused = ""
-        """Why the last worker was cut off, if it was for what it said."""
+        """Reason why the last worker was cut off, if it broke the protocol, as a suffix of error messages."""
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
@@ -93,11 +93,11 @@ class RelayEngine:
 
     @property
     def loads_weights(self) -> bool:
-        """Whether every worker can."""
+        """Whether every worker can load weights."""
         return all(worker.hello.loads for worker in self._workers.values())
 
     async def start(self) -> None:
-        """Nothing to open: workers come by themselves."""
+        """Do nothing: workers connect by themselves."""
 
     async def close(self) -> None:
         self._closed = True
@@ -128,7 +128,7 @@ class RelayEngine:
                 failure = error
 
     async def health(self) -> EngineHealth:
-        """Well if any worker is."""
+        """Healthy if any worker is."""
         workers = list(self._workers.values())
         if not workers:
             return self._unhealthy()
@@ -147,7 +147,7 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # One that is behind gets no work, so its version is not the engine's.
+        # A worker that is behind gets no work, so its version is not the engine's.
         fresh = [answer for answer in good if answer.version >= self._version] or good
         return EngineHealth(
             ok=True,
@@ -161,7 +161,7 @@ class RelayEngine:
         return EngineHealth(ok=False, detail=self._nobody().message)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Workers that attach later are paused before they get work. Raises what a worker answers."""
+        """Pause all workers; workers that attach later are paused before they get work. Raises the workers' errors."""
         self._paused = mode
         _raise_first(await self._each(lambda worker: worker.pause(mode)))
 
@@ -175,9 +175,9 @@ class RelayEngine:
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Have every worker load them. One that has lost its connection is told when it is back. One that fails, or has
-        come meanwhile, is sent away and, like any that attaches later, loads them before it gets work. Raises what the
-        workers answer if none of them has loaded them."""
+        """Load weights on every worker. A worker without a connection gets the order when it is back. A worker that
+        fails, or has come meanwhile, is disconnected and, like any that attaches later, loads the weights before it
+        gets work. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -192,7 +192,7 @@ class RelayEngine:
                 self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
-        """By a worker that can. Each was asked before it was admitted, so any of them will do."""
+        """Tokenise by any worker that can. Each worker's tokenizer was checked before the worker was admitted."""
         for worker in self._workers.values():
             if worker.connected and worker.hello.tokenizes:
                 return await worker.token_check(text)
@@ -206,7 +206,7 @@ class RelayEngine:
         attached: Callable[[], object] = lambda: None,
     ) -> None:
         """Serve one connection of a worker until it ends. A worker that `check` refuses, by raising an OutriderError,
-        gets no work; `attached` is called when one may get some that could not before."""
+        gets no work. `attached` is called when a worker becomes able to get work."""
         try:
             hello = await _hello(socket)
         except _Refused as refused:
@@ -242,11 +242,11 @@ class RelayEngine:
     async def _run(
         self, worker: AttachedWorker, link: Link[ToService], hello: Hello, news: Callable[[], object]
     ) -> None:
-        """Serve one connection of a worker, and decide when it ends whether the worker is waited for."""
+        """Serve one connection of a worker, and decide at its end whether the worker is expected back."""
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # it may have been the one that the engine waited for
+            if isinstance(message, Version):  # it may be the version that the engine has waited for
                 news()
 
         worker.connect(link, hello)
@@ -263,7 +263,7 @@ class RelayEngine:
         check: WorkerCheck | None,
         attached: Callable[[], object],
     ) -> None:
-        """Check a worker, bring it to the state of the others, and let it have work."""
+        """Check a worker, bring it to the state of the other workers, and admit it to work."""
         self._arriving[worker.hello.instance] = worker
         fits = False
         try:
@@ -273,7 +273,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # One that was only too slow, or could not do what it was told, may come back.
+            # A worker that was only too slow, or failed to carry out an order, may come back.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
@@ -283,7 +283,7 @@ class RelayEngine:
                 del self._arriving[worker.hello.instance]
         if worker.gone is not None:
             return
-        # Others may have attached meanwhile.
+        # Other workers may have attached meanwhile.
         conflict = self._conflict(worker.hello)
         if conflict is not None:
             worker.cut_off(Close.CONFLICT, conflict)
@@ -297,8 +297,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Tell a new worker what the others were told, until nothing new was said to them meanwhile. Raises what the
-        worker answers."""
+        """Apply the engine's pause and weights to a new worker, until they did not change meanwhile. Raises the
+        worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):
@@ -310,7 +310,7 @@ class RelayEngine:
                 return
 
     def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
-        """Wait for a worker whose connection broke; drop one that has left or was cut off."""
+        """Wait for a worker whose connection broke, and drop a worker that has left or was cut off."""
         if worker.gone is not None:
             return
         if end is not None and end.code == Close.NONSENSE:
@@ -329,7 +329,7 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        if self._workers.get(worker.hello.instance) is worker:  # a newer one may have its place
+        if self._workers.get(worker.hello.instance) is worker:  # a newer worker may have this instance name
             del self._workers[worker.hello.instance]
             if not self._workers:
                 self._context = None
@@ -337,7 +337,7 @@ class RelayEngine:
         worker.give_up(reason)
 
     def _conflict(self, hello: Hello) -> str | None:
-        """Why a new worker cannot serve together with those attached."""
+        """Return why a new worker cannot serve together with the attached workers, None if it can."""
         if self._closed:
             return f"engine {self.name!r} was removed"
         for other in self._workers.values():
@@ -348,15 +348,15 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Why a worker whose model has this context cannot serve here. A prompt that does not fit the context ends a
-        session: what one worker says must not shorten it for the others."""
+        """Return why a worker with this context cannot serve here, None if it can. A prompt that does not fit the
+        context ends a session, so one worker's report must not shorten the context for the others."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
-        """The least loaded worker: with a connection rather than without, and rather not one that has just failed. A
-        session stays with its own, the one of the highest hash, while that has little more to do."""
+        """Return the least loaded worker, preferring workers with a connection, then workers that have not just failed.
+        A session stays with its own worker (by highest hash) while that worker has little more load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
         ]
@@ -372,7 +372,8 @@ class RelayEngine:
         return own if stays else best
 
     async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
-        """Have every worker do it; what failed. Those that go away meanwhile are passed over."""
+        """Run `act` on every worker concurrently. Returns the failures, without those of workers that have gone
+        meanwhile."""
         failures: dict[AttachedWorker, EngineError] = {}
 
         async def one(worker: AttachedWorker) -> None:
@@ -405,7 +406,7 @@ class _Refused(Exception):
 
 
 async def _hello(socket: Socket) -> Hello:
-    """A worker's first message. Raises _Refused and Disconnected."""
+    """Receive a worker's first message. Raises _Refused and Disconnected."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             frame = await socket.receive()
@@ -414,7 +415,7 @@ async def _hello(socket: Socket) -> Hello:
     if len(frame) > MAX_HELLO:
         raise _Refused(Close.NONSENSE, f"the first message has {len(frame)} bytes: it is no hello")
     try:
-        # Read alone first: the rest of another version's hello may not be readable.
+        # Read the protocol number alone first: the rest of another version's hello may be unreadable.
         protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol
         if protocol != PROTOCOL:
             raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")
@@ -438,7 +439,7 @@ async def _refuse(socket: Socket, refused: _Refused) -> None:
 
 
 def _check(options: RelayOptions) -> None:
-    """Raises InvalidField for numbers with which no worker could work."""
+    """Raise InvalidField for numbers with which no worker could run."""
     for name in ("heartbeat_seconds", "resume_seconds", "window", "total_window"):
         if getattr(options, name) <= 0:
             raise InvalidField(f"engine options: {name} must be above 0", field="options")

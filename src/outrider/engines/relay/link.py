@@ -1,7 +1,7 @@
-"""One connection of a relay, as both ends use it: messages out in order, messages in one by one, and heartbeats.
+"""One connection of a relay, for both ends: ordered sending, receiving message by message, and heartbeats.
 
-It knows neither what a message means nor what carries it. Invariants: `run` returns when the connection has ended,
-whichever end or silence ended it, and leaves no task; nothing is sent behind a close.
+The module does not interpret messages and does not depend on the transport. Invariants: `run` returns when the
+connection has ended, closed by either end or by silence, and leaves no task. Nothing is sent after a close.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outrider.errors import UNREADABLE
 In = TypeVar("In")
 
 CROWDED = 16 << 20
-"""Bytes. While more waits to be sent, `room` does not return."""
+"""Bytes. `room` does not return while more bytes wait to be sent."""
 MAX_WAITING = 256 << 20
-"""Bytes that may wait to be sent, besides the last message. A peer that takes less than it is sent is given up."""
+"""Bytes that may wait to be sent, besides the last message. A peer that reads too slowly is given up."""
 
 
 class Disconnected(Exception):
-    """The connection has ended. `code` is that of WebSocket; 1006 where there was no close frame."""
+    """The connection has ended. `code` is WebSocket's close code; 1006 if there was no close frame."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(f"{reason or 'connection lost'} ({code})")
@@ -35,7 +35,7 @@ class Disconnected(Exception):
 
 
 class Socket(Protocol):
-    """Whole messages over something that can break. `send` and `receive` raise Disconnected."""
+    """Whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
 
     async def send(self, frame: bytes) -> None: ...
     async def receive(self) -> bytes: ...
@@ -43,10 +43,13 @@ class Socket(Protocol):
 
 
 class Link(Generic[In]):
-    """`heartbeat` and `silence` are in seconds: what may pass without a message out, and without one in. `silence` may
-    be changed while it runs. `heard` tells, by the event loop's clock, when the socket has heard of the peer, where it
-    knows of more than whole messages; `taken`, when the peer last took something of what is being sent. `stranger`: the
-    peer runs on another machine, so that what its messages cost to decode is counted first (`decoding.py`).
+    """A connection's queues, heartbeats and watch.
+
+    `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
+    may be changed while the link runs. `heard` returns the time, by the event loop's clock, of the socket's last sign
+    of the peer, for sockets that see more than whole messages. `taken` returns the time at which the peer last accepted
+    part of the data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is
+    counted first (`decoding.py`).
     """
 
     def __init__(
@@ -68,14 +71,14 @@ class Link(Generic[In]):
         self._stranger = stranger
         self.silence = silence
         self.size = 0
-        """Bytes of the message that is handled."""
+        """Bytes of the message being handled."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._spacious = asyncio.Event()
         self._spacious.set()
         self._held = False
-        """Whether the next message is not read because of what the last ones have asked for."""
+        """Whether reading is suspended until the work of earlier messages allows the next one (`ready`)."""
         self._close: Disconnected | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard = self._sent = self._clock()
@@ -97,11 +100,11 @@ class Link(Generic[In]):
         self._wake.set()
 
     async def room(self) -> None:
-        """Return when little waits to be sent, or the connection is to end."""
+        """Wait until few bytes wait to be sent, or the connection is to end."""
         await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
-        """End the connection; what was not sent yet is dropped."""
+        """End the connection. Messages not sent yet are dropped."""
         if self._close is None:
             self._close = Disconnected(code, close_reason(reason))
             self._waiting.clear()
@@ -112,9 +115,9 @@ class Link(Generic[In]):
     async def run(
         self, handle: Callable[[In], None], *, ready: Callable[[], Awaitable[object]] | None = None
     ) -> Disconnected:
-        """Send and receive until the connection ends; how it ended. `handle` gets each message but the heartbeats;
-        Nonsense that it raises closes the connection. `ready` is awaited before each message is read: until it returns
-        the peer must wait, and its silence does not count."""
+        """Send and receive until the connection ends, and return how it ended. `handle` is called with each message
+        except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
+        read: until it returns the peer must wait, and its silence does not count."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._write(), name="relay writer"),
@@ -171,14 +174,14 @@ class Link(Generic[In]):
                 return await self._written()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end a connection on which nothing comes, or on which nothing can be sent. One task looks
-        now and then: a timeout for each message would be a sixth of its cost."""
+        """Send heartbeats, and end a connection that receives nothing, or cannot send. One task checks at intervals: a
+        timeout for each message would be a sixth of the message's cost."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked: what came meanwhile is still to be read
+            if now - due > pause:  # this process was blocked: messages may have arrived that are still to be read
                 self._heard = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
@@ -188,7 +191,7 @@ class Link(Generic[In]):
                 self.send(Beat())
 
     async def _written(self) -> Disconnected:
-        """Leave the end to the writer, which sends the close frame."""
+        """Wait forever: the writer ends the connection after it has sent the close frame."""
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -1,7 +1,7 @@
 """The messages between a service and the workers of a relay engine, as MessagePack maps; docs/relay.md describes them.
 
-It knows no connection. Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that they
-arrive as they were sent, to the bit.
+The module handles no connection. Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that
+every bit arrives unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.errors import ErrorRecord
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 
 PROTOCOL = 1
-"""Raised when either side would misread the other: also when `SamplingParams` gets a field, which an older worker would
-ignore silently."""
+"""The protocol's version, incremented when either side would misread the other. This includes a new field of
+`SamplingParams`, which an older worker would ignore silently."""
 
 MAX_TO_SERVICE = 8 << 20
 """Maximum bytes of a message from a worker: a chunk of 8 MiB has more than half a million tokens. A WebSocket's frame
@@ -27,9 +27,9 @@ is unmasked in one call, which takes the event loop 20 ms for as many bytes."""
 MAX_HELLO = 256 << 10
 """Maximum bytes of a worker's first message."""
 MAX_HOLDS = 16_384
-"""Maximum number of generations that a worker may say that it has."""
+"""Maximum number of generations that a worker may list in its hello."""
 MAX_DETAIL = 1000
-"""Characters of what a worker says of its health that are kept."""
+"""Characters of a worker's health detail that are kept."""
 MAX_TO_WORKER = 64 << 20
 """Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
 MAX_VERSION = (1 << 31) - 1
@@ -38,26 +38,26 @@ MAX_REASON = 120
 
 
 class Close(IntEnum):
-    """Why a connection is closed. Workers come back after REPLACED, SILENT and the codes of WebSocket itself; the
-    others mean that the same worker would be refused again."""
+    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After the
+    others the same worker would be refused again."""
 
     LEFT = 1000  # the worker is done: nothing is resumed
     REPLACED = 4001  # the same worker has connected again
-    NONSENSE = 4400  # the peer broke the protocol, or sent tokens that cannot be
-    SILENT = 4408  # nothing came for too long
-    CONFLICT = 4409  # a worker of another model, or the engine of that name is no relay
+    NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
+    SILENT = 4408  # no message arrived for too long
+    CONFLICT = 4409  # a worker of another model, or the engine of that name is not a relay
     REMOVED = 4410  # the engine was removed from the service
-    PROTOCOL = 4426  # the peer speaks another version of the protocol
+    PROTOCOL = 4426  # the peer uses another version of the protocol
 
 
 class Nonsense(Exception):
-    """The peer sent what the protocol does not allow. The text becomes the close reason."""
+    """The peer sent a message that the protocol does not allow. The text becomes the close reason."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """A worker's first message. `instance` is a random name of this worker object, the same on every connection;
-    `holds` are the generations that it has and whose end was not acknowledged. `loads`: it can load weights. `paused`:
-    a service, perhaps an earlier one, has paused it and not had it go on."""
+    """A worker's first message. `instance` is a random name of this worker object, the same on every connection.
+    `holds` lists the worker's generations whose end was not acknowledged. `loads`: the worker can load weights.
+    `paused`: a service, perhaps an earlier one, has paused the worker and not resumed it."""
 
     protocol: int
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -74,8 +74,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
-    """The service's first message. `resumed` has, for each generation that goes on, the last sequence number that the
-    service received; the worker forgets those it holds that are not in it. Times are in seconds, windows in chunks."""
+    """The service's first message. `resumed` maps each generation that continues to the last sequence number that the
+    service received; the worker drops its other generations. Times are in seconds, windows in chunks."""
 
     protocol: int
     resumed: dict[int, int]
@@ -95,20 +95,20 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """The service wants no more of a generation: the worker ends and forgets it."""
+    """The service needs no more of a generation: the worker ends and drops it."""
 
     generation: int
 
 
 class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
-    """All of a generation up to `number` has been consumed."""
+    """All messages of a generation up to `number` have been consumed."""
 
     generation: int
     number: int
 
 
 class Call(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """Something to do that is answered once. A worker that gets a call again does it once, and answers again."""
+    """An action with a single reply. A worker that receives a call again performs it once, and replies again."""
 
     call: int
     action: Literal["pause", "resume", "set_version", "update_weights", "health", "tokenize"]
@@ -134,7 +134,7 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defau
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
-    """The last message of a generation that failed, numbered as `Tokens`."""
+    """The last message of a generation that failed, numbered like `Tokens`."""
 
     generation: int
     number: int
@@ -149,13 +149,13 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defau
 
 
 class Version(msgspec.Struct, tag="version", frozen=True):
-    """The worker's weights have changed by themselves: it serves this policy version now."""
+    """The worker's weights have changed without an order: it now serves this policy version."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """Sent by either side when it has sent nothing else for a while."""
+    """A heartbeat, sent by a side that has sent no other message for a while."""
 
 
 ToWorker = Welcome | Generate | Abort | Acknowledge | Call | Beat
@@ -168,7 +168,8 @@ TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToServi
 
 
 def pack_ids(ids: object) -> bytes:
-    """int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for no ids."""
+    """int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for values that
+    are no ids."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -181,7 +182,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def tokens_of(generation: int, number: int, chunk: Chunk) -> Tokens:
-    """Raises as `pack_ids`."""
+    """Raises the errors of `pack_ids`."""
     return Tokens(
         generation=generation,
         number=number,
@@ -215,5 +216,5 @@ def chunk_of(tokens: Tokens) -> Chunk:
 
 
 def close_reason(text: str) -> str:
-    """The text, cut to what a close frame holds."""
+    """The text, cut to the size of a close frame."""
     return text.encode()[:MAX_REASON].decode(errors="ignore")

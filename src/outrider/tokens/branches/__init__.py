@@ -1,1 +1,1 @@
-"""What each turn of a finished session was for: the main conversation, a sub-agent, a compaction, a side call."""
+"""The purpose of each turn of a finished session: main conversation, sub-agent, compaction or side call."""

@@ -1,8 +1,8 @@
-"""Finds what the segments of a session show about each other: which tool call started one, which history another
-replaces by a summary, and which goes on as another agent.
+"""Finds relations between the segments of a session: the tool call that started a segment, a history replaced by a
+later summary, and a segment continued by another agent.
 
-It decides no kinds (`classify.py` does). The words in `LABELS`, `PURPOSES` and `TYPE_ARGUMENTS` are those of real
-clients' prompts, headers and tools. Invariant: what a segment is said to come from is a turn before its first one.
+It decides no kinds (`classify.py` does). The words in `LABELS`, `PURPOSES` and `TYPE_ARGUMENTS` come from real
+clients' prompts, headers and tools. Invariant: the source of a segment is a turn before the segment's first turn.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Characters that a tool's argument needs to be recognised as the prompt of a sub-agent."""
+"""Minimum characters of a tool's argument for recognition as the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""How much of a conversation's opening a tool's argument has to be to leave no doubt that it started the
+"""Minimum fraction of a conversation's opening at which a tool's argument is certain to have started the
 conversation."""
 
 LABELS: tuple[tuple[str, str], ...] = (
@@ -48,8 +48,8 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""How words of a side call's system prompt, else of its question, begin, and the label that they give it. The word that
-comes first in the text decides: prompts for titles speak of topics, too, and the other way round."""
+"""Beginnings of words in a side call's system prompt, else in its question, and their labels. The first match in the
+text decides, because prompts for titles mention topics and prompts for topics mention titles."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -64,29 +64,30 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind that a client's own word for a call gives it; any other word says nothing."""
+"""The kind of a call by the client's own word for it; other words have no effect."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
-"""Arguments with which a tool that starts sub-agents is told the type of agent."""
+"""Arguments with the type of agent, in calls of tools that start sub-agents."""
 
 MAX_TOOL_TEXTS = 1000
-"""How many of the texts that tools were given last are compared with a conversation's opening."""
+"""Number of latest texts in tool arguments to compare with a conversation's opening."""
 
 LOOK_BACK = 100
-"""How many turns and segments before it a shorter history is compared with: clients go on from a summary at once."""
+"""Number of previous turns and segments to compare with a shorter history. Clients go on from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """A segment goes on from an earlier one with a shorter history. `old` is the last turn of that history; `source` is
-    the turn that wrote the summary, None where the history was only cut."""
+    """A segment's continuation of an earlier segment, with a shorter history. `old` is the last turn of the earlier
+    history. `source` is the turn with the summary, None if the history was only cut."""
 
     old: Turn
     source: Turn | None
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """The tool call of `turn` that started a conversation. `agent_type` is the type of agent that it asked for, "" if
-    it named none; `is_most_of_opening` is whether its text is OPENING_SHARE of the conversation's opening."""
+    """The tool call that started a conversation, made in `turn`. `agent_type` is the requested type of agent, "" if
+    the call names none. `is_most_of_opening` is True if its text is at least OPENING_SHARE of the conversation's
+    opening."""
 
     turn: int
     agent_type: str
@@ -95,11 +96,11 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class AgentTurns:
-    """The turns of each agent that clients name."""
+    """The turns of each agent named by clients."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
-        # By index of a turn, its agent's newest earlier turn of another conversation.
+        # By turn index, the newest earlier turn of the same agent in another conversation.
         self._other_conversation: dict[int, Turn | None] = {}
         for turn in turns:
             if turn.agent_id is not None:
@@ -110,7 +111,7 @@ class AgentTurns:
                 earlier.append(turn)
 
     def newest_outside(self, conversation: int, agent: str, index: int) -> Turn | None:
-        """The agent's last turn before `index` that is not of this conversation."""
+        """The agent's last turn before `index` outside the conversation."""
         turns = self._turns.get(agent, [])
         at = bisect_left(turns, index, key=lambda turn: turn.index)
         return self._outside(turns[at - 1], conversation) if at else None
@@ -120,8 +121,8 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Whether the segment's first request has, in place of an earlier segment's history, a summary of it or only its
-    end. Summaries are looked for first, newest first."""
+    """Find the earlier segment whose history the segment's first request replaces by a summary or by its own end.
+    Summaries are tried first, newest first."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
@@ -158,7 +159,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
 
 
 def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
-    """The last turn of a segment before `first` whose client got the reply."""
+    """The last turn of a segment before `first` whose client received the reply."""
     turn = segment.last_before(first.index)
     while turn is not None and turn.reply is None:
         turn = segment.last_before(turn.index)
@@ -168,17 +169,17 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Whether a fresh message has the text of an answer that calls no tool. An assistant message counts only if the
-    answer was given elsewhere, or it stands in the place of what the answer was about: clients send every reply back
-    once, which is no quote."""
+    """Return True if a fresh message contains the text of a reply that calls no tool. In an assistant message the text
+    counts only if the reply was given in another conversation, or if the message replaces the history behind the
+    reply. Clients send every reply back once, which is no quote."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # It stands where the history was if nobody went on from the answer, and neither the replies that its author was
-        # shown nor its question stand before the quote. Before a reply that is only sent back they do.
+        # The message replaces the history if no turn continues the reply, and neither the reply's question nor any
+        # reply in its request stands before the quote. Before a reply merely sent back, they do.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -191,8 +192,8 @@ def _is_quoted(
 
 
 def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
-    """The segment whose history the author of a summary was shown the most of; None if it was shown no history of
-    theirs, neither as messages nor written out."""
+    """The candidate with the largest part of its history in the request that wrote the summary. None if the request
+    contains none of the candidates' history, neither as messages nor as text."""
     asked = opening_text(source.messages)
     if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
         openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
@@ -211,13 +212,13 @@ def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Se
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
-    """Whether a turn is of another conversation than all of these."""
+    """Return True if the turn is in none of the candidates' conversations."""
     return all(other.first.conversation != source.conversation for other in candidates)
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """For segments that start a conversation, by their numbers: the earlier tool call whose text is the largest part of
-    the conversation's opening."""
+    """For segments that start a conversation, by number: the earlier tool call whose text is the largest part of the
+    conversation's opening."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -231,7 +232,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # so that it becomes the newest
+                given.pop(one.text, None)  # so it becomes the newest
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -239,7 +240,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
 
 
 class _ToolText(msgspec.Struct, frozen=True):
-    """A text that a tool call was given."""
+    """A text in a tool call's arguments."""
 
     text: str
     turn: int
@@ -248,7 +249,7 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
-    """The arguments that may be a sub-agent's prompt: texts of several words, also in lists."""
+    """Yield the arguments with the form of a sub-agent's prompt: texts of several words, also in lists."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -265,7 +266,7 @@ def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
 
 
 def find_label(segment: Segment) -> str:
-    """What a side call is for, by its words; "" where they say nothing."""
+    """The label of a side call, from its words; "" if no word matches."""
     asked = [message.content for message in segment.first.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(segment.system).lower(), "\n".join(asked).lower()):
         if (word := _LABEL_WORD.search(text)) is not None:
@@ -274,11 +275,11 @@ def find_label(segment: Segment) -> str:
 
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
-    """The numbers of the segments that go on as the conversation whose history they have, though with other tools or
-    another system prompt: an agent is resumed with one tool fewer, hands over to another, or is asked for its last
-    answer without tools. A side call about the history looks alike; what happened afterwards tells them apart.
+    """The numbers of the segments that continue the conversation in their history under other tools or another system
+    prompt. Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
+    without tools. A side call about the history has the same form; only the later turns distinguish the two.
 
-    `summaries` are the turns that wrote a summary, `label` gives the label of a side call.
+    `summaries` are the turns with a summary; `label` returns the label of a side call.
     """
     handovers = _Handovers(session, summaries, label)
     found = (handovers.next_segment(source) for source in session.taken_over)
@@ -290,9 +291,9 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # By turn index, the last turn that what follows goes on to.
+        # By turn index, the index of its last descendant, directly or through a history source.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, the turns that go on from it with its own tools and system prompt, and were used.
+        # By turn index, its used continuations with the same tools and system prompt.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = history_source(turn)
@@ -304,11 +305,12 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Of the segments that have the history of the turn `source`, the one in which its conversation goes on; None
-        where it ends, or goes on without them.
+        """Of the segments that contain the history of the turn `source`, return the segment in which the conversation
+        continues. None if the conversation ends, or continues without these segments.
 
-        That is the last one that somebody replied to, if everything else that goes on from the turn ended before it: a
-        sub-agent's caller goes on later. Without any reply, it is the last one if nothing else goes on from the turn.
+        The result is the last segment with a continuation, if all other continuations of the turn ended before it: a
+        sub-agent's caller goes on later. If no segment has a continuation, the result is the last segment, provided
+        that nothing else continues the turn.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -321,8 +323,8 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Whether the segment is the work of the same agent, as far as its client says, and not a question about the
-        history."""
+        """Return True if the client names the same agent for the segment as for `source`, and the segment is not a
+        side call about the history."""
         first = segment.first
         if (first.agent_id, first.parent_agent_id) != (source.agent_id, source.parent_agent_id):
             return False
@@ -330,8 +332,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question in the words of a side call, to a model that is not the agent (by its system prompt) or cannot do
-        # what the agent can (by its tools).
+        # A question in the words of a side call, to a model without tools, or with other tools and another system
+        # prompt than the agent's: such a model is not the agent, or cannot act like it.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

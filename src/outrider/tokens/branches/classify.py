@@ -1,28 +1,28 @@
-"""Decides what each turn of a session was for: its kind, its parent and its label.
+"""Decides the purpose of each turn of a session: its kind, its parent and its label.
 
-A segment (`segments.py`) gets the kind of the first of these rules that applies to it (`RULES`):
+A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
 
-1. `main`: it starts the main conversation of the task, or of one of its steps. First, because the other rules compare
-   with it.
-2. `continued`: it goes on from an earlier history that it replaces by a summary, or of which it kept only the end.
-   Before `forked` and `spawned`, because such a request also looks like a rewritten history, and a summary may quote
-   what a tool was given. Only a tool call whose text is most of the opening is stronger evidence.
-3. `forked`: a later segment of a conversation, or a handover, is what it forked from.
-4. `purpose`: the client names the call's purpose. Before all that is only inferred.
-5. `no tools`: one question to a model without tools that nobody followed up. Before `own agent` and `spawned`, because
-   sub-agents ask side calls, too, under their own names.
-6. `own agent`: the client names another agent than the main one.
-7. `spawned`: it begins with a text that an earlier tool call was given.
-8. `other tools`: one question with tools of its own. After `spawned`, because a sub-agent that answers at once looks
+1. `main`: the segment starts the main conversation of the task, or of one of its steps. First, because the other rules
+   compare with it.
+2. `continued`: the segment continues an earlier history, replaced by a summary or reduced to its end. Before `forked`
+   and `spawned`, because such a request also looks like a rewritten history, and a summary may quote a tool's
+   argument. Only a tool call whose text is most of the opening is stronger evidence.
+3. `forked`: a later segment of a conversation, or a handover, has the kind of its origin.
+4. `purpose`: the client names the call's purpose. Before the rules that infer the kind.
+5. `no tools`: one question to a model without tools, without a follow-up. Before `own agent` and `spawned`, because
+   sub-agents also make side calls, under their own names.
+6. `own agent`: the client names an agent other than the main one.
+7. `spawned`: the segment begins with a text from an earlier tool call.
+8. `other tools`: one question with tools of its own. After `spawned`, because a sub-agent that replies at once looks
    the same.
-9. `other`: what is left is a conversation that works by itself.
+9. `other`: any other segment is a conversation of an agent that works by itself.
 
-Then a single turn can be something else than its segment (`TURN_RULES`): `cut off` before the agent saw it; `asked
-again`, if the agent used another answer to the same request; a `summary` that a later history begins with.
+Then a single turn can have another kind than its segment (`TURN_RULES`): `cut off` before the agent received it;
+`asked again`, if the agent used another reply to the same request; a `summary` at the beginning of a later history.
 
-Everything is decided from what clients sent and how they went on; what they say about themselves (`Turn.agent_id`,
-`purpose`) is a hint. docs/branches.md prints both tables. It is pure and deterministic, and knows no rewards and no
-policy. Invariant: the parent of a segment is a turn before its first one.
+The evidence is the clients' requests and how the conversations went on. A client's own statements (`Turn.agent_id`,
+`purpose`) are hints. docs/branches.md prints both tables. The module is pure and deterministic, and independent of
+rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from outrider.tokens.branches.segments import Segment, SegmentedSession, history
 from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
-"""The label of a turn that a later history goes on from."""
+"""The label of a turn whose reply begins a later history."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a turn was for. `parent` is the turn that its segment forked from or was started by; `depth` is 0 in the
-    main conversation; `rule` names the rule that decided; `main_line` is whether it is in the main conversation, or in
-    what goes on from a summary of it."""
+    """The purpose of a turn. `parent` is the turn from which its segment forked, or which started it. `depth` is 0 in
+    the main conversation. `rule` names the deciding rule. `main_line` is True in the main conversation and in
+    continuations from its summaries."""
 
     kind: BranchKind
     parent: int | None
@@ -61,7 +61,7 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What the rule called `rule` says about a segment or a turn."""
+    """The result of the rule called `rule` for a segment or a turn."""
 
     rule: str
     kind: BranchKind
@@ -70,7 +70,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Signals:
-    """All that the rules ask about. `lineages` are those of the segments decided so far, by their numbers."""
+    """The input of the rules. `lineages` are the lineages of the segments decided so far, by segment number."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.session = SegmentedSession(turns)
@@ -87,7 +87,8 @@ class Signals:
         )
         self._mains: dict[int, Segment] = {}
         """By the step of the task."""
-        # An agent's first rank in a step is its own work there; its other conversations are side calls.
+        # By step and agent, the agent's highest-ranked conversation, which is the agent's own work in the step. Its
+        # other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -97,10 +98,10 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
-        """Sorts first what is most likely the main conversation. It is often not the first: clients ask for a quota, a
-        topic or a title before. In the order of their weight, these come last: what goes on from a summary; what only
-        answers and has no tools; what its client names as an agent; what a tool call started; what nobody followed up;
-        what has no tools; what has the words of a side call; what came later."""
+        """Sort key: the most likely main conversation first. The first conversation is often a request for a quota, a
+        topic or a title. In order of weight, these segments come last: continuations of a summary; single questions
+        without tools; segments of an agent named by the client; segments started by a tool call; segments without a
+        follow-up; segments without tools; segments with the words of a side call; later segments."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         return (
@@ -115,36 +116,36 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """The main conversation's first segment in the step that `segment` began in. Where that step has none, because
-        its agent went on with an earlier conversation, it is the one before."""
+        """The first segment of the main conversation in the step in which `segment` began. If the step has none,
+        because its agent continued an earlier conversation, the segment of the step before."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
-        """What a side call is for, by its words; "" where they say nothing."""
+        """The label of a side call, from its words; "" if no word matches."""
         found = self._labels.get(segment.number)
         if found is None:
             found = self._labels[segment.number] = find_label(segment)
         return found
 
     def is_side_question(self, segment: Segment) -> bool:
-        """Whether nobody followed it up, and its tools or its system prompt are not the main conversation's."""
+        """Return True if the segment has no follow-up, and its tools or its system prompt are not the main
+        conversation's."""
         main = self.main(segment)
         unlike_main = (segment.first.tools, segment.system) != (main.first.tools, main.system)
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
-        """Whether its client names an agent other than the main one, and it is this agent's work."""
+        """Return True if the client names an agent other than the main one, and the segment is this agent's work."""
         agent, step = segment.first.agent_id, segment.first.step
         return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
 
     def starter(self, segment: Segment) -> int | None:
-        """The turn whose tool call started it, else its caller."""
+        """The turn whose tool call started the segment, else the segment's caller."""
         spawned = self.spawned.get(segment.number)
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """The newest turn before it of the agent that its client names, else of that agent's parent, else of the main
-        line."""
+        """The newest earlier turn of the segment's agent, else of that agent's parent, else of the main line."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -155,14 +156,14 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """The type of agent that the tool call which started it asked for, else its client's name for it, else the
+        """The type of agent in the tool call behind the segment, else the client's name for the agent, else the
         tool."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """The turn that it forked from; None for one that starts a conversation."""
+        """The turn from which the segment forked; None for the start of a conversation."""
         first, source = segment.first, history_source(segment.first)
         if segment.number in self._handovers:
             return source
@@ -172,13 +173,13 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # A fork for which no turn is known, or a side call about a history: the segment before it in its conversation.
+        # A fork without a recorded turn, or a side call about a history: the previous segment of its conversation.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
-        """Record what was decided about a segment."""
-        # Depth counts from the segment whose place it takes, or from who called it.
+        """Record the decision about a segment."""
+        # Depth counts from the replaced segment, or from the caller.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -201,13 +202,14 @@ class Signals:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
-        """The answer to the turn's request that the agent used, if that is another turn."""
+        """The turn whose reply the agent used for the same request. None if that is this turn, or if this turn was
+        continued."""
         used = self._used_answers.get(request_key(turn), turn.index)
         return None if used == turn.index or turn.index in self.session.continued else used
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A rule as docs/branches.md prints it; `kind` is what it makes of a segment or a turn."""
+    """A rule as docs/branches.md prints it; `kind` is the resulting kind of a segment or a turn."""
 
     name: str
     kind: str
@@ -225,18 +227,18 @@ RULES = (
     Rule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
     Rule("other", "subagent", "a conversation of its own that is none of these works by itself"),
 )
-"""For segments, in the order of `_decide_segment`; the first that applies decides."""
+"""Rules for segments, in the order of `_decide_segment`; the first match decides."""
 
 TURN_RULES = (
     Rule("cut off", "aborted", "the agent never saw the answer"),
     Rule("asked again", "retry", "the agent went on with another answer to the same request"),
     Rule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
-"""For single turns, in the order of `lineages`, before the rules for their segments; the first that applies decides."""
+"""Rules for single turns, in the order of `lineages`, before the rules for their segments; the first match decides."""
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
-    """One for each turn; `turns[i].index` must be `i`."""
+    """Return a lineage for each turn; `turns[i].index` must be `i`."""
     signals = Signals(turns)
     for segment in signals.session.segments:
         signals.decide(segment, _decide_segment(signals, segment))
@@ -249,7 +251,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
         elif (instead := signals.used_instead(turn)) is not None:
             decision = Decision("asked again", BranchKind.RETRY, instead)
         elif (
-            turn.parent is not None  # else the summary is a segment of its own, and decided as such
+            turn.parent is not None  # else the summary is a segment of its own, with its own decision
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
         ):
@@ -271,7 +273,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """What the first of RULES that applies says; the module's heading gives the reasons for their order."""
+    """The decision of the first matching rule in RULES; the module heading gives the reasons for their order."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)
@@ -286,7 +288,7 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     origin = signals.origin(segment)
     if origin is not None:
         before = signals.lineages[signals.session.segment_of(origin).number]
-        if before.kind is BranchKind.AUXILIARY:  # the parent of a side call is who asks, also when it asks again
+        if before.kind is BranchKind.AUXILIARY:  # the parent of a side call is its caller, also if the call is repeated
             label = signals.label(segment) or before.label
             return Decision("forked", before.kind, signals.caller(segment), label)
         return Decision("forked", before.kind, origin, before.label)
@@ -311,8 +313,8 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Change the segments that were a call of their own for a summary to compactions. Only now can they be told from
-    other side calls: a later history goes on from the answer."""
+    """Change segments that are a separate summary call to compactions. Only now can they be distinguished from other
+    side calls: a later history continues from their reply."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -1,12 +1,12 @@
-"""Cuts a session's turns into segments, and answers what the turns of a session have in common.
+"""Cuts a session's turns into segments, and compares the turns of a session.
 
-A segment is a request and all that was appended to it. A new one begins with a conversation, and where a request
-repeats a recorded conversation and then has assistant messages that were not sampled there.
+A segment is a request and all turns appended to it. A new segment begins with a conversation, and with a request that
+repeats a recorded conversation and then has assistant messages not sampled there.
 
-This module is used after the session, on its stored turns, and does not decide what a segment is for (`classify.py`
-does). Invariants: every turn is in exactly one segment, and a segment's turns are in the order of their indexes; to ask
-about all turns costs time in proportion to their number (tests/tokens/test_long_sessions.py), for sessions may have
-thousands.
+This module runs after the session, on its stored turns, and does not decide the kind of a segment (`classify.py`
+does). Invariants: every turn is in exactly one segment, and a segment's turns are in the order of their indexes.
+Queries about all turns take time in proportion to their number (tests/tokens/test_long_sessions.py), because sessions
+may have thousands.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
 RequestKey = tuple[int, int | None, bytes]
-"""Tells the requests of a session apart: the step of the task, the turn that a request continues, and the packed ids
-that it added."""
+"""The identity of a request within a session: the step of the task, the request's parent turn, and its packed added
+ids."""
 
 QUOTE_LENGTH = 12
-"""Characters that a text needs for its reappearance to mean anything: any conversation may repeat "Done."."""
+"""Minimum characters of a text whose reappearance has a meaning: any conversation may repeat "Done."."""
 QUOTE_SHARE = 0.8
-"""How much of a summary has to reappear, by the characters of its lines: clients wrap summaries and leave parts out."""
+"""Minimum fraction of a summary for recognition, by the characters of its lines: clients wrap summaries and leave
+parts out."""
 
 STEPS_PER_TURN = 100
-"""Turns that are visited at most for one question about what was said, and on average for each turn of a session in
-all such questions: without a bound a session of many long histories would take time quadratic in its length."""
+"""Maximum turns visited for one query about earlier replies, and on average for each turn of a session in all such
+queries. Without this limit, a session of many long histories would take time quadratic in its length."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """`number` counts the segments in the order of their first turns; `starts_conversation` is whether the conversation
-    begins with it; `system` are the system messages at the beginning of its first request."""
+    """`number` counts the segments in the order of their first turns. `starts_conversation` is True if the
+    conversation begins with the segment. `system` are the system messages at the beginning of its first request."""
 
     number: int
     first: Turn
@@ -53,7 +54,7 @@ class Segment(msgspec.Struct, frozen=True):
         return self.turns[-1]
 
     def last_before(self, index: int) -> Turn | None:
-        """Its last turn with a smaller index."""
+        """The segment's last turn with a smaller index."""
         at = bisect_left(self.turns, index, key=lambda turn: turn.index)
         return self.turns[at - 1] if at else None
 
@@ -61,11 +62,10 @@ class Segment(msgspec.Struct, frozen=True):
 class SegmentedSession:
     """A session's segments; `turns[i].index` must be `i`.
 
-    continued: the turns that anything went on from (`continued_turns`).
-    taken_over: by turn index, the segments that go on from the turn's history with other tools or another system
-        prompt.
+    continued: the turns with a continuation (`continued_turns`).
+    taken_over: by turn index, the segments that continue the turn's history with other tools or another system prompt.
 
-    A reply's *body* is the digest by which replies are compared, without call ids and reasoning.
+    The *body* of a reply is the digest for comparing replies, without call ids and reasoning.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -130,7 +130,7 @@ class SegmentedSession:
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """The bodies of the assistant messages that say something: any conversation may have an empty one."""
+        """The bodies of the non-empty assistant messages: any conversation may have an empty one."""
         return {
             self.body(message)
             for message in messages
@@ -138,25 +138,25 @@ class SegmentedSession:
         }
 
     def replies_added(self, turn: Turn) -> set[bytes]:
-        """The replies in the messages that the turn's request added."""
+        """The replies in the turn's added messages."""
         found = self._replies_added.get(turn.index)
         if found is None:
             found = self._replies_added[turn.index] = self.replies_among(turn.messages)
         return found
 
     def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Whether a reply is in the turn's request."""
+        """Return True if a reply is in the turn's request."""
         return body in self.replies_added(turn) or (
             turn.parent is not None and self._ancestry.was_said_by(turn.parent, body)
         )
 
     def was_said_by(self, turn: Turn, body: bytes) -> bool:
-        """Whether a reply was given by the end of the turn: in its request, or as its own."""
+        """Return True if a reply is in the turn's request or is the turn's own reply."""
         return self._ancestry.was_said_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
-        """Whether the turn's request is without a reply that was given by the end of `old`. False when the steps of the
-        session are used up (STEPS_PER_TURN)."""
+        """Return True if the turn's request lacks a reply that was given by the end of `old`. False if the session's
+        steps are used up (STEPS_PER_TURN)."""
         at: int | None = old.index
         while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
             self._steps_left -= 1
@@ -168,15 +168,15 @@ class SegmentedSession:
         return False
 
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
-        """Whether the turn goes on, with other tools or another system prompt, from a history that has the earlier
-        turn."""
+        """Return True if the turn continues, with other tools or another system prompt, a history that contains the
+        turn `earlier`."""
         at = history_source(turn)
         while at is not None and not self._ancestry.leads_to(earlier.index, at):
             at = history_source(self.segment_of(at).first)
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """The replies in the turn's request, or in the end of it that STEPS_PER_TURN turns added."""
+        """The replies in the turn's request; at most those of its last STEPS_PER_TURN turns."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -186,8 +186,8 @@ class SegmentedSession:
         return found
 
     def answer_lines(self, turn: Turn) -> list[str]:
-        """The lines of a reply that calls no tool, or of the <summary> in it, that say something, stripped; none where
-        there is no such reply."""
+        """The non-empty lines, stripped, of a reply that calls no tool, or of the <summary> in the reply. An empty
+        list if there is no such reply."""
         lines = self._answers.get(turn.index)
         if lines is None:
             lines = []
@@ -199,11 +199,11 @@ class SegmentedSession:
         return lines
 
     def new_messages(self, turn: Turn) -> list[Message]:
-        """The messages of a turn that no earlier request had."""
+        """The messages of a turn that are in no earlier request."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
     def is_followed_up(self, conversation: int) -> bool:
-        """Whether the conversation went on from any of its replies, as recorded or as the client quoted it."""
+        """Return True if the conversation went on from any of its replies, as recorded or as quoted by the client."""
         found = self._followed_up.get(conversation)
         if found is None:
             segments = self.segments_in(conversation)
@@ -217,7 +217,7 @@ class SegmentedSession:
 
 
 def opening_text(messages: Sequence[Message]) -> str:
-    """What users say before the assistant first speaks."""
+    """The user messages before the first assistant message."""
     texts = []
     for message in messages:
         if message.role is Role.ASSISTANT:
@@ -228,7 +228,7 @@ def opening_text(messages: Sequence[Message]) -> str:
 
 
 def quotes(lines: Sequence[str], within: str) -> bool:
-    """Whether `within` has QUOTE_SHARE of the lines, by their characters."""
+    """Return True if `within` contains QUOTE_SHARE of the lines, by their characters."""
     length = sum(map(len, lines))
     if length < QUOTE_LENGTH:
         return False
@@ -242,23 +242,23 @@ def quotes(lines: Sequence[str], within: str) -> bool:
 
 
 def request_key(turn: Turn) -> RequestKey:
-    """Turns without ids are all requests of their own."""
+    """The key of the turn's request. Turns without ids are all separate requests."""
     return turn.step, turn.parent, turn.prompt_delta or b"%d" % turn.index
 
 
 def history_source(turn: Turn) -> int | None:
-    """The turn whose history this one goes on from with other tools or another system prompt."""
+    """The turn whose history this turn continues with other tools or another system prompt."""
     return turn.forked_from if turn.cause in HEAD_CHANGES else None
 
 
 def reached_agent(turn: Turn) -> bool:
-    """Whether the turn sampled something, and the agent was given it."""
+    """Return True if the turn sampled tokens and the agent received them."""
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
 
 
 def continued_turns(turns: Sequence[Turn]) -> set[int]:
-    """The turns with a continuation that reached the agent, or that has such a continuation itself; also one with other
-    tools or another system prompt."""
+    """The turns with a continuation that reached the agent, directly or through further continuations. A continuation
+    may have other tools or another system prompt."""
     found: set[int] = set()
     for turn in reversed(turns):
         if reached_agent(turn) or turn.index in found:
@@ -267,8 +267,9 @@ def continued_turns(turns: Sequence[Turn]) -> set[int]:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """For each request that was answered more than once, the answer that the agent used: of those that were not cut
-    off, the one that was continued, else the last one that a later request quotes, else the last one."""
+    """For each request with several replies, the index of the turn whose reply the agent used. Replies that were cut
+    off do not count. The first choice is a reply with a continuation, then the last reply quoted by a later request,
+    then the last reply."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -284,9 +285,10 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 
 
 class _Ancestry:
-    """Which turns lead to which, and which replies were given on the way to each, in logarithmic time.
+    """Ancestor queries on the turns, and queries for replies on the path to a turn, in logarithmic time.
 
-    The turns are numbered depth first: a turn leads to those that were entered from its own entry until it was left.
+    Turns are numbered depth first: the descendants of a turn are the turns entered between the turn's own entry and
+    its exit.
     """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
@@ -316,12 +318,12 @@ class _Ancestry:
                     left.append(self._left[index])
 
     def leads_to(self, one: int, other: int) -> bool:
-        """Whether `one` is `other`, or a turn on the path to it."""
+        """Return True if `one` is `other`, or a turn on the path to it."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
     def was_said_by(self, index: int, body: bytes) -> bool:
-        """Whether a reply was given on the path to a turn, or by it. The turns that first gave it are never on each
-        other's paths, so only the last one that was entered before can lead to this turn."""
+        """Return True if a reply was given on the path to a turn, or by the turn itself. No two of the turns that
+        first gave the reply are on one path, so only the last one entered before this turn can lead to it."""
         entered, left = self._first_said.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

@@ -1,8 +1,8 @@
-"""Conversations as chat templates take them: message dictionaries, and a model's own template (Jinja).
+"""Conversations as input of chat templates: message dictionaries, and a model's own template (Jinja).
 
-It knows no family, only whether system messages are allowed behind others. Invariant: a message that is not at the
-beginning becomes the same dictionary whether it is given within a whole conversation or as a new message; otherwise a
-bridged prompt would differ from one that is rendered whole.
+It depends on no family, only on the flag for system messages after others. Invariant: a message that is not at the
+beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a bridged prompt
+would differ from a prompt rendered whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MessageDict = dict[str, Any]
 
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """A whole conversation. Without `late_system`, several system messages at the beginning become one, and later ones
-    become a user's. Raises RequestError for an image."""
+    """The dictionaries of a whole conversation. Without `late_system`, several system messages at the beginning become
+    one, and later ones become user messages. Raises RequestError for an image."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -38,7 +38,7 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """Messages that follow others. Raises RequestError for an image."""
+    """The dictionaries of messages after others. Raises RequestError for an image."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
         if message["role"] == Role.SYSTEM.value:
@@ -47,8 +47,8 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 
 def message_dict(message: Message) -> MessageDict:
-    """One message, with the arguments of its calls as objects if they are JSON objects. Raises RequestError for an
-    image."""
+    """The dictionary of one message. The arguments of its calls are objects if they are JSON objects. Raises
+    RequestError for an image."""
     if message.parts:
         raise RequestError(
             "this model is given text only: its engine takes token ids, and images have none",
@@ -80,7 +80,7 @@ def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         if isinstance(value, dict):
-            # JSON escapes can spell lone surrogates, which no template can print: this raises for them.
+            # JSON escapes can spell lone surrogates, which no template can print: this line raises for them.
             json.dumps(value, ensure_ascii=False).encode()
             return value
     except (ValueError, RecursionError):
@@ -89,11 +89,11 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as its training did. Only whole conversations: later turns are bridged by
-    the family's renderer. `render` raises ValueError when the template refuses the conversation."""
+    """A model's own chat template, rendered as in the model's training. It renders whole conversations only: later
+    turns are bridged by the family's renderer. `render` raises ValueError if the template refuses the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # The settings, filters and functions of `transformers`, which published templates are written for.
+        # The settings, filters and functions of `transformers`, for which published templates are written.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -104,8 +104,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """From chat_template.jinja or tokenizer_config.json. Raises InvalidField when there is neither, or it is not a
-        template."""
+        """Load the template from chat_template.jinja or tokenizer_config.json. Raises InvalidField if there is
+        neither, or the text is not a template."""
         settings = read_settings(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.exists() else settings.get("chat_template")
@@ -137,7 +137,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter with the arguments and defaults that transformers gives it: published templates pass some of them."""
+    """The filter with the arguments and defaults of transformers: published templates use some of them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
-This is the only module that knows the `renderers` package (pinned, 0.1.x). It knows no session and no engine.
-Invariant: what `bridge` and `bridge_rewritten` return is appended to the ids so far, which they never change; when the
-family cannot prove that this shows the new messages, they return None and the caller must fork.
+Only this module uses the `renderers` package (pinned, 0.1.x). There is no session and no engine here. Invariant: the
+results of `bridge` and `bridge_rewritten` are appended to the existing ids, which never change. If the family cannot
+prove that the result shows the new messages, they return None and the caller must fork.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
 from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 
 History = Literal["recorded", "template"]
-"""Whether earlier turns keep their recorded ids, or lose their reasoning where the chat template drops it."""
+"""With "recorded", earlier turns keep their recorded ids. With "template", they lose their reasoning where the chat
+template drops it."""
 
 
 class Markup(msgspec.Struct, frozen=True):
-    """How a family marks reasoning and tool calls in its text. `call_open` begins a tool call: from there on text is
+    """The family's markers of reasoning and tool calls in text. `call_open` begins a tool call: from there on text is
     held back until the turn is parsed."""
 
     think_open: str
@@ -62,23 +63,23 @@ MARKUP: dict[str, Markup] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The families whose text is streamed. Of any other family the client gets the text when the turn is complete."""
+"""The families whose text is streamed. For any other family the client receives the text when the turn is complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families that were checked in three ways (tests/tokens). Their bridge and parser look back no further than the last
-stop id, so they are given the end of a prompt instead of all of it; they join the tokenizer's ids without looking into
-them, so a placeholder can stand for a text; and the end of a prompt is all that switches thinking."""
+"""Families that passed three checks (tests/tokens). Their bridge and parser look back no further than the last stop
+id, so the end of a prompt is enough for both. They join the tokenizer's ids without inspecting them, so a placeholder
+can stand for a text. And only the end of a prompt switches thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
 """The errors with which `renderers` and chat templates refuse a conversation."""
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-"""Statuses of well-formed calls. A call of a tool that nobody offered is well-formed, too: the harness answers it."""
+"""Statuses of well-formed calls. A call of an unknown tool is well-formed, too: the harness replies to it."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """How a prompt ends that switches the model's thinking against the family's default: with the ids `switched_end` in
-    the place of `usual_end`."""
+    """The end of a prompt that switches thinking against the family's default: the ids `switched_end` instead of
+    `usual_end`."""
 
     thinking: bool
     usual_end: list[int]
@@ -86,8 +87,8 @@ class ThinkingSwitch(msgspec.Struct, frozen=True):
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """What the family's parser found in a turn: its well-formed calls, each with its half-open span in the output ids,
-    and the text of the malformed ones; `content` and `reasoning` are used for families that are not streamed."""
+    """The parser's result for a turn: its well-formed calls, the half-open span of each in the output ids, and the
+    text of the malformed calls. `content` and `reasoning` are used for families without streaming."""
 
     calls: tuple[ToolCall, ...]
     spans: tuple[tuple[int, int], ...]
@@ -97,22 +98,22 @@ class ParsedCalls(msgspec.Struct, frozen=True):
 
 
 class SplitPrompt(msgspec.Struct, frozen=True):
-    """A prompt's ids in two parts: the tools and the system messages at its beginning, and all that follows."""
+    """A prompt's ids in two parts: the tools and the system messages at its beginning, and all other ids."""
 
     head: list[int]
     history: list[int]
 
 
 class Renderer:
-    """One model family's rules, from the `renderers` package. `template` replaces the family's rendering of whole
-    prompts, for models that were fine-tuned on a template of their own.
+    """The rules of one model family, from the `renderers` package. `template` replaces the family's rendering of whole
+    prompts, for models fine-tuned on a template of their own.
 
-    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` may be given the tail of a prompt
-    that begins at `tail_start`. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
-    conversation that the family cannot express. All methods are pure and may be called from any thread.
+    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` accept the tail of a prompt from
+    `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation
+    outside the family's format. All methods are pure and may be called from any thread.
 
-    Where the family or the template refuses a system message behind others, such a message is shown as a user's, and
-    several at the beginning as one, whether they are rendered or bridged.
+    If the family or the template refuses a system message after others, such a message is shown as a user message, and
+    several at the beginning as one, both in rendering and in bridging.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
@@ -127,7 +128,8 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        # Nothing says whether the family and the template render a system message behind others: it is tried.
+        # No setting states whether the family and the template accept a system message after others, so one is rendered
+        # as a test.
         self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
@@ -140,20 +142,20 @@ class Renderer:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Turn the library's errors into RequestError."""
+        """Convert the library's errors to RequestError."""
         try:
             yield
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: Sequence[int]) -> list[list[int]]:
-        """Parts of a layout with their placeholders replaced."""
+        """Replace the placeholders in parts of a layout."""
         if self._placeholders is None:
             return [list(part) for part in parts]
         return self._placeholders.fill(parts)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The whole prompt, ending where the model is to speak."""
+        """The whole prompt, up to the point where the model's reply begins."""
         dicts = conversation_dicts(messages, late_system=self._late_system)
         with self._refusals():
             if self._template is not None:
@@ -162,15 +164,14 @@ class Renderer:
             return self._fill(ids)[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """The same prompt, cut before the first message that is not a system message; None where that cannot be
-        done."""
+        """The same prompt, cut before the first message of another role than system; None if it cannot be cut."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
         with self._refusals():
             dicts = conversation_dicts(messages, late_system=self._late_system)
             layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
-            owners = np.asarray(layout.message_indices)  # the message that each id is of, -1 for none
+            owners = np.asarray(layout.message_indices)  # the index of each id's message, -1 for none
             first = leading - (len(messages) - len(dicts))
             behind = np.flatnonzero(owners >= first)
             if not len(behind):
@@ -188,8 +189,8 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The ids to append to prompt + output so that they show `new`, which has no assistant message; None when that
-        cannot be proved."""
+        """The ids to append to prompt + output so that they show `new`, which has no assistant message. None if the
+        family cannot prove the result."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -197,7 +198,7 @@ class Renderer:
         dicts = new_message_dicts(new, late_system=self._late_system)
         with self._refusals():
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None)
-            # The library means to append only. Exactness depends on it, so it is checked for every bridge.
+            # The library is designed to append only. Exactness depends on this, so every bridge is checked.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill(bridged.token_ids[len(before) :])[0]
@@ -211,11 +212,12 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The same for `messages[covered:]` with assistant messages among them, where prompt + output show
+        """The same for `messages[covered:]` with assistant messages among them. Prompt + output show
         `messages[:covered]`.
 
-        The library bridges no assistant messages. So the messages before the first one are bridged, and the rest is
-        taken from a rendering of the whole conversation, if the two agree about the messages they share.
+        The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
+        the rest is taken from a rendering of the whole conversation, if bridge and rendering agree on their common
+        messages.
         """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
@@ -237,14 +239,14 @@ class Renderer:
             first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
             ids, end = layout.token_ids, int(owned[-1]) + 1
             shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])
-        # Both end with the ids that open the model's turn: the bridge behind `shown`, the rendering behind `added`.
+        # Both end with the ids that open the model's turn: the bridge after `shown`, the rendering after `added`.
         shown += opener
         if bridged[len(bridged) - len(shown) :] != shown:
             return None
         return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
-        """Where the part of a prompt begins that bridging and parsing need to see."""
+        """The start of the part of a prompt required for bridging and parsing."""
         if self.family not in WINDOW_FAMILIES:
             return 0
         for index in range(len(prompt) - 1, -1, -1):
@@ -253,29 +255,29 @@ class Renderer:
         return 0
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt itself opens the model's reasoning."""
+        """Return True if the prompt itself opens the model's reasoning."""
         if self.markup is None:
             return False
         return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
 
     @cached_property
     def _opener_length(self) -> int:
-        """Ids at the end of a prompt that can hold a reasoning marker and the white space behind it."""
+        """Number of ids at the end of a prompt with room for a reasoning marker and the white space after it."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
     def switches_thinking(self) -> bool:
-        """Whether the end of a prompt can turn thinking on and off."""
+        """True if the end of a prompt can turn thinking on and off."""
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """How a prompt has to end for this; None for the usual end, also where thinking cannot be switched."""
+        """The end of a prompt for `thinking`. None for the usual end, also if the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # A template of the model's own may switch thinking elsewhere than at the end.
+        # A model's own template may switch thinking in another part of the prompt.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -287,7 +289,7 @@ class Renderer:
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
-        """The calls in a turn's output. What the parser cannot read at all is one malformed call."""
+        """The calls in a turn's output. Unparsable output is one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
         except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
@@ -298,7 +300,8 @@ class Renderer:
         malformed: list[str] = []
         for found in parsed.tool_calls:
             start, end = found.token_span or (len(output), len(output))
-            # XML formats do not type their values, so arguments that are not of the declared types are still a call.
+            # XML formats do not type their values, so a call stays a call if its arguments are not of the declared
+            # types.
             mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
             if isinstance(found.name, str) and found.name and (mistyped or found.status in CALL_STATUSES):
                 calls.append(ToolCall(found.id or "", found.name, _arguments_text(found.arguments)))
@@ -309,7 +312,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """The ids behind a conversation that open the model's turn."""
+    """The ids after a conversation, which open the model's turn."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -327,17 +330,17 @@ def _arguments_text(value: Any) -> str:
 
 
 class _Texts(threading.local):
-    """The texts behind the placeholders of the layout that a thread is making."""
+    """The texts behind the placeholders in a thread's current layout."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
 
 class PlaceholderTokenizer:
-    """The tokenizer that a family of WINDOW_FAMILIES is given: it encodes a long text as one placeholder (a negative
-    id), which `fill` replaces when the layout is done.
+    """The tokenizer for families of WINDOW_FAMILIES. It encodes a long text as one placeholder (a negative id); `fill`
+    replaces the placeholders when the layout is done.
 
-    The `renderers` package handles the ids of a prompt one by one, several times over, and most ids come from a few
+    The `renderers` package processes the ids of a prompt one by one, several times over, and most ids come from a few
     long texts. Each thread has layouts of its own.
     """
 
@@ -361,7 +364,7 @@ class PlaceholderTokenizer:
         return [-len(self._own.texts)]
 
     def fill(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Parts of one layout with every placeholder replaced by the ids of its text. The texts are then forgotten."""
+        """Replace every placeholder in the parts of one layout with the ids of its text. The texts are then dropped."""
         texts, self._own.texts = self._own.texts, []
         filled: list[list[int]] = []
         for part in parts:
@@ -378,8 +381,7 @@ class PlaceholderTokenizer:
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
     """The renderer called `name`: a family, or `template:FAMILY`, which renders the first prompt by the folder's own
     chat_template.jinja and everything after it by the family. None takes the family from the `renderers` package's
-    table of model names. Raises InvalidField when there is none, or the tokenizer is not of that family.
-    """
+    table of model names. Raises InvalidField if the table has no family, or the tokenizer is not of the family."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
@@ -405,8 +407,8 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns, None does as the
-    family's template does."""
+    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns; None follows the
+    family's template."""
     try:
         config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
             {"name": family, "thinking_retention": retention, **settings}

@@ -1,8 +1,8 @@
-"""Turns sampled ids into a reply as they come: visible text and reasoning first, the whole message at the end.
+"""Turns sampled ids into a reply as they arrive: visible text and reasoning first, the whole message at the end.
 
-Text is held back only while it may still be part of a tool call, a stop string or a marker. It knows no engine and no
-dialect. Invariant: the reply's text and reasoning are the concatenation of what was streamed, so that a client that
-sends the reply back, as it put it together, is recognised.
+Text is held back only while it may still be part of a tool call, a stop string or a marker. There is no engine and no
+dialect here. Invariant: the reply's text and reasoning are the concatenation of the streamed pieces. So a reply
+assembled from the stream by a client is recognised when it comes back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from outrider.tokens.rendering.renderer import ParsedCalls, Renderer
 
 
 class _State(Enum):
-    LEADING = auto()  # before anything visible: the marker that opens reasoning may follow
+    LEADING = auto()  # before any visible text: the marker that opens reasoning may follow
     REASONING = auto()
     CONTENT = auto()
-    HELD = auto()  # behind the marker of a tool call: everything waits until the turn is parsed
-    STOPPED = auto()  # behind a stop string
+    HELD = auto()  # after the marker of a tool call: all text waits until the turn is parsed
+    STOPPED = auto()  # after a stop string
 
 
 class ReplyPart(msgspec.Struct, frozen=True):
@@ -33,8 +33,8 @@ NOTHING = ReplyPart("", "")
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A finished reply. `malformed` counts the tool calls that could not be parsed and were given as text; `rest` is
-    the part of it that no `push` has returned."""
+    """A finished reply. `malformed` is the number of unparsable tool calls, which became text. `rest` is the part of
+    the reply not yet returned by `push`."""
 
     message: Message
     malformed: int
@@ -42,23 +42,23 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class _Ends:
-    """Markers that end a part of a reply, with the states that follow them."""
+    """Markers at the end of a part of a reply, with the state after each."""
 
     def __init__(self, states: dict[str, _State]) -> None:
         self.states = states
         self._openers = tuple({marker[:1] for marker in states})
 
     def may_begin_in(self, text: str) -> bool:
-        """Whether a marker, or the beginning of one, can be in the text."""
+        """Return True if a marker, or the beginning of a marker, can be in the text."""
         return any(map(text.__contains__, self._openers))
 
 
 class ReplyStream:
-    """Reads one turn: `push` the ids as they come, then `finish` once.
+    """Reads one turn: `push` the ids as they arrive, then `finish` once.
 
     The reply ends before its first stop id (the family's or one of `stop_ids`) and before the first of the `stop`
-    strings. Without tools in the request, tool-call markup is plain text; with them, whatever is not a well-formed call
-    is given as text. `call_id` is part of the ids of calls in formats that carry no id of their own.
+    strings. Without tools in the request, tool-call markup is plain text. With tools, any markup but a well-formed
+    call becomes text. `call_id` is part of the ids of calls in formats without their own call ids.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ReplyStream:
         self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
         self._end: int | None = None  # the position of the first stop id
-        self._pending = ""  # decoded text that was not emitted yet
+        self._pending = ""  # decoded text, not emitted yet
         self._held_from = _State.CONTENT
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -99,7 +99,7 @@ class ReplyStream:
             self._reasoning_ends = _Ends({self._think_close: _State.CONTENT, **content_ends})
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
-        """The text and reasoning that these ids make visible."""
+        """Add ids. Returns the newly visible text and reasoning."""
         known = len(self._ids)
         self._ids.extend(ids)
         if self._end is None:
@@ -113,7 +113,7 @@ class ReplyStream:
     def finish(self) -> Reply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            # Nothing was streamed of a family without markup: the reply is what its parser reads.
+            # A family without markup is not streamed: the reply is the output of its parser.
             parsed = self._renderer.parse(self._tail, self._ids, self._tools)
             unasked = () if self._tools else parsed.spans
             markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
@@ -147,8 +147,9 @@ class ReplyStream:
         return Reply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
-        """The calls within the held text, and the text around them. A call whose beginning was shown as text already
-        stays text: the family's parser finds markers by their ids, this stream by their text, so they can differ."""
+        """Split the held text into calls and the text around them. A call whose beginning was already shown as text
+        stays text. This can happen because the family's parser finds markers by their ids, and this stream by their
+        text."""
         decode = self._renderer.tokenizer.decode
         spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
@@ -181,8 +182,8 @@ class ReplyStream:
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
-        """Move the pending text through the states and emit what can no longer change its meaning. With `final`, no
-        more text comes."""
+        """Move the pending text through the states and emit the text whose meaning can no longer change. With `final`,
+        no more text follows."""
         before = self._state
         part = self._step(final=final)
         while self._state is not before:  # a step that stays in its state has done all it can with this text
@@ -205,7 +206,7 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # Reasoning that mentions a tool call is reasoning after all if its closing marker follows.
+                # Text that mentions a tool call is reasoning after all if its closing marker follows.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind
@@ -215,7 +216,8 @@ class ReplyStream:
         return NOTHING
 
     def _emit_to_marker(self, ends: _Ends, *, final: bool) -> ReplyPart:
-        """Emit up to the first marker and enter its state; without one, up to what may still become one."""
+        """Emit the text up to the first marker and enter the marker's state. Without a marker, emit all but a possible
+        beginning of a marker."""
         state = self._state
         if not ends.may_begin_in(self._pending):  # nearly all tokens
             shown, self._pending = self._pending, ""
@@ -230,7 +232,7 @@ class ReplyStream:
             self._held_from = state
             return self._emit(state, shown, final=True)
         pending, keep = self._pending, 0
-        for marker in markers if not final else ():  # keep the longest end with which a marker begins
+        for marker in markers if not final else ():  # keep the longest end that may begin a marker
             for length in range(min(len(marker) - 1, len(pending)), keep, -1):
                 if pending.endswith(marker[:length]):
                     keep = length
@@ -239,8 +241,8 @@ class ReplyStream:
         return self._emit(state, shown, final=final)
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
-        """Append to the text or the reasoning. White space at its beginning is dropped; white space at its end waits
-        for what follows."""
+        """Append to the text or the reasoning. White space at the beginning is dropped; white space at the end waits
+        for more text."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()

@@ -1,12 +1,12 @@
 """A model's tokenizer, loaded from its folder: text to ids, ids to text, and the bytes of single tokens.
 
-`Tokenizer` is the object that the `renderers` package asks for (encode, decode, convert_tokens_to_ids, name_or_path,
-unk_token_id, eos_token_id), over the `tokenizers` library alone. It knows no chat template. Invariant: the ids are
-those of the `tokenizers` library, also where `fastokens` computes them.
+`Tokenizer` implements the tokenizer interface of the `renderers` package (encode, decode, convert_tokens_to_ids,
+name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library alone. There is no chat template here.
+Invariant: the ids equal those of the `tokenizers` library, also if `fastokens` computes them.
 
-`fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost. It
-is young, so it is used only where it is seen to agree: on a few thousand texts when a tokenizer is loaded, and for
-ASCII, because the Unicode tables of the two libraries may be of different versions.
+`fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost.
+The library is young, so it is used only after a comparison of a few thousand texts when a tokenizer is loaded, and
+only for ASCII, because the Unicode tables of the two libraries may be of different versions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tokenizers.decoders import DecodeStream
 from outrider.errors import InvalidField
 
 SHORT_TEXT = 24
-"""Characters up to which the ids of a text are remembered: role names and separators, which every prompt repeats."""
+"""Maximum characters of a text whose ids are kept: role names and separators, which every prompt repeats."""
 MAX_REMEMBERED = 4096
-"""Short texts whose ids are remembered."""
+"""Maximum short texts whose ids are kept."""
 
 MAX_SLOW_TEXT = 2 << 20
-"""Characters of a text that `tokenizers` encodes: 400 MB of memory while it does."""
+"""Maximum characters of a text for `tokenizers`, which uses 400 MB of memory for this length."""
 MAX_FAST_TEXT = 5 << 20
-"""Characters of a text that `fastokens` encodes: a million tokens of ordinary text. The worst text of this length takes
+"""Maximum characters of a text for `fastokens`: a million tokens of ordinary text. The worst text of this length takes
 4 s and 150 MB; at three times the length the library panics."""
 
 PROBES = 200
@@ -45,8 +45,8 @@ MAX_PROBE_WORDS = 4096
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Which numbers are token ids: those below `end` that are not in `holes`. A model may have more outputs than its
-    tokenizer has tokens, because they are padded to a round number; the numbers beyond `end` are no tokens."""
+    """The set of token ids: the numbers below `end` without `holes`. A model may have more outputs than its tokenizer
+    has tokens, because outputs are padded to a round number; the numbers from `end` on are no tokens."""
 
     end: int
     holes: frozenset[int] = frozenset()
@@ -61,17 +61,17 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return 0 <= token_id < self.end and token_id not in self.holes
 
     def contains_all(self, ids: list[int]) -> bool:
-        """Whether all of `ids`, of which there is at least one, are token ids. Written without a Python loop, because
-        prompts have hundreds of thousands."""
+        """Return True if all of `ids`, at least one, are token ids. Written without a Python loop, because prompts
+        have hundreds of thousands of ids."""
         return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
 
 
 ANY_IDS = Vocabulary(1 << 31)
-"""Every id that fits the record (int32), for where no tokenizer is known."""
+"""Every id within the record's int32, for use without a known tokenizer."""
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""What is read of a model's folder."""
+"""The files read from a model's folder."""
 
 
 class Tokenizer:
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Raises InvalidField when the folder holds no readable tokenizer.json."""
+        """Load from a folder. Raises InvalidField if it holds no readable tokenizer.json."""
         path = Path(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -111,7 +111,7 @@ class Tokenizer:
         return list(ids)
 
     def can_encode(self, text: str) -> bool:
-        """Whether the text can be encoded within bounded memory: `tokenizers` takes 180 bytes for each character."""
+        """Return True if the text can be encoded in bounded memory: `tokenizers` takes 180 bytes for each character."""
         return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
 
     def _is_fast(self, text: str) -> bool:
@@ -120,7 +120,8 @@ class Tokenizer:
     def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # `encode_batch_fast` leaves out the character offsets, a third of the time; it only comes for batches.
+        # `encode_batch_fast` leaves out the character offsets, a third of the time; the library has it for batches
+        # only.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -137,7 +138,7 @@ class Tokenizer:
         return TextStream(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; a token inside a multi-byte character gives part of it."""
+        """The bytes of one token; a token inside a multi-byte character has part of the character's bytes."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -149,13 +150,13 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The ids that have a token, added ones included. The first access takes 250 ms for 150,000 tokens."""
+        """The ids that have a token, added tokens included. The first access takes 250 ms for 150,000 tokens."""
         return Vocabulary.of(self.backend.get_vocab(with_added_tokens=True).values())
 
     def without_special(self, text: str) -> str:
-        """The text with a zero-width space in each special token, so that it is encoded as the text that it is."""
+        """Insert a zero-width space into each special token of the text, to encode the token as plain text."""
         for token in self._special:
-            while token in text:  # again: what is left of one that overlaps itself may be one
+            while token in text:  # repeated, because the rest of a self-overlapping token may be a token again
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
 
@@ -179,7 +180,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns ids into text as they come; the bytes of an unfinished character wait for the rest."""
+    """Converts ids to text as they arrive. The bytes of an unfinished character wait for the rest."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
@@ -198,13 +199,13 @@ class TextStream:
         return "".join(texts)
 
     def finish(self) -> str:
-        """The text that is left when no more ids come: an unfinished character becomes U+FFFD."""
+        """The remaining text after the last id: an unfinished character becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json, {} without one. Raises InvalidField when it cannot be read."""
+    """The contents of tokenizer_config.json, {} without the file. Raises InvalidField if it cannot be read."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}
@@ -218,7 +219,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class FastEncoder:
-    """Text to ids through `fastokens`, from any thread."""
+    """Text to ids with `fastokens`, from any thread."""
 
     __slots__ = ("__weakref__", "_encode")
 
@@ -231,13 +232,13 @@ class FastEncoder:
 
 
 _VERIFIED: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
-"""The encoders in use, by the digest of the tokenizer that they agree with. A service and the engines in its process
-load the same file, and an encoder for a large vocabulary takes seconds and much memory to make."""
+"""The encoders in use, by the digest of the agreeing tokenizer. A service and the engines in its process load the same
+file, and making an encoder for a large vocabulary takes seconds and much memory."""
 
 
 def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
-    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters that agrees with `backend`, also about special tokens
-    in the text. None where that cannot be shown."""
+    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters in agreement with `backend`, also about special
+    tokens in the text. None if the agreement cannot be shown."""
     written = backend.to_str()
     digest = hashlib.sha256(written.encode()).digest()
     if (verified := _VERIFIED.get(digest)) is not None:
@@ -250,7 +251,7 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
         encoder = FastEncoder(settings)
         probes = _probes(settings)
         given = [encoder(probe) for probe in probes]
-    except Exception:  # the library has no error type of its own for files that it does not read
+    except Exception:  # the library has no error type of its own for unsupported files
         return None
     if given != [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]:
         return None
@@ -273,4 +274,4 @@ def _probes(settings: dict[str, Any]) -> list[str]:
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
-"""The printable characters in which byte-level BPE vocabularies write bytes: GPT-2's `bytes_to_unicode`, inverted."""
+"""The printable characters for bytes in byte-level BPE vocabularies: GPT-2's `bytes_to_unicode`, inverted."""

@@ -1,1 +1,2 @@
-"""The token tree of a session: when messages are the same, and where each request joins what is recorded."""
+"""The token tree of a session: equality of messages, and the point where each request joins the recorded
+conversation."""

@@ -1,11 +1,12 @@
-"""Decides when two messages are the same to the model, and reduces each to digests so that histories compare quickly.
+"""Decides when a client's message equals a recorded one, and reduces each to digests so that histories compare
+quickly.
 
-Two messages are the same if the model would read the same. `DIFFERENCES` lists what clients change when they send a
-history back, and which of it counts: a difference that counts forks, any other keeps the recorded ids. Whether call
-ids, names and outer white space count depends on the family's template (`PRINTED_FIELDS`).
+Two messages are equal if the recorded ids may stand for both. `DIFFERENCES` lists clients' changes to a history that
+they send back, and the effect of each: a fork, or the recorded ids are kept. The effect of call ids, names and outer
+white space depends on the family's template (`PRINTED_FIELDS`).
 
-It knows no tree and no tokens. Invariant: equal messages have equal `MessageKey.body` digests; reasoning has a digest
-of its own, because clients may drop it or send it twice without changing what the model thought.
+There is no tree and no token here. Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a
+separate digest, because clients may drop it or send it twice without changing the model's own thoughts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Effect(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A change that clients make, its effect, and why it has this effect."""
+    """A client's change, its effect, and the reason for the effect."""
 
     change: str
     effect: Effect
@@ -69,8 +70,8 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Which optional fields a family's template prints, or uses to decide what it prints: the ids of tool calls, the
-    names of users and tool results, white space at the ends of text that the model did not write."""
+    """The optional fields with an effect on the output of a family's template: the ids of tool calls, the names of
+    users and tool results, and outer white space of text not written by the model."""
 
     call_ids: bool = True
     names: bool = True
@@ -94,22 +95,24 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
     "nemotron-3": _NO_IDS_OR_NAMES,
     "minimax-m2": _NO_IDS_OR_NAMES,
 }
-"""Families whose rendering was checked not to depend on what is False here (tests/tokens/test_differences.py). For any
-other family all fields count, which is always safe: it can only cause a fork too many."""
+"""Families whose rendering was checked to be independent of the fields set to False
+(tests/tokens/test_differences.py). For any other family all fields count, which is always safe: the only possible
+effect is an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""Up to here a float and an integer are the same JSON number to JavaScript clients."""
+"""Maximum integer up to which a float and an integer are the same JSON number to JavaScript clients."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
-"""Arguments with more lists, objects and commas are compared as text. The JSON decoder cannot be interrupted and blocks
-every thread while it runs: 10 ms for this many."""
+"""Maximum lists, objects and commas in arguments for a comparison as JSON; larger arguments are compared as text. The
+JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms for this many."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
     """A message reduced to 16-byte digests.
 
-    `body` covers all that the model reads but the reasoning. `reasoning` is None without reasoning; `reasoning_once`
-    is set where the reasoning is one text written twice, and is that text's; `call_ids` is None without calls.
+    `body` covers the model's whole input from the message except the reasoning. `reasoning` is None without reasoning.
+    `reasoning_once` is set if the reasoning is one text written twice, and is the digest of that text. `call_ids` is
+    None without calls.
     """
 
     body: bytes
@@ -119,8 +122,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Whether a client may have made this message's reasoning from the recorded one: dropped it, kept it, or sent
-        it twice."""
+        """Return True if a client may have made this message's reasoning from the recorded one: dropped it, kept it,
+        or sent it twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded
@@ -133,7 +136,7 @@ digest = xxhash.xxh3_128_digest
 
 
 def extend(prefix: bytes, body: bytes) -> bytes:
-    """The digest of a conversation that is one message longer than the one with the digest `prefix`."""
+    """The digest of the conversation with the digest `prefix` plus one message."""
     return digest(prefix + body)
 
 
@@ -150,7 +153,7 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
         for call in message.tool_calls
     ]
     answered = message.tool_call_id if printed.call_ids else None
-    # A recorded reply has no name, so a name that a client adds when it sends the reply back is no difference.
+    # A recorded reply has no name, so a name added by the client is no difference.
     name = message.name if printed.names and not is_assistant else None
     body = _pack([message.role.value, text, calls, answered, name])
     for part in message.parts:
@@ -169,14 +172,14 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
 
 
 def is_parsed_as_json(arguments: str) -> bool:
-    """Whether a call's arguments are short enough to be read as JSON (MAX_PARSED_SEPARATORS)."""
+    """Return True if a call's arguments are short enough to be parsed as JSON (MAX_PARSED_SEPARATORS)."""
     if len(arguments) <= MAX_PARSED_SEPARATORS:
         return True
     return sum(map(arguments.count, "[{,")) <= MAX_PARSED_SEPARATORS
 
 
 def _canonical_arguments(arguments: str) -> tuple[bool, str]:
-    """Whether the arguments are JSON, and their one spelling; other text stands for itself."""
+    """A flag, True for JSON, and the canonical spelling of the arguments. Other text is returned unchanged."""
     if not arguments.strip():
         return True, "{}"
     if not is_parsed_as_json(arguments):

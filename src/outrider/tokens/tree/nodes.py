@@ -1,8 +1,7 @@
-"""The nodes of the token tree: prompts that an engine was given, and turns that were sampled from them.
+"""The nodes of the token tree: prompts for an engine, and turns sampled from them.
 
-A node stores the ids that it adds, packed, and links to the node before it; so an id is stored once however many
-prompts it is part of. Invariant: a node's ids never change, and a prompt that has a parent begins with all of its
-parent's ids.
+A node stores its added ids, packed, and links to its parent. So an id is stored once, however many prompts contain it.
+Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from outrider.trajectory import ForkCause, Ids, unpack_ids
 class PromptNode:
     """The prompt of a turn: the parent's ids, then `delta` (packed int32). `length` is in tokens.
 
-    The request had `message_count` messages: a head of `system_count` system messages (`system_digest`), then a history
-    (`history_digest`). `tools_digest` is empty without tools; `prefix_digest` covers tools and all messages.
+    The request had `message_count` messages: `system_count` system messages at the beginning (`system_digest`), then a
+    history (`history_digest`). `tools_digest` is empty without tools; `prefix_digest` covers tools and all messages.
 
-    matched: the turn whose conversation the request extends, also where its ids could not be kept.
-    rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages among the ids
-        that were rendered and not sampled.
-    splice: how the prompt was put together, if its history's ids were recorded behind another head.
-    thinking: whether its end switches the model's reasoning on or off; None where it ends as the family's prompts do.
-    conversation: 0 for the session's first conversation; those that began independently of it, or with other tools or
-        another system prompt, count up.
-    fork: why and from which turn it forked, if the tools or the system prompt changed.
-    first_turn: the first turn that was sampled from it.
+    matched: the turn whose conversation the request extends, also if its ids could not be kept.
+    rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
+        rendered and not sampled.
+    splice: the composition of the prompt, if its history's ids were recorded behind another head.
+    thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
+        usual end.
+    conversation: 0 for the session's first conversation. Conversations that began independently of it, or with other
+        tools or another system prompt, count up.
+    fork: cause and source turn of the fork, if the tools or the system prompt changed.
+    first_turn: the first turn sampled from the prompt.
 
-    `__slots__` instead of a struct, because a session keeps one per turn and bytes per turn are measured
+    `__slots__` instead of a struct, because a session keeps one node per turn and bytes per turn are measured
     (tests/tokens/test_cost.py).
     """
 
@@ -103,10 +103,10 @@ class PromptNode:
         return unpack_ids(b"".join(parts))
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """The end of the prompt that bridging and parsing need to see; `tail_start` is the renderer's."""
+        """The end of the prompt, as required for bridging and parsing; `tail_start` is the renderer's."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
-        # Start 0 may mean that the tail begins before this node's own ids, so all ids are looked at.
+        # Start 0 may mean that the tail begins before this node's own ids, so all ids are searched.
         if start > 0 or self.parent is None:
             return own[start:]
         whole: list[int] = self.ids().tolist()
@@ -114,8 +114,8 @@ class PromptNode:
 
 
 class TurnNode:
-    """A sampled reply. `output` is packed int32. The digests are of the reply as the client was given it, of its
-    reasoning and of the ids of its calls; all are None if the client got none."""
+    """A sampled reply. `output` is packed int32. The digests are of the reply as the client received it, of its
+    reasoning and of the ids of its calls. All three are None if the client received no reply."""
 
     __slots__ = ("call_ids", "children", "index", "output", "prompt", "reasoning", "reply_digest")
 
@@ -135,8 +135,8 @@ class TurnNode:
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """How a prompt was put together whose history was recorded behind another head: its first `head` ids were rendered,
-    the others were taken from the record. `origin` is the prompt with which that history began, rendered whole."""
+    """The composition of a prompt whose history was recorded behind another head: its first `head` ids were rendered,
+    the others were taken from the record. `origin` is the first prompt of the recorded history, rendered whole."""
 
     head: int
     origin: PromptNode
@@ -153,8 +153,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Whether the client sends back every reply on the path to `turn` with its recorded reasoning, or with none. The
-    path to the prompt `checked` is known to agree."""
+    """Return True if the client sends back every reply on the path to `turn` with its recorded reasoning, or without
+    reasoning. The path to the prompt `checked` has already been compared."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -169,12 +169,12 @@ def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: Prompt
 
 
 def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
-    """The same for the assistant messages that the prompt itself rendered."""
+    """The same comparison for the assistant messages rendered in the prompt itself."""
     return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 
 def call_ids_agree(turn: TurnNode, keys: Sequence[MessageKey]) -> bool:
-    """Whether the request has the ids of every recorded call on the path to `turn`."""
+    """Return True if the request has the ids of every recorded call on the path to `turn`."""
     node: TurnNode | None = turn
     while node is not None:
         if keys[node.prompt.message_count].call_ids != node.call_ids:

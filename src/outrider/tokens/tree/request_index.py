@@ -1,11 +1,10 @@
 """Indexes requests for the token tree: a digest of each message and of each prefix of the conversation.
 
-A message is parsed once; when its bytes come again, its digests are looked up. Of the newest long requests the digests
-of their first messages are remembered, too, so that a request that begins with the same bytes costs its new messages
-and one hash over the old ones.
+A message is parsed once; later its digests are found by its bytes. For the newest long requests, the digests of their
+first messages are kept together, so a request with the same first bytes costs its new messages and one hash over the
+old ones.
 
-It knows no token ids. Invariant: how a request is indexed depends on the request alone, never on what was indexed
-before.
+There are no token ids here. Invariant: the index of a request depends on the request alone, never on earlier requests.
 """
 
 from __future__ import annotations
@@ -22,23 +21,25 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.tokens.tree.nodes import PromptNode, Splice, TurnNode, rendered_replies_agree
 
 MIN_REMEMBERED = 16
-"""Messages from which on a prefix is remembered. Shorter requests are as fast to index anew."""
+"""Minimum messages of a kept prefix. Shorter requests are as fast to index again."""
 UNSTABLE_TAIL = 4
-"""Newest messages that are not remembered: clients move their cache markers, which changes the bytes of these."""
+"""Number of newest messages left out of a kept prefix: clients move their cache markers, which changes the bytes of
+these messages."""
 REMEMBER_EVERY = 8
-"""New messages after which the remembered prefix is replaced by a longer one; copying it for every request would cost
-more than indexing these again."""
+"""New messages after which a kept prefix is replaced by a longer one. Copying it for every request would cost more
+than indexing these messages again."""
 MAX_REMEMBERED = 4
-"""Remembered prefixes, one for each of a few agents that run side by side."""
+"""Maximum kept prefixes, one for each of a few concurrent agents."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Messages whose digests are kept by their bytes. When there are more, all are dropped and parsed again."""
+"""Maximum messages whose digests are kept by their bytes. Above this number all are dropped, and messages are parsed
+again."""
 MAX_TOOL_VALUES = 1 << 17
-"""Lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one call that blocks all
-threads: 25 ms for this many."""
+"""Maximum lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one call, which
+blocks all threads: 25 ms for this many."""
 
 
 def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
-    """Parse all messages. Raises RequestError for one that cannot be read."""
+    """Parse all messages. Raises RequestError for an unreadable message."""
     parsed: list[Message] = []
     piece = 0
     for index in range(len(messages)):
@@ -51,16 +52,16 @@ def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
 
 
 class IndexedRequest(msgspec.Struct, kw_only=True):
-    """A request with its digests, and where the tree found its conversation recorded.
+    """A request with its digests, and the recorded part of its conversation in the tree.
 
     prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
     keys: the digests of each message.
-    recalled: how many of the first messages came from a remembered prefix.
-    parsed: by position, the messages that had to be parsed so far.
+    recalled: the number of first messages from a kept prefix.
+    parsed: by position, the messages parsed so far.
     sizes: bytes of the recalled messages together, then of each other message.
-    checked: a prompt up to which the reasoning that the client sends back is known to agree with the record.
+    checked: a prompt up to which the request's reasoning was compared and agrees with the record.
     matched: the turn whose whole conversation is the longest recorded prefix; it covers `covered` messages.
-    switch: how the prompt has to end, where that is not as usual: a history may go on with thinking switched.
+    switch: the end of the prompt, if it is not the usual one: a history may go on with thinking switched.
     """
 
     messages: WireMessages
@@ -81,7 +82,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether assistant messages that are not recorded follow the matched conversation."""
+        """True if unrecorded assistant messages follow the matched conversation."""
         return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
 
     @property
@@ -99,27 +100,27 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return self.prefixes[0] if self.tools else b""
 
     def repeats(self, prompt: PromptNode) -> bool:
-        """Whether this is the request of a prompt that has the same prefix digest."""
+        """Return True if this is the request of `prompt`. Both must have the same prefix digest."""
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
-        """The same, whatever the thinking of both."""
+        """The same comparison without the thinking switch."""
         return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
 
     def parse_from(self, start: int) -> list[Message]:
-        """The messages from position `start` on. Raises RequestError for one that cannot be read."""
+        """The messages from position `start` on. Raises RequestError for an unreadable message."""
         for index in range(start, len(self.messages)):
             if index not in self.parsed:
                 self.parsed[index] = self.messages.parse(index)
         return [self.parsed[index] for index in range(start, len(self.messages))]
 
     def size_from(self, start: int) -> int:
-        """Bytes of the messages from position `start` on; more, if that is among the recalled ones."""
+        """Bytes of the messages from position `start` on; more if `start` is among the recalled messages."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
-        """The ids of a prompt's end, with thinking switched as asked. Raises RequestError if they do not end as the
-        family's prompts do."""
+        """The ids of a prompt's end, with thinking switched as requested. Raises RequestError if they do not end like
+        the family's prompts."""
         if self.switch is None:
             return added
         kept = len(added) - len(self.switch.usual_end)
@@ -136,7 +137,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
         """The request's prompt: the ids of the parent, then `delta` (packed). `sampled` are the positions of assistant
-        messages among these whose ids were sampled, with the digests of their recorded reasoning."""
+        messages whose ids in `delta` were sampled, with the digests of their recorded reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -170,8 +171,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The first messages of an earlier request. `last` is the digest of the newest one's bytes, `head` of all their
-    bytes; `size` is how many bytes these are."""
+    """The first messages of an earlier request. `last` is the digest of the newest message's bytes, `head` of the
+    bytes of all messages; `size` is their number of bytes."""
 
     last: bytes
     head: bytes
@@ -184,14 +185,14 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
         count = len(self.keys)
         return (
             count <= len(messages)
-            # One message is quicker to compare than all, and mostly tells other agents' requests apart.
+            # One message is quicker to compare than all, and mostly distinguishes other agents' requests.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
 
 
 class RequestIndexer:
-    """Indexes the requests of a session: call `index`, and `remember` once the request has its prompt."""
+    """Indexes the requests of a session. Call `index`, and `remember` once the request has its prompt."""
 
     def __init__(self, printed: PrintedFields) -> None:
         self._printed = printed
@@ -201,8 +202,8 @@ class RequestIndexer:
         self._newest: list[bytes] = []
 
     def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
-        """Raises RequestError for a message that cannot be read, and TooLarge for too many tools."""
-        # The conversation's first prefix is the digest of its tools, which is that of no message.
+        """Index a request. Raises RequestError for an unreadable message, and TooLarge for too many tools."""
+        # The conversation's first prefix is the digest of its tools, which differs from every message's digest.
         tools_digest = digest(tools_raw)
         start = self._tools.get(tools_digest)
         if start is None:
@@ -237,8 +238,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps digests for good. Taking the newest request's objects, where they are equal, keeps one of
-            # each instead of two: 120 bytes a call.
+            # The tree keeps digests for good. If a digest equals one of the newest request's, that object is used,
+            # which keeps one object instead of two: 120 bytes a call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)

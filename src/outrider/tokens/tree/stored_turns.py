@@ -1,8 +1,8 @@
-"""What the stored turns of an attempt say about its requests: their messages, and the order in which they came.
+"""Requests reconstructed from the stored turns of an attempt: their messages, and their order of arrival.
 
-A turn has only the messages that its request added, and turns are numbered in the order in which their calls ended.
-Both are put right here, so that a tree can be restored from turns. It knows no tree and no token ids. Invariant: the
-messages of a request read to the model as those that the client sent; replies in it are as the model gave them.
+A turn has only its request's added messages, and turns are numbered in the order in which their calls ended. This
+module reverses both, to restore a tree from turns. There is no tree and no token id here. Invariant: for the model,
+the messages of a request equal the client's messages; replies among them are as the model made them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cannot_go_on(reason: str) -> ServiceError:
 
 
 def check_complete(turns: Sequence[Turn]) -> None:
-    """Raises ServiceError unless the turns are all those up to the last one, each with what it goes on from."""
+    """Raise ServiceError unless all turns up to the last are present, each with the turn it continues."""
     for index, turn in enumerate(turns):
         if turn.index != index:
             raise cannot_go_on(f"turn {index} is not stored, but turn {turn.index} is")
@@ -36,17 +36,17 @@ def check_complete(turns: Sequence[Turn]) -> None:
 
 
 def arrivals(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """For each turn, those whose requests came after the turn before it was recorded and before it was itself, in the
-    order in which they came."""
+    """For each turn, yield the turns whose requests arrived between the recording of the previous turn and of this
+    turn, in order of arrival."""
     by_time = sorted(turns, key=lambda turn: (turn.timings.received, turn.index))
     if any(earlier.timings.finished > later.timings.finished for earlier, later in pairwise(turns)):
-        by_time = []  # the clock was set back and does not tell: each call is taken to have come when it ended
+        by_time = []  # the clock was set back, so its order is wrong: the end of a call counts as its arrival
     waiting, arrived = deque(by_time), set[int]()
     for turn in turns:
         came = []
         while waiting and waiting[0].timings.received < turn.timings.finished:
             other = waiting.popleft()
-            # What a request joined had been recorded before it came, whatever the clock says.
+            # A request arrives after the recording of the turns it joins, whatever the clock shows.
             known = max((at for at in (other.parent, other.forked_from) if at is not None), default=-1)
             if known < turn.index and other.index not in arrived:
                 came.append(other)
@@ -57,8 +57,8 @@ def arrivals(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 class StoredRequest:
-    """The request of a stored turn, as `WireMessages`: what its parent was asked, the parent's reply, and what the turn
-    itself added. Nothing is copied, so that many long requests can be put together."""
+    """The request of a stored turn, as `WireMessages`: the messages of its parent's request, the parent's reply, and
+    the turn's own added messages. Nothing is copied, so many long requests fit in memory."""
 
     def __init__(self, turns: Sequence[Turn], turn: Turn) -> None:
         path = [turn]
@@ -66,7 +66,8 @@ class StoredRequest:
             path.append(turns[parent])
         path.reverse()
         self._path = path
-        # Where the messages of each turn begin. The last place before them is the reply's that they follow.
+        # The positions at which the messages of each turn begin. The position before them is that of the previous
+        # turn's reply.
         self._starts = list(accumulate((len(one.messages) + 1 for one in path[:-1]), initial=0))
 
     @property
@@ -75,7 +76,7 @@ class StoredRequest:
 
     @property
     def tools_raw(self) -> bytes:
-        """As `raw`, for the tools."""
+        """Bytes that identify the tools, as `raw` does for a message."""
         return b"tools of turn %d" % self._path[0].index
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class StoredRequest:
         return b"message %d of turn %d" % (index, self._path[self._place(index)].index)
 
     def head(self, count: int) -> bytes:
-        return self.raw(count - 1)  # a turn has one path to it
+        return self.raw(count - 1)  # the last message determines all messages before it
 
     def size(self, index: int) -> int:
         return size_of(self.parse(index))

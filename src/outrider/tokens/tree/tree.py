@@ -1,25 +1,28 @@
-"""The token tree of a session: stores each token id once and decides where each request joins what is recorded.
+"""The token tree of a session: stores each token id once and decides where each request joins the recorded
+conversation.
 
-A request whose history is recorded gets the recorded ids verbatim, sampled ones included, and only its new messages are
-rendered, so that a turn costs its own tokens. These rules apply, the first that fits:
+A request whose history is recorded gets the recorded ids verbatim, sampled ids included. Only its new messages are
+rendered, so a turn costs its own tokens. The head of a request is its tools and the system messages at its beginning.
+The first matching rule applies:
 
-1. The request was there before (same tools, messages and thinking): it gets that prompt again (`retry`), so that all
-   answers to it were sampled from the same ids.
-2. Its history, a reply included, is recorded behind another head (the tools and the system messages at the beginning),
-   and more of it than behind its own head: the new head is rendered and the recorded history ids follow it (`fork`:
-   `tools_changed`, `system_changed` or both). The model goes on from what it sampled, not from another spelling of it.
-   This needs proof that the family lays out the history alike behind both heads; otherwise rules 3 and 4 give the ids,
-   and the cause stays, because it is still the same conversation.
-3. Part of its conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
-   the other messages to its ids without changing any. That is an `append`, unless the turn has another continuation
-   already (`fork`: `sibling`) or the other messages contain replies that are not recorded (`fork`:
+1. The request is a repetition (same tools, messages and thinking): it gets the same prompt again (`retry`), so all
+   replies to it are sampled from the same ids.
+2. The history, including a reply, is recorded behind another head, and a longer part of it than behind the request's
+   own head: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`, `system_changed`
+   or both). The model continues its own sampled ids, not another spelling of them. This requires proof that the family
+   lays out the history in the same way behind both heads. Without the proof, rules 3 and 4 give the ids, and the cause
+   stays, because it is still the same conversation.
+3. Part of the conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
+   the other messages to the turn's ids without changing any. The join is an `append`, unless the turn already has
+   another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
    `history_rewritten`).
-4. Everything else is rendered whole. It is a `root` if it shares no more than system messages with earlier requests,
-   because many agents have the same ones; else a `fork` whose cause says why the recorded ids could not be kept.
+4. Every other request is rendered whole. It is a `root` if it has no more than system messages in common with earlier
+   requests, because many agents have the same system messages. Else it is a `fork`, and its cause is the reason why
+   the recorded ids could not be kept.
 
-The tree knows no engine and no store. It awaits nothing; long work comes in steps (`concurrency/offload.py`), so that a
-session with a long history does not hold up the others. Invariant: a node's ids never change, and a prompt that has a
-parent begins with all of its parent's ids.
+There is no engine and no store here. The tree awaits nothing; long work is split into steps
+(`concurrency/offload.py`), so a session with a long history does not hold up other sessions. Invariant: a node's ids
+never change, and a prompt with a parent begins with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -47,19 +50,19 @@ from outrider.tokens.tree.stored_turns import StoredRequest, arrivals, cannot_go
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""Characters from which on a text is first measured in parts. Encoding a text of many megabytes in one piece takes
-seconds and a hundred times its memory, for a prompt that will not fit the context anyway."""
+"""Length in characters above which a text is first measured in parts. Encoding a text of many megabytes in one piece
+takes seconds and a hundred times its memory, for a prompt too long for the context anyway."""
 SEAM_TOKENS = 16
-"""Tokens by which the parts of a text may exceed the whole, where two of them meet."""
+"""Maximum number of tokens by which two adjacent parts of a text exceed the encoding of the whole."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Prefixes of requests that are kept, 10 MB. When there are more, all are dropped; later requests then share no history
-with earlier ones, but their recorded ids are still found."""
+"""Maximum kept prefixes of requests, 10 MB. Above this number all are dropped. Later requests then have no history in
+common with earlier ones, but their recorded ids are still found."""
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Where a request joined. `added` are its messages beyond the conversation of its prompt's parent, all of them
-    without a parent. `forked_from` is the turn whose request shares the longest history with it; where the tools or the
-    system prompt changed, the turn whose history it goes on from."""
+    """The result of joining a request. `added` are the request's messages after the conversation of the prompt's
+    parent; without a parent, all messages. `forked_from` is the turn whose request has the longest history in common
+    with this request. If the tools or the system prompt changed, the turn whose history the request continues."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -69,8 +72,8 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
-    """A turn behind another head whose whole history the request quotes, its reply included. `covered` are the messages
-    of the request up to that reply, its own head included."""
+    """A turn behind another head whose whole history, including its reply, is in the request. `covered` is the number
+    of the request's messages up to that reply, its own head included."""
 
     turn: TurnNode
     covered: int
@@ -78,9 +81,9 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's ids: those of `parent`, then `delta` (packed). `match` is set if its history was recorded behind
-    another head; `splice` too, if that history's ids are among these, and `sampled` are then the positions of the
-    replies in it with the digests of their reasoning."""
+    """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded behind
+    another head. `splice` is set, too, if the ids of that history are used; `sampled` are then the positions of its
+    replies with the digests of their reasoning."""
 
     parent: TurnNode | None
     delta: bytes
@@ -90,7 +93,7 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenTree:
-    """The tree of one session attempt. `join` a request, generate, then `commit` what was sampled."""
+    """The tree of one session attempt. `join` a request, generate, then `commit` the sampled ids."""
 
     def __init__(self, renderer: Renderer, history: History) -> None:
         self.forks: dict[ForkCause, int] = {}
@@ -116,8 +119,8 @@ class TokenTree:
     ) -> Steps[Joined]:
         """Find or make the request's prompt. `thinking` switches the model's reasoning for this turn alone.
 
-        Raises RequestError for a message that cannot be read or rendered, TooLarge for a text that cannot be encoded,
-        and ContextOverflow for a prompt that leaves no room in `context` tokens; the tree is then unchanged.
+        Raises RequestError for an unreadable or unrenderable message, TooLarge for a text too long to encode, and
+        ContextOverflow for a prompt without room in `context` tokens. The tree is then unchanged.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -128,7 +131,7 @@ class TokenTree:
         else:
             yield request.size_from(0)  # its added messages are parsed again: the tree does not keep them
             if repeated.first_turn is None and repeated.fork is not None:
-                # Its first call failed, so no turn says yet that it forked.
+                # The first call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
             else:
                 joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
@@ -137,7 +140,7 @@ class TokenTree:
             raise ContextOverflow(f"the prompt has {prompt.length} tokens; the model's context is {context}")
         start = prompt.parent.prompt.message_count + 1 if prompt.parent is not None else 0
         joined = msgspec.structs.replace(joined, added=tuple(request.parse_from(start)))
-        # From here on nothing fails, so a request that is refused leaves no trace.
+        # Nothing fails below this line, so a refused request leaves no trace.
         if repeated is None:
             self._record(request, joined)
         return joined
@@ -145,7 +148,7 @@ class TokenTree:
     def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
-        """The length in tokens of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
+        """The length in tokens of the prompt from `join`, without recording anything. Raises the errors of `join`."""
         request = yield from self._index(messages, tools, tools_raw, thinking)
         if (repeated := self._repeated(request)) is not None:
             return repeated.length
@@ -154,8 +157,8 @@ class TokenTree:
         return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
     def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
-        """Record a turn's sampled ids. `reply` is the message that the client was given; None if it hung up before,
-        and then no request can continue the turn."""
+        """Record a turn's sampled ids. `reply` is the message as the client received it, None if the client
+        disconnected before. Then no request can continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
         turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
         self._next_turn += 1
@@ -168,10 +171,10 @@ class TokenTree:
         return turn
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Make this new tree what the tree was that recorded these turns, by their indexes from 0. Calls that left no
-        turn are forgotten: their requests join as if they came for the first time.
+        """Restore in this new tree the state of the tree that recorded `turns`, sorted by index from 0. Calls without
+        a turn are lost: their requests join as if they were new.
 
-        Raises ServiceError if turns are missing, or were not recorded with this renderer; the tree is then of no use.
+        Raises ServiceError if turns are missing, or were not recorded with this renderer. The tree is then unusable.
         """
         check_complete(turns)
         nodes: list[TurnNode] = []
@@ -181,14 +184,14 @@ class TokenTree:
                 for other in came:
                     prompts[other.index] = yield from self._rejoin(other, turns, nodes)
                 nodes.append(self.commit(prompts.pop(turn.index), unpack_ids(turn.output_ids), turn.reply))
-        except RequestError as error:  # nobody has asked for anything
+        except RequestError as error:  # not a client's error: no client sent a request
             raise cannot_go_on(error.message) from error
-        # The bytes by which stored messages were known never come again.
+        # The raw bytes of stored messages are placeholders, which no later request has.
         self._indexer = RequestIndexer(self._renderer.printed)
 
     def _rejoin(self, turn: Turn, turns: Sequence[Turn], nodes: Sequence[TurnNode]) -> Steps[PromptNode]:
-        """The prompt of a stored turn. Its ids and how it joined are taken from the turn; what decides how later
-        requests join comes from its messages, by the same rules as for any request."""
+        """The prompt of a stored turn. Its ids and its kind of join come from the turn. The data for later joins comes
+        from its messages, by the same rules as for any request."""
         yield len(turn.prompt_delta) + len(turn.output_ids) + sum(map(size_of, turn.messages))
         parent = nodes[turn.parent] if turn.parent is not None else None
         if turn.join is JoinKind.RETRY and turn.forked_from is not None:
@@ -202,7 +205,8 @@ class TokenTree:
     def _recorded_prompt(
         self, stored: StoredRequest, turn: Turn, parent: TurnNode | None, nodes: Sequence[TurnNode]
     ) -> Steps[PromptNode]:
-        """The prompt of a stored turn's request: one that was asked for before, or a new one."""
+        """The prompt of a stored turn's request: an existing prompt if the request is a repetition, else a new
+        prompt."""
         request = yield from self._index(stored, stored.tools, stored.tools_raw, turn.sampling.get("thinking"))
         if request.tools_digest != turn.tools:
             raise cannot_go_on(f"the tools of turn {turn.index} are not stored as they were")
@@ -212,7 +216,7 @@ class TokenTree:
                 raise cannot_go_on(
                     "its first prompt is rendered otherwise now, as by another tokenizer or chat template"
                 )
-        if parent is not None:  # a newer turn may have said the same
+        if parent is not None:  # a newer turn may have the same reply
             request.matched, request.covered = parent, parent.prompt.message_count + 1
         repeated = self._repeated(request)
         if repeated is not None and (repeated.parent, repeated.delta) == (parent, turn.prompt_delta):
@@ -223,14 +227,15 @@ class TokenTree:
             covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
             match = _HistoryMatch(source, covered, turn.cause)
             yield request.size_from(0)
-            # The turn does not say whether its history's ids are the recorded ones: they are, if that gives its prompt.
+            # The turn does not record whether its history's ids are the recorded ones. They are, if a splice results in
+            # its prompt.
             spliced = self._spliced(request, match)
             if spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta):
                 layout = spliced
             else:
                 layout = msgspec.structs.replace(layout, match=match)
         joined = self._place(request, layout)
-        if turn.join is not JoinKind.RETRY:  # that of a call which left no turn is not known
+        if turn.join is not JoinKind.RETRY:  # the prompt's first call left no turn, so its join is unknown
             joined = msgspec.structs.replace(joined, kind=turn.join, cause=turn.cause, forked_from=turn.forked_from)
         joined.prompt.conversation = turn.conversation
         self._record(request, joined)
@@ -250,12 +255,12 @@ class TokenTree:
         return request
 
     def _repeated(self, request: IndexedRequest) -> PromptNode | None:
-        """The prompt of an earlier request that was the same."""
+        """The prompt of an identical earlier request, or None."""
         prompts = self._prompts.get(request.prefixes[-1], ())
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
     def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
-        """Raises ContextOverflow if the new texts alone do not fit, and TooLarge for a text that cannot be encoded."""
+        """Raise ContextOverflow if the new texts alone do not fit, and TooLarge for a text too long to encode."""
         tokens = 0
         for message in request.parsed.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
@@ -268,7 +273,7 @@ class TokenTree:
                         raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
 
     def _place(self, request: IndexedRequest, layout: _Layout) -> Joined:
-        """Make the request's prompt, and say where it joined and why it could not simply append."""
+        """Make the request's prompt, and determine the kind of join, with a cause if it is not a plain append."""
         parent, match = layout.parent, layout.match
         prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
         if parent is not None and not request.is_rewritten:
@@ -276,7 +281,7 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # The first prompt of those that share the longest prefix with the request.
+        # The first prompt with the longest prefix in common with the request.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -285,7 +290,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # many agents have the same system messages: this one begins a conversation of its own
+            shared = None  # many agents have the same system messages: this request begins a conversation of its own
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -297,7 +302,7 @@ class TokenTree:
         if parent is not None:
             forked_from = parent.index if forked_from is None else forked_from
             return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
-        # Why a request that shares a history is rendered whole.
+        # The reason why a request with a partly recorded history is rendered whole.
         new_roles = {key.role for key in request.keys[request.covered :]}
         if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
             cause = ForkCause.SIBLING  # the same messages with thinking switched
@@ -332,14 +337,14 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """The request's own head, then the ids of the history that was recorded behind another head. None unless the
-        messages with which that history began are laid out alike behind both heads."""
+        """The request's own head, then the ids of the history recorded behind another head. None unless the first
+        messages of that history have the same layout behind both heads."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
             origin = origin.parent.prompt
         recorded_head = None
-        if origin.splice is not None:  # that history was itself taken from behind another head
+        if origin.splice is not None:  # the recorded history was itself spliced
             recorded_head, origin = origin.splice.head, origin.splice.origin
         first_messages = range(request.system_count + origin.message_count - origin.system_count)
         split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
@@ -368,8 +373,8 @@ class TokenTree:
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """The ids that show the messages from position `covered` on, after a prompt that ends with `tail` and the
-        packed `output` that show the others. None when the renderer cannot prove that they only append."""
+        """The ids of the messages from position `covered` on, to append to a prompt that ends with `tail` and to the
+        packed `output`, which hold the earlier messages. None if the renderer cannot prove that the ids only append."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -386,7 +391,7 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # A prefix that is there was recorded with all shorter ones, so a long history costs nothing.
+            # A present prefix was recorded with all shorter prefixes, so a long history costs nothing.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
@@ -396,7 +401,7 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """A session's turns by the digest of their history and reply, whatever their heads."""
+    """A session's turns by the digest of their history and reply, independent of their heads."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
@@ -407,12 +412,13 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """The turn with the longest history that the request's begins with, if that is longer than what is recorded
-        behind the request's own head."""
+        """The turn with the longest history that begins the request's history. None unless it is longer than the part
+        recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
-        # Indexed as late as here: most sessions have no request that quotes what is not recorded as its own.
-        # Taken one by one, because the event loop may commit a turn while this runs in the worker thread.
+        # Indexing is deferred to this point, because most sessions have no request with replies unrecorded behind its
+        # own head. Turns are taken one by one, because the event loop may commit a turn while this runs in the worker
+        # thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -435,13 +441,14 @@ class _HistoryIndex:
 
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
-    """Of turns whose conversations read alike, those count whose recorded reasoning may be what the client sends back.
-    The newest of them whose call ids the request has; else the newest, for clients may replace call ids."""
+    """Choose one of several turns with equal conversations. A turn qualifies if the reasoning in the request may come
+    from its recorded reasoning. Returns the newest such turn whose call ids are in the request, else the newest such
+    turn, because clients may replace call ids."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
         if system_count != request.system_count:
-            # Behind another number of system messages: the history is moved to the turn's positions.
+            # The number of system messages differs: move the history to the turn's positions.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
         if reasoning_agrees(turn, keys, checked):
             agreeing.append((turn, keys))
