@@ -1,6 +1,6 @@
-"""Where an agent's answer is: in its last reply, or in a file of the sandbox.
+"""Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-It knows no grader. Invariant: no more than MAX_ANSWER characters are looked at, whatever the agent has written.
+Independent of any grader. Invariant: at most MAX_ANSWER characters are examined, whatever the agent has written.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
-"""Characters of the end of a reply; bytes of a file."""
+"""Maximum characters from the end of a reply, and maximum bytes of a file."""
 PROBE_SECONDS = 30.0
 
 
 class NoAnswer(Exception):
-    """There is none; the message says why. It is the agent's doing: reward 0."""
+    """The agent gave no answer. The message has the reason. The cause is the agent: reward 0."""
 
 
 def last_reply(outcome: Outcome) -> str:
-    """The agent's final words: those that its harness names, else the model's last reply. "" where there are none."""
+    """Return the agent's final answer: the harness's answer, else the model's last reply, else ""."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -27,11 +27,12 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """The end of the answer that an agent in Python gives, else of the last reply that has a text; or the content of
-    the file. Without blanks around it. Raises NoAnswer, and RuntimeFailure where the sandbox is broken."""
+    """Return the text of the answer without surrounding blanks: the content of `file`, or without a file the end of a
+    Python agent's answer, else of the last reply that has text. Raises NoAnswer, and RuntimeFailure if the sandbox is
+    broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
-        if outcome.task.harness.agent is not None:  # the answer of a program is all that it has printed
+        if outcome.task.harness.agent is not None:  # for a program the answer is its whole output: not used
             replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
     else:
@@ -42,8 +43,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # Of a file that is too large, or no regular one, the sandbox says the same as of its own failure.
-            await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises where the whole sandbox is broken
+            # RuntimeFailure can mean a broken sandbox, but also a file that is too large or not a regular file.
+            await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
         raise NoAnswer("there is no reply" if file is None else f"{file} is empty")
@@ -53,8 +54,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 
 def marked_answer(reply: str) -> str | None:
-    """What the reply marks as its answer: what is in the last `<answer>…</answer>`, else in the last LaTeX box,
-    `\\boxed{…}`; None without either."""
+    """Return the marked answer in a reply: the content of the last `<answer>…</answer>`, else of the last LaTeX box,
+    `\\boxed{…}`. None without either."""
     end = reply.rfind("</answer>")
     start = reply.rfind("<answer>", 0, max(0, end))
     return reply[start + len("<answer>") : end].strip() if start >= 0 else _boxed(reply)

@@ -1,7 +1,7 @@
 """The contract of an evaluator: it turns the outcome of a session into a verdict, or raises.
 
-It sees neither log-probabilities nor other sessions. Invariant: a failure to grade is an EvaluatorError, never a
-reward.
+An evaluator sees neither log-probabilities nor other sessions. Invariant: a failure to grade is an EvaluatorError,
+never a reward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 
 Aside = Callable[[], AbstractAsyncContextManager[None]]
-"""See `Outcome.aside`."""
+"""Type of `Outcome.aside`."""
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frozen model replied, and how many tokens went in and came out."""
+    """The reply of a frozen model, with its numbers of prompt tokens and completion tokens."""
 
     text: str
     prompt_tokens: int
@@ -34,8 +34,8 @@ class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskFrozen(Protocol):
-    """Calls a frozen model of the service by its name, once, apart from whatever the agent has asked it. Raises what a
-    model call raises: EngineError, ContextOverflow, RequestError."""
+    """Calls a frozen model of the service by name, once, in a conversation separate from the agent's. Raises the errors
+    of a model call: EngineError, ContextOverflow, RequestError."""
 
     async def __call__(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
@@ -51,8 +51,8 @@ def no_sandbox() -> AbstractAsyncContextManager[Runtime]:
 
 
 class NothingKept:
-    """The runtime of an outcome that is graded again and of which no files were kept: an evaluator that asks anything
-    of it fails."""
+    """The runtime of a regraded outcome without kept files. Every operation except `broken_inside` raises
+    EvaluatorError."""
 
     async def broken_inside(self) -> bool:
         return False
@@ -65,19 +65,20 @@ class NothingKept:
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
-    calls, and `calls` these, in the order in which they ended.
+    """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
+    the number of model calls. `calls` are the model calls in the order in which they ended.
 
-    `runtime` is the sandbox that is graded. Of an outcome that was kept without files it refuses everything
-    (`NothingKept`). `patch` is what the agent changed in a repository, as `git diff` says it, if that is carried.
+    `runtime` is the graded sandbox. For an outcome without kept files it refuses every operation (`NothingKept`).
+    `patch` is the agent's change to a repository in the format of `git diff`, if the task carries a diff.
 
-    `beside()` is another sandbox of the task's runtime, or of the evaluator's own, for as long as its block runs: it is
-    prepared, no agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside.
-    Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
+    `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of its
+    block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
+    resources. Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` belongs to the node: evaluators share
+    its parts.
 
-    `bucket` is the one of the queue that the session is of (see store/queue.py): where evaluations wait for each other,
-    tenants take turns, and the buckets of each. `aside()` is for a long wait of that kind: as long as its block runs,
-    the evaluation holds no eval slot, and its time limit stands still.
+    `bucket` is the session's bucket in the queue (see store/queue.py). Where evaluations wait for each other, tenants
+    take turns, and so do the buckets of each tenant. `aside()` is for a long wait of this kind: during its block the
+    evaluation holds no eval slot, and its time limit stands still.
     """
 
     task: TaskSpec
@@ -96,15 +97,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when it cannot. The caller sets the time limit."""
+    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. The caller sets the time limit."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...
 
 
 @runtime_checkable
 class ChecksSpec(Protocol):
-    """An evaluator that has more to check of its spec than its constructor can, which must not wait for long."""
+    """An evaluator whose spec needs checks too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
-        """Called once, when the task is submitted; `host` is the service's. Raises InvalidField."""
+        """Check the spec. Called once, when the task is submitted, with the service's `host`. Raises InvalidField."""
         ...

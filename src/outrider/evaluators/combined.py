@@ -1,7 +1,7 @@
-"""The evaluators that combine others: `weighted` adds up what its parts give, `all` asks every part to pass.
+"""The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
 
-They know no other kind. Invariants: the parts are evaluated one after another, in their order, all of them, on the same
-outcome and within the one time limit; and a part that fails to grade fails the whole.
+Independent of other kinds. Invariants: all parts are evaluated in order, one at a time, on the same outcome and within
+the one time limit. A part that fails to grade fails the whole.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_REASON = 2000
-"""Characters of each part's reason."""
+"""Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds in which a slow candidate costs itself the reward."""
+"""Kinds that give a slow candidate reward 0 instead of an error."""
 
 
 class Part(NamedTuple):
@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
 
 class WeightedEvaluator:
-    """The reward is the sum of the parts' rewards, each times its weight. It is not divided by the sum of the weights:
-    a weight below 0 is a penalty. Rewards of turns are added up likewise."""
+    """The reward is the sum of the parts' rewards, each times its weight. The sum is not divided by the sum of the
+    weights: a weight below 0 is a penalty. Rewards of turns are added up likewise."""
 
     takes_endpoints = True
 
@@ -57,7 +57,7 @@ class WeightedEvaluator:
 
 
 class AllEvaluator:
-    """Reward 1 where every part passes, else 0."""
+    """Reward 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
@@ -78,7 +78,7 @@ class AllEvaluator:
 
 
 def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
-    if whole.kind not in KINDS:  # under another name, what the parts name would not be checked by the allow-list
+    if whole.kind not in KINDS:  # under another name, the allow-list would not check the parts
         raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
     specs, programs = {}, {}
     for name, given in whole.options["parts"].items():
@@ -90,8 +90,9 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # Its programs may take three quarters of the time. All in all they must: else slow ones would be an error,
-            # and no reward.
+            # By default programs get three quarters of their part's time. Each part gets a share, so that the programs
+            # of all parts together take three quarters of the whole: otherwise slow programs would cause an error
+            # instead of reward 0.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         try:
@@ -102,7 +103,7 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
 
 
 def _by_part(numbers: dict[str, float], parts: dict[str, Part], option: str) -> dict[str, float]:
-    """A number for each part, 1 where none is given."""
+    """Return a number for each part, by default 1."""
     if unknown := numbers.keys() - parts.keys():
         raise InvalidField(
             f"there is no part {sorted(unknown)[0]!r}",
@@ -122,16 +123,17 @@ async def _check_specs(parts: dict[str, Part], host: Host) -> None:
 
 
 def _of_part(name: str, error: InvalidField) -> InvalidField:
-    """The error with the field where the part's own spec is."""
+    """Return the error with the path of the field inside the part's spec."""
     inner = (error.field or FIELD).removeprefix(FIELD)
     return InvalidField(error.message, hint=error.hint, field=f"{FIELD}.options.parts.{name}{inner}")
 
 
 async def _verdicts(parts: dict[str, Part], outcome: Outcome) -> dict[str, Verdict]:
-    """Raises EvaluatorError naming the part that cannot grade, and what else a part raises."""
+    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part, or a part's own
+    exception."""
     verdicts = {}
     for name, part in parts.items():
-        # A function that grades reads its options from the outcome's task: it gets those of its part.
+        # A grading function reads its options from the outcome's task, so the task gets the spec of the part.
         task = outcome.task.model_copy(update={"evaluator": part.spec})
         try:
             verdict = read_verdict(await part.evaluator.evaluate(replace(outcome, task=task)))
@@ -147,7 +149,7 @@ async def _verdicts(parts: dict[str, Part], outcome: Outcome) -> dict[str, Verdi
 
 
 def _whole(reward: float, verdicts: dict[str, Verdict], turns: dict[int, float]) -> Verdict:
-    """With the reward, the metrics and the reason of each part, under its name."""
+    """Make the verdict of the whole, with the reward, metrics and reason of each part under the part's name."""
     metrics = {name: verdict.reward for name, verdict in verdicts.items()}
     for name, verdict in verdicts.items():
         metrics |= {f"{name}/{metric}": number for metric, number in verdict.metrics.items()}

@@ -1,9 +1,9 @@
-"""The command evaluator: a shell command in the sandbox grades the outcome by what it writes, or by its exit code.
+"""The command evaluator: a shell command in the sandbox grades the outcome by its written verdict, or by its exit code.
 
-It knows nothing of models. Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes
-something that is no verdict is an error, never a reward; so is one that tried to write and could not. The file for the
-verdict is made with blanks in it to tell that last case: to open a file for writing empties it, so that blanks still
-there mean that nobody tried to write.
+Independent of models. Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes an
+invalid verdict is an error, never a reward. A failed attempt to write is an error, too. To detect a failed attempt, the
+file for the verdict is created with blanks: opening a file for writing empties the file, so remaining blanks mean that
+no program tried to write.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_VERDICT = 1 << 20
-"""Bytes."""
+"""Maximum bytes of a verdict."""
 FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
-"""First content of the file for the verdict. JSON ignores blanks, also around what a grader appends."""
+"""First content of the file for the verdict. JSON ignores blanks, also around text that a grader appends."""
 
 
 class CommandEvaluator:
-    """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file outside of it, in which
-    the command may write a number, or a JSON object with the fields of a Verdict. A command that names $OUTRIDER_TURNS
-    finds in that file a JSON object for each model call, with the fields of a ModelCall."""
+    """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file elsewhere, to which the
+    command may write a number, or a JSON object with the fields of a Verdict. If the command mentions $OUTRIDER_TURNS,
+    this variable names a file with a JSON object for each model call, with the fields of a ModelCall."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -53,7 +53,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # the bytes of images are left out: their digests name them
+            for call in outcome.calls:  # without the bytes of images: their digests name them
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)
@@ -62,7 +62,7 @@ class CommandEvaluator:
                 for name, content in files.items():
                     await runtime.write(name, content)
             except RuntimeFailure as error:
-                await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
+                await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises if the whole sandbox is broken
                 message = f"the file for the verdict cannot be created: {error}"
                 raise EvaluatorError(message, hint=FULL, inside=error.inside) from error
             result = await runtime.exec(self._run, env=variables, seconds=self._seconds)
@@ -72,7 +72,8 @@ class CommandEvaluator:
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """What the command wrote, or else its exit code says. Raises EvaluatorError for anything that is no verdict."""
+        """Return the written verdict, else the verdict of the exit code. Raises EvaluatorError without a valid
+        verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:
@@ -92,7 +93,8 @@ class CommandEvaluator:
 
 
 def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
-    """An error of the command. `inside` is False where it ran out of time, because a slow host may be the cause."""
+    """Make the error of a failed command. `inside` is False for a command that ran out of time, because a slow host may
+    be the cause."""
     return EvaluatorError(
         message,
         hint="exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT",

@@ -1,9 +1,9 @@
-"""The graders outside that the operator has named, and how they are called.
+"""The external graders named by the operator, and the HTTP calls to them.
 
-A task names one and gives no address: so no task can have the service call another place, or with another key. Keys are
-in variables of the environment of the service and of its nodes, which the settings name. It knows no contract.
-Invariants: a call that fails raises, and its error shows no key; a redirect is not followed; and an answer is at most
-MAX_ANSWER bytes.
+A task gives the name of a grader and never an address, so no task can make the service call another host or use another
+key. Keys are in environment variables of the service and of its nodes; the settings name the variables. Independent of
+the contract. Invariants: a failed call raises, and its error shows no key; redirects are not followed; a reply is at
+most MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MAX_ANSWER = 4 << 20
 TRIES = 4
 PAUSES = Backoff(first=0.5, longest=10.0)
 TRANSIENT = frozenset({502, 503, 504})
-"""Statuses of a grader that is away, or of what stands in front of it."""
+"""Statuses of an unreachable grader, or of a proxy in front of it."""
 MAX_SAID = 2000
-"""Characters of a refusal that are shown."""
+"""Maximum characters shown of a refusal."""
 CACHED = 4096
-"""Replies of judges that a process remembers."""
+"""Maximum number of judges' replies cached in a process."""
 
 
 class Refused(EvaluatorError):
-    """A grader answered with a `status` that is neither a 2xx nor transient; `log_tail` is what it said."""
+    """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the reply's text."""
 
     status = 0
 
 
 class Endpoints:
-    """Of one process: the graders of the settings by name, the names of the `frozen` models, and what judges have
-    replied. `pauses` are the waits between the tries of one call."""
+    """The endpoints of one process: the graders in the settings by name, the names of the `frozen` models, and a cache
+    of judges' replies. `pauses` are the waits between the tries of one call."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: Backoff = PAUSES
@@ -56,7 +56,7 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """The grader of that name. Raises InvalidField, with the names that there are."""
+        """Return the grader with this name. Raises InvalidField with all names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
             raise InvalidField(
@@ -65,7 +65,7 @@ class Endpoints:
         return self._graders[name]
 
     def check_frozen(self, name: str, *, field: str) -> None:
-        """Raises InvalidField for a frozen model that is not there."""
+        """Raise InvalidField for an unknown frozen model."""
         if name not in self._frozen:
             known = ", ".join(sorted(self._frozen)) or "none"
             raise InvalidField(
@@ -73,11 +73,12 @@ class Endpoints:
             )
 
     def mark(self, *texts: str) -> str:
-        """A word that whoever wrote the texts cannot know, the same for the same texts as long as this lives."""
+        """Return a word that the authors of the texts cannot guess. The same texts give the same word during the
+        lifetime of this object."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
     def remembered(self, key: bytes) -> Any:
-        """What was remembered under that key; None where nothing is."""
+        """Return the value cached under `key`, or None."""
         if key in self._cache:
             self._cache.move_to_end(key)
         return self._cache.get(key)
@@ -97,10 +98,10 @@ class Endpoints:
         headers: Mapping[str, str] = {},
         transient: frozenset[int] = TRANSIENT,
     ) -> dict[str, Any]:
-        """The JSON object that a grader answers. Raises EvaluatorError.
+        """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
 
-        A call that cannot be made, does not end in `seconds` or is answered with a `transient` status is made TRIES
-        times in all. Every other status but 2xx ends it at once.
+        A call that cannot connect, exceeds `seconds` or gets a `transient` status is made up to TRIES times in all. Any
+        other status except 2xx raises at once.
         """
         key = variable(grader.key_variable, grader.name)
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
@@ -111,7 +112,7 @@ class Endpoints:
             if attempt:
                 await asyncio.sleep(self._pauses.wait(attempt - 1))
             try:
-                # Without cookies: what one evaluation is told is nothing to another. Certificates are verified.
+                # No cookies: one evaluation must not pass data to another. Certificates are verified.
                 async with (
                     aiohttp.ClientSession(
                         timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
@@ -125,14 +126,14 @@ class Endpoints:
                             raise EvaluatorError(f"grader {grader.name!r} answered more than {MAX_ANSWER} bytes")
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
-            except (aiohttp.ClientError, OSError) as error:  # its text may name the address, which is the operator's
+            except (aiohttp.ClientError, OSError) as error:  # its text may have the operator's address
                 failure = f"cannot be reached: {type(error).__name__}"
             else:
                 if 200 <= reply.status < 300:
                     return json_object(grader.name, bytes(content))
                 failure = f"answered {reply.status}"
                 if reply.status not in transient:
-                    # Cut only then: of a key that is cut in two, no part would be found.
+                    # Redacted before the cut, because redaction does not find a key that is cut in two.
                     said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
                     refused = Refused(
                         f"grader {grader.name!r} {failure}",
@@ -145,11 +146,11 @@ class Endpoints:
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """The variable that a grader's settings name, without blanks around it. Raises EvaluatorError where it is not
+    """Return the value of a grader's variable, without surrounding blanks. Raises EvaluatorError if the variable is not
     set."""
     if name is None:
         return None
-    if not (value := (environment(name) or "").strip()):  # a file that it came from may end with a newline
+    if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
         raise EvaluatorError(
             f"the variable {name} of grader {grader!r} is not set",
             hint="set it in the environment of the service and of its nodes",
@@ -158,7 +159,7 @@ def variable(name: str | None, grader: str) -> str | None:
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:
-    """The object in an answer. Raises EvaluatorError."""
+    """Parse the JSON object of a reply. Raises EvaluatorError."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Makes an evaluator from a task's spec: when a task is submitted, before anything is stored, and for each session."""
+"""Makes an evaluator from a task's spec: once when the task is submitted, before anything is stored, and once per
+session."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
-    """The evaluator that a task asks for: the class of its kind, constructed with the spec, and with the `endpoints` if
-    it has an attribute `takes_endpoints` that is true. Raises InvalidField."""
+    """Construct the evaluator class of the spec's kind with the spec. The class also gets `endpoints` if it has a true
+    attribute `takes_endpoints`. Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")

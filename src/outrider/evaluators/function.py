@@ -1,7 +1,7 @@
 """The callable evaluator: calls a Python function with the outcome, in this process.
 
-It knows nothing of the function but its path. Invariant: a function that hangs blocks a thread of its own, never one
-that the service needs.
+The function can be any callable at the path. Invariant: a hanging function blocks its own thread, never a thread of the
+service.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from outrider.trajectory import Verdict
 
 class CallableEvaluator:
     """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome, whose
-    `task.evaluator.options` are the task's. It may be async; otherwise it runs in a thread.
+    `task.evaluator.options` are the task's. The function may be async; otherwise it runs in a thread.
 
-    It returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. An OutriderError that
-    it raises is raised again; anything else becomes an EvaluatorError with the end of the traceback.
+    The function returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. An
+    OutriderError from the function is raised again; any other exception becomes an EvaluatorError with the end of the
+    traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:
@@ -72,9 +73,9 @@ class CallableEvaluator:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run the call in a daemon thread of its own; its result. When this is cancelled, the thread runs on by itself.
+    """Run the call in a new daemon thread and return the result. After a cancellation the thread continues alone.
 
-    The loop's executor is not used: graders that never return would take its few threads one by one.
+    The loop's executor is not used: hanging graders would occupy its few threads one by one.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -95,7 +96,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # also SystemExit: the caller waits for an answer
+        except BaseException as raised:  # also SystemExit: the caller waits for a result
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

@@ -1,8 +1,8 @@
-"""The evaluator of Harbor tasks: runs the task's test.sh in the sandbox, and reads the rewards that it writes.
+"""The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the resulting rewards.
 
-It knows no task folder: the tests are in its options, where no agent sees them. The rules are Harbor's: rewards that
-were there before are removed, the tests are written after the agent has ended, the exit code of test.sh says nothing,
-reward.json counts before reward.txt, and what writes neither is an error. Invariant: every value is a finite number.
+It reads no task folder: the tests are in its options, which no agent sees. The rules are Harbor's: old rewards are
+removed, the tests are written after the agent has ended, the exit code of test.sh is ignored, reward.json takes
+precedence over reward.txt, and a run without either file is an error. Invariant: every value is a finite number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ OUTPUT = f"{LOGS}/test-stdout.txt"
 REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
 TEST = "/tests/test.sh"
 REWARD = "reward"
-"""The key of the reward, where there are several."""
+"""Key of the reward among several values."""
 MAX_REWARDS = 1 << 20
-"""Bytes."""
+"""Maximum bytes of a file of rewards."""
 STEP_SECONDS = 60.0
-"""How long anything may take but the tests themselves."""
+"""Time limit of every command except the tests themselves."""
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
 CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
@@ -39,15 +39,15 @@ TAIL = f"tail -c 4000 {OUTPUT}"
 
 
 class Without(Spec):
-    """What is taken out of a carried folder before the tests run: `patterns` as tar's --exclude has them."""
+    """Files removed from a carried folder before the tests run. `patterns` are in the syntax of tar's --exclude."""
 
     folder: SandboxPath
     patterns: list[Text]
 
 
 class HarborOptions(Spec):
-    """`tests`: the files of the tests, as prepare steps `write`. `alone`: /tests is emptied before. `env`: variables of
-    test.sh. `without`: what is taken out of folders that were carried."""
+    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: empty /tests first. `env`:
+    variables of test.sh. `without`: files to remove from carried folders."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
     alone: bool = False
@@ -56,7 +56,7 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """The reward is the value "reward", or the only one; all values are metrics."""
+    """The reward is the value "reward", or the only value. All values are metrics."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -74,11 +74,11 @@ class HarborEvaluator:
 async def verify(
     runtime: Runtime, tests: Sequence[Write], env: Mapping[str, str], *, seconds: float
 ) -> dict[str, float]:
-    """Run test.sh and read what it wrote. Raises EvaluatorError where that is no rewards."""
+    """Run test.sh and read its rewards. Raises EvaluatorError without valid rewards."""
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have made files there that cannot be written
+    if tests:  # an agent may have created unwritable files at these paths
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
@@ -100,26 +100,26 @@ async def verify(
 
 
 async def clear(runtime: Runtime) -> None:
-    """Remove what is in /tests, which an agent may have written."""
+    """Empty /tests, which an agent may have written to."""
     done = await runtime.exec(CLEAR, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """The tests ran in a sandbox in which an agent may have worked: it may be the cause."""
+    """Make the error of failed tests. It is marked `inside`: an agent may have worked in the same sandbox and be the
+    cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """The end of what test.sh wrote to its standard output and error."""
+    """Return the end of the output and errors of test.sh."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove what matches a pattern with the end of its path below the folder, `*` matching slashes as well, as tar
-    leaves it out."""
+    """Remove the paths below the folder whose end matches a pattern. `*` also matches slashes, as in tar."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -128,7 +128,7 @@ async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> N
 
 
 def parse_json(text: bytes) -> dict[str, float]:
-    """Raises ValueError."""
+    """Parse reward.json. Raises ValueError."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -139,12 +139,12 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Raises ValueError."""
+    """Parse reward.txt. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 
 def number(value: Any, name: str) -> float:
-    """Truth values are numbers, as they are to Harbor. Raises ValueError."""
+    """Return the value as a finite float. Booleans count as numbers, as in Harbor. Raises ValueError."""
     if not isinstance(value, int | float):
         raise ValueError(f"{name!r} is {value!r}, which is no number")
     try:
@@ -157,7 +157,7 @@ def number(value: Any, name: str) -> float:
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:
-    """Raises EvaluatorError for several values of which none is the reward."""
+    """Make the verdict. Raises EvaluatorError for several values without the key `reward`."""
     if REWARD not in rewards and len(rewards) != 1:
         named = ", ".join(map(repr, sorted(rewards))) or "nothing"
         raise EvaluatorError(

@@ -1,7 +1,8 @@
-"""The HTTP evaluator: a service of the operator's grades, by a contract of our own or by NeMo Gym's `POST /verify`.
+"""The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract or by
+NeMo Gym's `POST /verify`.
 
-It knows no sandbox: what is graded is the conversation. Invariants: only a finite reward in an answer with a status of
-2xx is a grade; and what is sent again is the same, under the same id.
+It grades the conversation and never touches the sandbox. Invariants: only a finite reward in a reply with a 2xx status
+is a grade; a retry sends the same body under the same id.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
 from outrider.trajectory import Verdict
 
 CONTRACT = 1
-"""The version of our own contract."""
+"""Version of Outrider's own contract."""
 
 
 class HttpOptions(Spec):
-    """Options of the kind. `grader`: a name of the setting `graders`.
+    """Options of kind `http`. `grader`: a name in the setting `graders`.
 
-    contract: what is sent and answered. data: the task's own, sent as `options`; for NeMo Gym the row, with which the
-    body begins. call_seconds: time limit of one call.
+    contract: format of the request and the reply. data: the task's own data, sent as `options`. For NeMo Gym `data` is
+    the row, and its fields come first in the body. call_seconds: time limit of one call.
     """
 
     grader: Name
@@ -45,7 +46,8 @@ class HttpOptions(Spec):
 
 
 class HttpEvaluator:
-    """See `HttpOptions`. The answer's reward, metrics and reason are the verdict's."""
+    """Grades through an HTTP service (see `HttpOptions`). The verdict has the reward, metrics and reason of the
+    reply."""
 
     takes_endpoints = True
 
@@ -72,7 +74,7 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        # Not by msgspec alone, which refuses lone surrogates: tools and models may have said some.
+        # Not encoded by msgspec, which refuses lone surrogates: tools and models can produce them.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
@@ -86,7 +88,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """The verdict in an answer of our contract, whose `version` is the grader's own. Raises ValueError."""
+    """Read a verdict from a reply by Outrider's contract, whose `version` is the grader's own version. Raises
+    ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -96,7 +99,7 @@ def graded(answer: dict[str, Any]) -> Verdict:
 
 
 def verified(answer: dict[str, Any]) -> Verdict:
-    """The verdict in NeMo Gym's answer: its `reward`, and every other number as a metric. Raises ValueError."""
+    """Read a verdict from NeMo Gym's reply: `reward`, and every other number as a metric. Raises ValueError."""
     if "reward" not in answer:
         raise ValueError("the answer has no reward")
     numbers = {
@@ -108,8 +111,8 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
-    """The body of `POST /verify`: the row, the request as `responses_create_params` unless the row has it, and what
-    came of it as `response`, an object of OpenAI's Responses API."""
+    """Build the body of `POST /verify`: the row, the request as `responses_create_params` unless the row has that
+    field, and the conversation after the request as `response`, an object of OpenAI's Responses API."""
     first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
     asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
     output: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""The math evaluator: compares the agent's answer with gold answers, as mathematics, by math-verify.
+"""The math evaluator: compares the agent's answer with gold answers as mathematics, using math-verify.
 
-It runs none of it itself (see `checks/pool.py`). Invariant: an answer that cannot be checked in its time is worth 0,
-with a reason that says so; a machine that cannot check it is an EvaluatorError.
+math-verify runs in other processes (see `checks/pool.py`). Invariant: an answer whose check exceeds the time limit gets
+reward 0 and a reason; a machine that cannot run the check is an EvaluatorError.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 class MathOptions(Spec):
-    """`gold`: the right answer, or all that are accepted. `answer_file`: where the agent was told to write its answer;
-    without it the last reply is looked at. `seconds` of processor time for a check."""
+    """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
+    agent writes its answer; without a file the last reply is used. `seconds`: processor time of a check."""
 
     gold: Annotated[
         tuple[Gold, ...],
@@ -44,14 +44,14 @@ class MathOptions(Spec):
 
 
 class MathEvaluator:
-    """Reward 1 where the answer equals a gold one, else 0."""
+    """Reward 1 if the answer equals a gold answer, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(MathOptions, spec)
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raises InvalidField for a gold answer that math-verify cannot read, or not in time."""
+        """Raise InvalidField for a gold answer that math-verify cannot parse, or not in time."""
         golds = self._options.gold
         checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}

@@ -1,7 +1,8 @@
-"""The specs of evaluators within the spec of one that combines them, as kinds `weighted` and `all` do.
+"""The specs of evaluators inside the spec of a combining evaluator (kinds `weighted` and `all`).
 
-It makes no evaluator and imports nothing that a task names: what a task may name is decided before that. Invariant: a
-part has what `task.evaluator` has, but for the time limit, the carried files and their sandbox, which are the whole's.
+This module makes no evaluator and imports nothing named by a task: the service reads nested specs earlier, to check
+which names the task may use. Invariant: a part has the fields of `task.evaluator` except the time limit, the carried
+files and their sandbox, which belong to the whole.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from outrider.spec import EvaluatorSpec, Spec, complaints
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields that are the same for all parts."""
+"""Fields with the same value in all parts."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
 
 class WeightedOptions(Spec):
-    """`parts`: evaluators by name, each as `task.evaluator` without `seconds`, `carry` and `runtime`. `weights`: of a
-    part that is not named it is 1."""
+    """Options of kind `weighted`. `parts`: evaluators by name, each like `task.evaluator` without `seconds`, `carry`
+    and `runtime`. `weights`: weights by part; the default of a part is 1."""
 
     parts: Specs
     weights: dict[str, Number] = Field(default_factory=dict)
 
 
 class AllOptions(Spec):
-    """`parts` as of `weighted`. `passed`: the reward from which on a part passes; of one that is not named it is 1."""
+    """Options of kind `all`. `parts`: as in `weighted`. `passed`: the reward from which a part passes, by part; the
+    default of a part is 1."""
 
     parts: Specs
     passed: dict[str, Number] = Field(default_factory=dict)
@@ -41,7 +43,7 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """The spec and all specs within it, each with the path of its field. Raises InvalidField for one that is none."""
+    """Yield the spec and all specs inside, each with the path of its field. Raises InvalidField for an invalid spec."""
     yield spec, field
     if spec.kind in KINDS:
         try:
@@ -55,7 +57,8 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """The spec of a part, which has the whole's time limit and carried files. Raises InvalidField below `field`."""
+    """Return the spec of a part, with the time limit and carried files of the whole. Raises InvalidField below
+    `field`."""
     for name in WHOLE:
         if name in given:
             raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")

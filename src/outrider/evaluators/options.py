@@ -1,6 +1,6 @@
 """Reads the options of an evaluator kind when a task is submitted.
 
-It knows no kind. Invariant: an option that is misspelt or of a wrong type is an InvalidField that names it.
+Independent of any kind. Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ S = TypeVar("S", bound=Spec)
 
 
 def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
-    """`task.evaluator.options` as a `kind`. Raises InvalidField, also for what evaluators with options do not take."""
+    """Return `task.evaluator.options` as a `kind`. Raises InvalidField, also for `run` and `path`, which kinds with
+    options do not accept."""
     for name in ("run", "path"):
         if getattr(spec, name) is not None:
             raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")

@@ -1,7 +1,7 @@
-"""The reasoning-gym evaluator: scores the agent's answer to an entry of reasoning-gym, by the scorer of its data set.
+"""The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of its data set.
 
-It runs none of it itself (see `checks/pool.py`). Invariants: no answer is run as Python, though some scorers would do
-it; and a data set whose scorer pays for wrong answers is refused when the task is submitted.
+reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: no answer is run as Python, although some
+scorers would do so; a data set whose scorer rewards wrong answers is refused when the task is submitted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CHECKS = partial(Checks, library=LIBRARY)
 
 
 class ReasoningOptions(Spec):
-    """`entry`: as reasoning-gym made it, with `question`, `answer` and `metadata`. `answer_file` and `seconds` as for
-    kind `math`."""
+    """Options of kind `reasoning-gym`. `entry`: an entry from reasoning-gym, with `question`, `answer` and `metadata`.
+    `answer_file` and `seconds` as for kind `math`."""
 
     entry: dict[str, Any]
     answer_file: SandboxPath | None = None
@@ -40,7 +40,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """The reward is the score, from 0 to 1."""
+    """Gives the score, from 0 to 1, as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)
@@ -56,7 +56,7 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raises InvalidField for an entry whose own answer does not score 1."""
+        """Raise InvalidField for an entry whose own answer does not score 1."""
         request = {"entry": self._options.entry}
         checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.seconds)
         why = checked.fault if checked.answer is None else checked.answer["unusable"]
@@ -83,6 +83,6 @@ class ReasoningGymEvaluator:
         if solved:
             metrics["answered"] = 1.0
         elif marked is None:
-            # Some scorers pay a little for any text: a reply that answers nothing must not earn that.
+            # Some scorers give a small score for any text: a reply without an answer must not get that score.
             return Verdict(reward=0.0, metrics=metrics, reason=f"no answer is marked; {reason}")
         return Verdict(reward=score, metrics=metrics, reason=reason)

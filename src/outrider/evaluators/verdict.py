@@ -1,6 +1,7 @@
-"""Reads a verdict from what a grader returns or writes. Pure.
+"""Reads a verdict from the return value or the output of a grader. Pure.
 
-Invariant: a reward is a number within MAX_REWARD, never True or False; nothing that a grader says is ignored silently.
+Invariant: a reward is a number within MAX_REWARD, never True or False. No part of a grader's output is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from outrider.trajectory import ModelCall, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
-"""Characters of a reason that are kept."""
+"""Maximum characters kept of a reason."""
 MAX_REWARD = 1e15
-"""Rewards are between -MAX_REWARD and MAX_REWARD: the squares of a million of them add up to a float32."""
+"""Maximum absolute value of a reward: the sum of the squares of a million such rewards still fits a float32."""
 
 
 def read_verdict(value: Any) -> Verdict:
-    """The verdict in a number, in a mapping with `reward` and any other fields of a Verdict, or in a Verdict. The
-    indexes of `turns` and `rows` may be text, as JSON has them. Raises ValueError that says what is wrong.
+    """Return the verdict in `value`: a number, a mapping with `reward` and any other fields of a Verdict, or a Verdict.
+    The indexes of `turns` and `rows` may be text, as in JSON. Raises ValueError with the reason.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)
@@ -50,7 +51,7 @@ def read_verdict(value: Any) -> Verdict:
 
 
 def check_indexes(verdict: Verdict, calls: Collection[ModelCall]) -> None:
-    """Raise ValueError for a reward of a turn that is not among `calls`, or of a row that does not train."""
+    """Raise ValueError for a reward of a turn that is not among `calls`, or of a row that is not trained on."""
     turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
     for index in verdict.turns.keys() - turns:
         raise ValueError(f"it rewards turn {index}, and the session has {len(turns)} turns, from 0")
@@ -60,7 +61,7 @@ def check_indexes(verdict: Verdict, calls: Collection[ModelCall]) -> None:
 
 
 def parse_verdict(text: bytes) -> Verdict:
-    """`read_verdict` of JSON text. Raises ValueError (UnicodeDecodeError is one)."""
+    """Read a verdict from JSON text. Raises ValueError, also as UnicodeDecodeError."""
     if not text.strip():
         raise ValueError("the verdict is empty")
     try:

@@ -1,5 +1,5 @@
 """Harbor task folders, read as tasks.
 
-`schema.py` is `task.toml`, `fields.py` says what becomes of each of its fields, `files.py` reads the folder,
-`verifiers.py` says where the tests run, and `tasks.py` makes the task. What grades it is the evaluator kind `harbor`.
+`schema.py` is the schema of `task.toml`, `fields.py` the table of the use of each field, `files.py` reads the folder,
+`verifiers.py` finds where the tests run, and `tasks.py` makes the task. The evaluator kind `harbor` grades these tasks.
 """

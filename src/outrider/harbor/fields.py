@@ -1,6 +1,6 @@
-"""What becomes of each field of `task.toml`: the table that docs/datasets.md prints.
+"""The use of each field of `task.toml`: the table printed in docs/datasets.md.
 
-It is data. Invariant: every field of the schema is in one row, so that no task asks for something in silence.
+Pure data. Invariant: every field of the schema is in one row, so that no request of a task is ignored silently.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """given: it is in the task. checked: a value that Outrider cannot give is refused, with the field's name. unused:
-    it asks for nothing that a session could lack."""
+    """given: the value goes into the task. checked: a value that Outrider does not support is refused, with the field's
+    name. unused: the field requests nothing that a session could lack."""
 
     GIVEN = "given"
     CHECKED = "checked"
@@ -19,8 +19,8 @@ class Use(StrEnum):
 
 
 class FieldUse(NamedTuple):
-    """`fields` are paths; an element of a list has the path of its list, and a table of a step or of a verifier's
-    environment that of the task's own."""
+    """A row of the table. `fields` are paths. An element of a list has the path of its list, and a table of a step or
+    of a verifier's environment has the path of the task's own table."""
 
     fields: tuple[str, ...]
     use: Use

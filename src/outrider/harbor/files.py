@@ -1,6 +1,6 @@
-"""The files of a Harbor task folder: its instruction, and its tests and solution as steps that write them.
+"""The files of a Harbor task folder: the instruction, and the tests and solution as steps that write them.
 
-It knows no task. Invariant: no byte is read from outside the task's folder, whatever links are in it.
+Independent of tasks. Invariant: no byte is read from outside the task's folder, despite any links inside.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
 from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
-"""Maximum bytes of a folder that travels with a task: a request may have 32 MiB."""
+"""Maximum bytes of a folder sent with a task: a request may have 32 MiB."""
 MAX_NUMBER = 1024
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Lines by which data sets are found in training data. No agent is shown them."""
+"""Lines by which data sets are found in training data. No agent sees them."""
 IGNORED_BY = ".harborignore"
 
 
 def instruction_in(folder: Path, task: Path) -> str:
-    """The instruction, without the canaries at its beginning. Raises InvalidField."""
+    """Return the instruction, without the canaries at its beginning. Raises InvalidField."""
     path = folder / "instruction.md"
     if not path.resolve().is_relative_to(task.resolve()):
         raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
@@ -38,14 +38,15 @@ def instruction_in(folder: Path, task: Path) -> str:
 
 
 def written(folder: Path, task: Path, to: str) -> list[dict[str, Any]]:
-    """Prepare steps that write the files of a folder of the task below `to`; none if there is no such folder.
+    """Return prepare steps that write the files of a task's folder below `to`, or none if the folder does not exist.
 
-    Links within the task are followed. Raises InvalidField for one that leaves it or leads in a circle, and TooLarge.
+    Links within the task are followed. Raises InvalidField for a link that leaves the task or leads in a circle, and
+    TooLarge.
     """
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        total += path.stat().st_size  # before it is read: it may be huge
+        total += path.stat().st_size  # before reading: the file may be huge
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",
@@ -67,14 +68,14 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Raises InvalidField for what could not be read of folders of the task, of which nothing travels with it."""
+    """Raise InvalidField for unreadable files in folders of the task whose files are not sent with it."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass
 
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
-    """The files below a folder, sorted, with their names relative to it. Raises InvalidField."""
+    """Yield the files below a folder, sorted, with their names relative to it. Raises InvalidField."""
     root = task.resolve()
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:

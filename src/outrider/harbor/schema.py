@@ -1,7 +1,8 @@
-"""`task.toml` of Harbor 0.25, schema 1.4 and older.
+"""The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
-It knows no folder and no task. Invariant: it refuses what Harbor refuses. Like Harbor it ignores unknown keys and
-converts types as pydantic does; what is valid there and has no counterpart here, `unsupported` names.
+Independent of folders and tasks. Invariant: every file that Harbor refuses is refused. Like Harbor, the schema ignores
+unknown keys and converts types as pydantic does. `unsupported` lists the valid fields without a counterpart in
+Outrider.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Names that Windows has for devices: Harbor's folders must be portable."""
+"""Device names of Windows. Harbor's folders must be portable."""
 MAIN = "main"
 """The service of the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
-"""MiB in the units of sizes of older schemas."""
+"""Units of sizes in older schemas, in MiB."""
 USERS = (None, "root", 0, "0")
-"""The one user of a sandbox."""
+"""Names of root, the only user of a sandbox."""
 MANIFEST = "manifest.json"
 
 
@@ -47,7 +48,7 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an agent or a verifier, None as its environment's."""
+    """The network of an agent or a verifier. None means the network of its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
@@ -97,7 +98,8 @@ class Agent(Network):
 
 
 class Healthcheck(Table):
-    """As Docker's: until it succeeds, or has failed `retries` times in a row after the start period."""
+    """A health check as in Docker: repeated until it succeeds, or has failed `retries` times in a row after the start
+    period."""
 
     command: str
     interval_sec: float = 5.0
@@ -133,7 +135,7 @@ class Environment(EnvironmentNetwork):
 
     @model_validator(mode="after")
     def _network_of_older_schemas(self) -> Self:
-        """`allow_internet` counts where neither a mode nor hosts are stated."""
+        """Apply `allow_internet` if neither a mode nor hosts are given."""
         if self.allow_internet is False and "network_mode" not in self.model_fields_set and self.allowed_hosts is None:
             self.network_mode = "no-network"
         return self
@@ -141,7 +143,7 @@ class Environment(EnvironmentNetwork):
     @model_validator(mode="before")
     @classmethod
     def _sizes_of_older_schemas(cls, data: Any) -> Any:
-        """`memory` and `storage` as texts, such as "2G". In another type they say nothing."""
+        """Convert `memory` and `storage` given as texts, such as "2G". Values of other types are ignored."""
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -184,13 +186,13 @@ class Verifier(Network):
 
     @property
     def mode(self) -> Literal["shared", "separate"] | None:
-        """None where it is as the task's."""
+        """The verifier's mode. None means the task's mode."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
 class Artifact(Table):
-    """A path of the agent's sandbox. `destination` is where Harbor keeps it on the host; `exclude` are patterns of tar
-    for what of a folder is left out."""
+    """A path of the agent's sandbox. `destination` is Harbor's path for it on the host. `exclude` are patterns of tar
+    for files of a folder to leave out."""
 
     source: str
     destination: str | None = None
@@ -213,7 +215,7 @@ class Artifact(Table):
 
 
 def of_a_path(value: Any) -> Any:
-    """An artifact of which nothing is said but where it is."""
+    """Convert an artifact that is given only as a path."""
     return {"source": value} if isinstance(value, str) else value
 
 
@@ -221,8 +223,8 @@ Artifacts = list[Annotated[Artifact, BeforeValidator(of_a_path)]]
 
 
 class Step(Table):
-    """A step of a task: `min_reward` is the least "reward", or the least value of each key, with which the next one is
-    begun."""
+    """A step of a task. `min_reward` is the minimum of "reward", or the minimum of each key, for starting the next
+    step."""
 
     name: str
     agent: Agent = Agent()
@@ -281,7 +283,7 @@ class TaskToml(Table):
 
 
 class Unsupported(NamedTuple):
-    """A field that asks for what Outrider does not do, and what that is."""
+    """A field that requests a feature missing in Outrider, with the name of the feature."""
 
     field: str
     what: str
@@ -296,7 +298,7 @@ NETWORK_HINT = (
 
 
 def unsupported(config: TaskToml, *, offline: bool = False) -> Iterator[Unsupported]:
-    """All that a valid `task.toml` asks for in vain. With `offline`, a network is not counted."""
+    """Yield all unsupported fields of a valid `task.toml`. With `offline`, a requested network is not reported."""
     for found in _unsupported(config):
         if not (offline and found.hint is NETWORK_HINT):
             yield found
@@ -328,7 +330,8 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
 
 
 def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
-    """Harbor's default for an environment is a public network; None is the environment's, for a phase of a task."""
+    """Yield a network mode other than none. Harbor's default for an environment is a public network. For a phase of a
+    task, None is the environment's mode."""
     if mode not in (None, NO_NETWORK):
         yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
 

@@ -1,7 +1,7 @@
-"""Harbor task folders as tasks.
+"""Converts Harbor task folders to tasks.
 
-It runs nothing. Invariant: what a folder asks for is in its task, or the folder is refused with the field's name; and
-the tests and the solution are in no part of the task that an agent is shown.
+It runs nothing. Invariant: every request of a folder is in its task, or the folder is refused with the field's name.
+The tests and the solution are in no part of the task that an agent sees.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor makes in every sandbox."""
 ARTIFACTS = "/logs/artifacts"
-"""What is there is an artifact of every task."""
+"""Folder whose files are artifacts of every task."""
 TEST, SOLVE, SETUP = "test.sh", "solve.sh", "setup.sh"
 PRIOR = "trajectory.json"
-"""What an agent is to go on from."""
+"""File with an earlier trajectory for the agent to continue."""
 CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
 OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
-"""What is emptied before a later step: of the agent, and of a verifier that has run in its sandbox."""
+"""Folders emptied before a later step: the agent's, and those of a verifier that ran in the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
 """The limits of a task that sets none."""
 PREPARING_SECONDS = 1800.0
-"""What a session may take besides its agent, where the agent has more than the default."""
+"""Seconds of a session besides its agent, if the agent has more than the default."""
 
 
 def harbor_examples(
@@ -57,12 +57,12 @@ def harbor_examples(
     environ: Mapping[str, str] | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """The Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by path.
+    """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
+    path.
 
-    `tasks` chooses some by their paths below `root`. `image` is for tasks that name no image of their own, in place of
-    their Dockerfile. The values that `${NAME}` stands for come from `environ`, by default this process's environment,
-    and are a part of the task. Raises InvalidField for a broken task and for what it asks for and Outrider cannot give,
-    and TooLarge for tests that do not fit.
+    `tasks` selects tasks by their paths below `root`. `image` replaces the Dockerfile of tasks that name no image. The
+    values of `${NAME}` come from `environ`, by default this process's environment, and become part of the task. Raises
+    InvalidField for a broken task and for unsupported requests of a task, and TooLarge for tests that do not fit.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -78,7 +78,7 @@ def harbor_examples(
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
-    """The folders of Harbor tasks below a folder by their paths, sorted; none is within another."""
+    """Return the folders of Harbor tasks below a folder by path, sorted. None is inside another."""
     folders: dict[str, Path] = {}
     for found in sorted(root.rglob(TASK_TOML)):
         folder = found.parent
@@ -89,8 +89,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """The folders whose Dockerfiles make the images of the Harbor tasks below a folder, sorted: those of their
-    sandboxes, and those of verifiers that have an image of their own. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: the Dockerfiles of their
+    sandboxes, and of verifiers with an image of their own. Raises InvalidField for a broken task.toml."""
     found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
@@ -104,7 +104,7 @@ def build_contexts(root: Path) -> list[Path]:
 
 
 class HarborFolder:
-    """One folder. Its constructor raises InvalidField for what is invalid or unsupported in its task.toml."""
+    """Converts one folder. The constructor raises InvalidField for invalid or unsupported fields in its task.toml."""
 
     def __init__(
         self, folder: Path, environ: Mapping[str, str], image: str | None = None, *, offline: bool = False
@@ -118,7 +118,7 @@ class HarborFolder:
             raise self._refusal(field, what, hint)
 
     def example(self, name: str) -> Example:
-        """Raises InvalidField, and TooLarge for tests that do not fit."""
+        """Make the example. Raises InvalidField, and TooLarge for tests that do not fit."""
         config, folder = self._config, self._folder
         steps = config.steps or []
         first = steps[0] if steps else None
@@ -145,7 +145,7 @@ class HarborFolder:
         return Example(id=name, task=task, gold=self.gold())
 
     def _later(self, step: Step, runtime: dict[str, Any], *, after: Step) -> dict[str, Any]:
-        """A step in `task.then`. Harbor leaves nothing behind of the grading of the step before."""
+        """Make a step in `task.then`. It removes the remains of the previous step's grading, as Harbor does."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -172,8 +172,8 @@ class HarborFolder:
         return [{"run": hook.command, "seconds": hook.timeout_sec} for hook in hooks]
 
     def _step_files(self, step: Step) -> list[dict[str, Any]]:
-        """Prepare steps for the files that a step brings to the working directory, with its setup.sh, and its
-        healthcheck."""
+        """Return prepare steps for the files that a step adds to the working directory, for its setup.sh, and for its
+        health check."""
         folder = self._step_folder(step) / "workdir"
         prepare = written(folder, self._folder, ".") if folder.exists() else []
         if (folder / SETUP).exists():
@@ -183,7 +183,7 @@ class HarborFolder:
         return prepare
 
     def runtime(self, first: Step | None = None) -> dict[str, Any]:
-        """The agent's sandbox."""
+        """Return the spec of the agent's sandbox."""
         environment = self._config.environment
         runtime = self._sandbox(environment, "environment", self._image_of_agents(), self._loose_files())
         if environment.healthcheck is not None:
@@ -193,8 +193,8 @@ class HarborFolder:
         return runtime
 
     def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """The sandbox of a separate verifier. Harbor waits for no healthcheck in there, and brings it no files of
-        steps."""
+        """Return the spec of a separate verifier's sandbox. It gets no health check and no files of steps, as in
+        Harbor."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents(), self._loose_files())
@@ -219,8 +219,8 @@ class HarborFolder:
         return None
 
     def _loose_files(self) -> list[dict[str, Any]]:
-        """Prepare steps for the files that Harbor brings to the working directory, because nothing puts them into the
-        image."""
+        """Return prepare steps for the files that Harbor copies to the working directory because no Dockerfile puts
+        them into the image."""
         folder = self._folder / "environment"
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
@@ -244,14 +244,14 @@ class HarborFolder:
         workdir = environment.workdir
         if image is not None:
             runtime["image"] = image
-            with suppress(InvalidField, NotFound):  # known to another machine, or to a container engine
+            with suppress(InvalidField, NotFound):  # the image may be on another machine, or in a container engine
                 workdir = workdir or ImageStore().image(image).workdir or "/"
         if workdir is not None:
             runtime["workdir"] = workdir
         return runtime
 
     def evaluator(self, step: Step | None, runtime: dict[str, Any]) -> dict[str, Any]:
-        """Of a step, or of a task without steps. `runtime` is the agent's."""
+        """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's."""
         config = self._config
         separate = separate_verifier(config, self._folder, step)
         verifier = config.verifier
@@ -284,14 +284,15 @@ class HarborFolder:
         return evaluator
 
     def _written_tests(self, layers: Sequence[Path]) -> list[dict[str, Any]]:
-        """The files of the tests. A step's own are laid over those of the task."""
+        """Return the test files as steps that write them. A step's own files replace the task's files of the same
+        path."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
         files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
         return list({file["to"]: file for file in files}.values())
 
     def gold(self) -> Gold | None:
-        """The solutions of all steps; none if one of them has none."""
+        """Return the solutions of all steps, or None if a step has none."""
         whole = self._solution(self._folder / "solution")
         own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
         first, *later = [one or whole for one in own] or [whole]
@@ -299,7 +300,8 @@ class HarborFolder:
         return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
 
     def _solution(self, folder: Path) -> Gold | None:
-        """It runs in the working directory, with its files in /solution. Its exit code says nothing."""
+        """Return a solution, which runs in the working directory with its files in /solution. Its exit code is
+        ignored."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -310,7 +312,7 @@ class HarborFolder:
         )
 
     def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
-        """The variables, with the values that templates stand for. Raises InvalidField for one that has none."""
+        """Return the variables with their templates resolved. Raises InvalidField for a template without a value."""
         found = {}
         for name, value in env.items():
             template = TEMPLATE.fullmatch(value)
@@ -332,7 +334,7 @@ class HarborFolder:
 
 
 def read_config(file: Path) -> TaskToml:
-    """Raises InvalidField that names the file and the field."""
+    """Read a task.toml. Raises InvalidField with the file and the field."""
     try:
         return TaskToml.model_validate(read_toml_file(file, field="source"))
     except ValidationError as error:
@@ -354,19 +356,19 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
 
 
 def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
-    """The paths that are artifacts, each once. Those that are relative begin in `workdir`."""
+    """Return the paths of artifacts, each once. Relative paths start in `workdir`."""
     named = (posixpath.join(workdir, one.source.rstrip("/") or one.source) for one in artifacts)
     return list(dict.fromkeys((ARTIFACTS, *named)))
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Patterns of the artifacts' files, for what is kept of the agent's sandbox: a path may be a file or a folder."""
+    """Return patterns of the artifacts' files to keep from the agent's sandbox: a path may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
 
 
 def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
-    """Limits under which the agent has that long in each of the task's steps."""
+    """Return limits that give the agent these times in the steps of the task."""
     whole = sum(agent_seconds)
     return {
         "agent_seconds": agent_seconds[0],

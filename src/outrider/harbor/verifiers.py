@@ -1,8 +1,8 @@
-"""Where the verifier of a Harbor task or step runs, by Harbor's rules.
+"""Finds the sandbox of the verifier of a Harbor task or step, by Harbor's rules.
 
-It looks whether files are there, and reads none. What a separate verifier's sandbox is like and which image it has are
-two questions, and Harbor answers each by itself: a step that only sets `cpus` has the image that the task's verifier
-names. An image of the verifier's own has the tests in it, with all that they use.
+It checks whether files exist and reads none. Harbor chooses the settings and the image of a separate verifier's sandbox
+independently: a step that only sets `cpus` has the image named by the task's verifier. A verifier's own image contains
+the tests, with all their requirements.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ COMPOSE = "docker-compose.yaml"
 
 
 class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
-    """What a separate verifier runs in. `environment`, the table at `field`, says all but the image. Without a
-    `context` that is the agent's. Else it has the tests, and is `image`, or is built in the folder `context`."""
+    """The sandbox of a separate verifier. `environment`, the table at `field`, has all settings except the image.
+    Without a `context` the image is the agent's. Otherwise it contains the tests, and is `image`, or is built in the
+    folder `context`."""
 
     environment: Environment
     field: str
@@ -29,12 +30,12 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode(config: TaskToml, step: Step | None) -> Literal["shared", "separate"]:
-    """A step's own mode counts before the task's."""
+    """Return the verifier's mode. A step's own mode takes precedence over the task's."""
     return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
 
 
 def separate_verifier(config: TaskToml, folder: Path, step: Step | None) -> SeparateVerifier | None:
-    """None for a verifier that runs in the agent's sandbox."""
+    """Return the sandbox of a separate verifier, or None for a verifier that runs in the agent's sandbox."""
     if mode(config, step) == "shared":
         return None
     levels = [(config.verifier.environment, folder / "tests", "verifier.environment")]

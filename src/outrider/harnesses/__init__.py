@@ -1,4 +1,4 @@
 """Harnesses: agent programs, and how each is installed, started and pointed at its model endpoint.
 
-Most are data, in `presets/`. What runs them in a sandbox lives here too; the sandboxes do not.
+Most harnesses are data, in `presets/`. The code for running harnesses in a sandbox is here too; the sandboxes are not.
 """

@@ -1,7 +1,7 @@
-"""The contract of a harness: an agent program, how it is started and pointed at its model endpoint.
+"""The contract of a harness: an agent program, and how it is started and pointed at its model endpoint.
 
-It knows no tokens, no reward and no engine. Invariant: a harness that fails raises an error with the end of the
-program's output; it never returns quietly from a crash.
+Independent of tokens, rewards and engines. Invariant: a harness that fails raises an error with the end of the
+program's output, and never returns quietly from a crash.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an agent finds its session's model, as seen from inside the sandbox. `base_url` is
-    `http://host:port/s/<key>` without `/v1`, `api_key` the session's credential, `model` the served model's name."""
+    """The address of a session's model, as seen from inside the sandbox. `base_url` is `http://host:port/s/<key>`
+    without `/v1`, `api_key` the session's credential, `model` the served model's name."""
 
     base_url: str
     api_key: str
@@ -28,19 +28,19 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRefused(RequestError):
-    """A frozen model refused a call for what the agent did: the session has used up its turns or tokens of that model,
-    or the prompt is too long for it. An agent that lets it out is graded, as a program that exits non-zero is."""
+    """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
+    the prompt is too long. An agent without a handler for this error is graded, like a program that exits non-zero."""
 
     code = "model_refused"
     http_status = 429
 
 
 class ModelClient(Protocol):
-    """The session's models for in-process agents: the path of the gateway without HTTP. `model` is the name of a frozen
+    """The session's models for in-process agents: the gateway's path without HTTP. `model` is the name of a frozen
     model; None is the policy.
 
-    Raises what a model call raises: ContextOverflow, EngineError, and the session's limits; for a frozen model
-    ModelRefused and EngineError, and NotFound for a name under which none is served.
+    Raises the errors of a model call: ContextOverflow, EngineError, and the session's limits. A call of a frozen model
+    raises ModelRefused and EngineError, and NotFound for an unknown name.
     """
 
     async def chat(
@@ -55,10 +55,10 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a harness is given for one session.
+    """The input of a harness for one session.
 
-    run_name: the name under which its program is started (`Outlives.exec_once`), so that the next node can wait for the
-        same run; None if the program ends with this node. Only for a harness that `outlives_node`.
+    run_name: the name under which the program is started (`Outlives.exec_once`), so that the next node can wait for the
+    same run; None if the program ends with this node. Only for a harness with `outlives_node`.
     """
 
     task: TaskSpec
@@ -69,8 +69,8 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent left: the end of its log, its answer if it gives one, and the exit code of its program, where that
-    is not 0 and its work is graded all the same."""
+    """The result of an agent's run: the end of the log, the answer if given, and the exit code of the program, non-zero
+    if the work is graded in spite of a failure."""
 
     log_tail: str = ""
     answer: str | None = None
@@ -78,7 +78,7 @@ class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramExit(HarnessError):
-    """An agent program ended with an `exit_code` of its own, not 0. The session is graded if its model had replied."""
+    """An agent program ended with a non-zero `exit_code`. The session is graded if its model had replied."""
 
     def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
         super().__init__(message, hint=hint, log_tail=log_tail)
@@ -86,26 +86,25 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent. Made for each session from the task's spec; it keeps no state between sessions.
+    """An agent, made for each session from the task's spec. It keeps no state between sessions.
 
-    An attribute is optional: `outlives_node` is True where all of the agent runs in the sandbox, so that `run` of
-    another node, with the same `run_name`, goes on with what this one has begun.
+    Optional attribute `outlives_node`: True if the whole agent runs in the sandbox, so that `run` on another node with
+    the same `run_name` continues the run.
     """
 
     def available(self) -> Availability:
-        """Whether its program is installed on this node. Asked when a task is submitted."""
+        """Report whether the agent's program is installed on this node. Called when a task is submitted."""
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Host folders that hold its program, mounted read-only in the sandbox at the same path."""
+        """Return the host folders of the agent's program, to be mounted read-only in the sandbox at the same paths."""
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write what it needs (config files) into the started sandbox. Part of INIT, and of each later step of the
-        task."""
+        """Write the agent's config files into the started sandbox. Part of INIT, and of each later step of the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        """Run the agent to its end. Raises HarnessError when its program fails, a ProgramExit where the outcome can
-        still be graded. It is cancelled at a time limit: everything that it started must then end."""
+        """Run the agent to its end. Raises HarnessError when the program fails, a ProgramExit if the outcome can still
+        be graded. A time limit cancels this call: every process started by the call must then end."""
         ...

@@ -1,9 +1,9 @@
-"""Builds a folder at its final path, once, whoever comes first.
+"""Builds a folder at its final path once, however many processes request it.
 
-It knows nothing of what is in the folder. It cannot build elsewhere and rename, as concurrency/build_once.py does,
-because the files of a virtual environment name its folder; a marker file that is written last says that a folder is
-complete. Invariant: a folder with its marker is complete, after a loss of power, too, and of any number of builders in
-any number of processes exactly one builds.
+Independent of the folder's content. Building elsewhere and renaming, as in concurrency/build_once.py, is impossible,
+because the files of a virtual environment name its folder. A marker file, written last, marks a complete folder.
+Invariant: a folder with its marker is complete, even after a power loss, and of any number of builders in any number of
+processes exactly one builds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKER = ".outrider-sealed.json"
 
 
 class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a folder is built from. The marker records it: a folder built from anything else is not complete."""
+    """The inputs of a folder's build, recorded in the marker: a folder with other inputs counts as incomplete."""
 
     packages: tuple[str, ...]
     node: str | None = None
@@ -29,7 +29,7 @@ class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def is_complete(folder: Path, contents: Contents) -> bool:
-    """Whether the folder was built from `contents`, to the end."""
+    """Return True if the folder was built completely from `contents`."""
     try:
         return msgspec.json.decode((folder / MARKER).read_bytes(), type=Contents) == contents
     except (OSError, msgspec.MsgspecError):
@@ -37,13 +37,13 @@ def is_complete(folder: Path, contents: Contents) -> bool:
 
 
 def invalidate(folder: Path) -> None:
-    """Make a folder that is broken count as incomplete, so that it is built again."""
+    """Mark a broken folder as incomplete and so due for another build."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def build_in_place(folder: Path, contents: Contents, build: Callable[[], None]) -> None:
-    """Return once `folder` is complete, after building it if it is not. `build` finds it empty; when it raises, the
-    folder is removed. Blocks while another process builds the same folder."""
+    """Return once `folder` is complete, after a build if necessary. `build` starts with an empty folder. The folder is
+    removed if `build` raises. Blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if is_complete(folder, contents):

@@ -1,7 +1,7 @@
 """The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
 
-It knows programs only as presets (data) and grades nothing. Invariant: the program finds the session's endpoint in
-every variable that agents read it from, and nothing in the task can point it elsewhere.
+Programs are presets (data). The harness grades nothing. Invariant: every variable from which agents read the endpoint
+has the session's endpoint, whatever the task sets.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
 from outrider.runtimes.base import LOG_TAIL, Availability, Outlives
 
 LOOKUP_SECONDS = 60.0
-"""Time limit of a short command that looks something up in the sandbox."""
+"""Time limit of a short lookup command in the sandbox."""
 
 MAX_INSTRUCTION = 100_000
-"""Bytes. Linux refuses any single argument or variable above 128 KiB, and an argument may hold other text besides the
-instruction."""
+"""Maximum bytes. Linux refuses any single argument or variable above 128 KiB, and an argument may hold other text
+besides the instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""A shell script that prints the end of the newest file. No program names its logs with newlines."""
+"""Shell script that prints the end of the newest file. No program puts newlines into the names of its logs."""
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
 
 
 class CommandHarness:
-    """Runs one preset. `options` are its checked options. `env` are the task's own variables, which win over the
-    preset's but never over the endpoint's. `venv` is the virtual environment in which it runs."""
+    """Runs a preset with its checked `options`. `env` are the task's own variables, which override the preset's but
+    never the endpoint's. `venv` is the virtual environment for the program."""
 
     outlives_node = True
 
@@ -72,15 +72,16 @@ class CommandHarness:
         return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the preset's config files. Raises InvalidField for an instruction that no program can be given,
-        HarnessUnavailable when the program is not installed."""
+        """Write the preset's config files. Raises InvalidField for an instruction that cannot be passed to a program,
+        HarnessUnavailable if the program is not installed."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
             venv = await asyncio.to_thread(read_venv, self._venv)
             seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
             await compile_modules(venv, seconds=seconds)
-            # Its programs come first in PATH, as its `activate` does it: before the sandbox's own PATH or the task's.
+            # The environment's programs come first in PATH, as after `activate`: before the sandbox's own PATH or the
+            # task's.
             inherited = self._env.get("PATH")
             if inherited is None:
                 told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
@@ -112,7 +113,7 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own clock ends it sooner, and does not count time in which the service stood still.
+            # The session's own clock ends the run sooner, and excludes time in which the service stood still.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -122,7 +123,7 @@ class CommandHarness:
                 told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
                 own = told.stdout.decode("utf-8", errors="replace").strip()
                 log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
-            except RuntimeFailure as error:  # the run has ended; a lost log must not change how
+            except RuntimeFailure as error:  # the run has ended: a lost log must not change its outcome
                 log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
@@ -143,7 +144,7 @@ class CommandHarness:
         return HarnessOutcome(log_tail=log_tail, answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
-        """The value of every placeholder that the preset's texts may have."""
+        """Return the values of all placeholders that the preset's texts may contain."""
         endpoint = context.endpoint
         words = {
             "base_url": endpoint.base_url,
@@ -172,7 +173,7 @@ class CommandHarness:
 
 
 def check_instruction(instruction: str) -> None:
-    """Raises InvalidField for an instruction that no program can be given."""
+    """Raise InvalidField for an instruction that cannot be passed to a program."""
     if "\0" in instruction:
         raise InvalidField("must not contain NUL: a program is given it", field="task.instruction")
     if (size := len(instruction.encode())) > MAX_INSTRUCTION:

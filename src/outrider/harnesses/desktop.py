@@ -1,7 +1,7 @@
-"""The tool set `desktop`: a screen in the sandbox that the model sees by screenshots and uses by mouse and keyboard.
+"""The tool set `desktop`: a screen in the sandbox, which the model sees by screenshots and uses by mouse and keyboard.
 
-It knows no task and no browser: `run` of its options opens the programs. Invariant: a call acts on the screen of its
-own sandbox or not at all; what the model got wrong is a result that says so, and only a broken sandbox raises.
+Independent of tasks and browsers: the option `run` opens the programs. Invariant: a call acts on the screen of its own
+sandbox or not at all. A mistake of the model gives an explanation as the result; only a broken sandbox raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# No keys, mouse bindings or menus: with them an agent could close or move the windows that a grader looks at.
+# No keys, mouse bindings or menus, by which an agent could close or move the windows for the grader.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">
@@ -41,8 +41,8 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# A display that exists is not ours: without namespaces, it is the host's or another session's. Without -noreset Xvfb
-# starts over when its last client goes, and refuses the next one meanwhile.
+# An existing display belongs to others: without namespaces, to the host or another session. Without -noreset Xvfb
+# restarts when its last client exits, and meanwhile refuses the next client.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -62,8 +62,7 @@ ready xdotool get_num_desktops
 
 
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs on it and ends when they are
-    there."""
+    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
@@ -128,7 +127,7 @@ DONE = "done"
 
 
 class Desktop:
-    """The screen of one sandbox. It stays open until the sandbox stops, so that a grader can look at it."""
+    """The screen of a sandbox, open until the sandbox stops, so that a grader can look at the screen."""
 
     def __init__(self, runtime: Runtime, options: DesktopOptions, *, seconds: float) -> None:
         self._runtime = runtime
@@ -137,14 +136,14 @@ class Desktop:
         self._folder = f"{runtime.scratch}/outrider-desktop"
 
     def tools(self) -> list[ToolSpec]:
-        """The tools as a model is told of them."""
+        """Return the descriptions of the tools for a model."""
         specs = [_tool(name, action) for name, action in ACTIONS.items()]
-        # Models and their servers scale images: pixels must be those of a size that is said.
+        # Models and their servers scale images, so the description states the size to which pixels refer.
         specs[0]["function"]["description"] += f" It has {self._options.width}x{self._options.height} pixels."
         return specs
 
     async def open(self) -> None:
-        """Start the screen, its window manager and the programs. Raises HarnessError with what they printed."""
+        """Start the screen, its window manager and the programs. Raises HarnessError with their output."""
         options = self._options
         await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
         script = OPEN.format(
@@ -166,7 +165,7 @@ class Desktop:
                 )
 
     async def call(self, name: str, arguments: str) -> Part:
-        """The result of a call of one of `ACTIONS`. Raises RuntimeFailure when the sandbox is broken."""
+        """Run a call in `ACTIONS` and return the result. Raises RuntimeFailure if the sandbox is broken."""
         try:
             action = msgspec.json.decode(arguments or "{}", type=ACTIONS[name])
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -186,7 +185,7 @@ class Desktop:
             case Scroll():
                 turns = ["click", "--repeat", str(action.amount), "--delay", "20", WHEEL[action.direction]]
                 return await self._xdotool("mousemove", str(action.x), str(action.y), *turns)
-            case Type() if "\0" in action.text:  # no argument of a program can hold it
+            case Type() if "\0" in action.text:  # a program's argument cannot hold NUL
                 return Text("malformed arguments: the text has a NUL")
             case Type():
                 return await self._xdotool("type", "--delay", "10", "--", action.text)
@@ -197,7 +196,7 @@ class Desktop:
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
             return Text(f"[timed out after {self._seconds:g} s]")
-        # It exits with 0 also for a key that it does not know.
+        # xdotool exits with 0 even for an unknown key.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self) -> Part:

@@ -1,6 +1,6 @@
-"""The environment variables that point an agent program at its session's model, whichever vendor's names it reads.
+"""The environment variables for the address of a session's model, under the names of all vendors.
 
-Invariant: a task can set none of them.
+Invariant: no task can set these variables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from outrider.harnesses.base import ModelEndpoint
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
-    """The variables from which programs of every vendor read where their model is."""
+    """Return the variables for the agent programs of all vendors."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

@@ -1,7 +1,7 @@
-"""Makes a harness from a task's spec: when a task is submitted, before anything is stored, and for each session.
+"""Makes a harness from a task's spec: once when the task is submitted, before anything is stored, and once per session.
 
-It reads presets and imports agents but starts nothing. Invariant: whatever is wrong in the spec is an InvalidField with
-the full path of the field.
+It reads presets and imports agents but starts nothing. Invariant: any mistake in the spec is an InvalidField with the
+full path of the field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELD = "task.harness"
 
 
 def make_harness(spec: HarnessSpec) -> Harness:
-    """The harness that a task asks for. Raises InvalidField."""
+    """Make the harness of a task's spec. Raises InvalidField."""
     if spec.agent is not None:
         return InProcessHarness(_make_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _command_preset(spec)
@@ -42,7 +42,7 @@ def make_harness(spec: HarnessSpec) -> Harness:
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
-    """The task's own command as a preset. Its options are those that its texts use."""
+    """Return the task's own command as a preset, with the options used in its texts."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:
@@ -52,7 +52,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     options: dict[str, Option] = {}
     for name in options_in((*command, *spec.env.values(), *spec.files.values())):
         value = spec.options.get(name)
-        if isinstance(value, bool):  # which is an int too
+        if isinstance(value, bool):  # a bool is an int, too
             options[name] = Option(type="boolean")
         else:
             options[name] = Option(type="number" if isinstance(value, int | float) else "string")

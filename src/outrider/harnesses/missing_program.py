@@ -1,7 +1,7 @@
-"""Finds out why a program could not be started in a sandbox: which file is missing, and what the task has to say.
+"""Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-It reads and changes nothing. Invariant: it calls a file missing only after it has looked for it in the sandbox; where
-it does not know the cause, it returns None.
+This module changes nothing. Invariant: a file is reported as missing only after a look in the sandbox; for an unknown
+cause the result is None.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from outrider.runtimes.base import ExecResult, Runtime
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-"""The exit codes that shells and the tool server give for a program that cannot be started."""
+"""Exit codes of shells and the tool server for a program that cannot be started."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH in a sandbox that sets no other."""
+"""PATH in a sandbox without another PATH."""
 HEAD = 4096
-"""Bytes of a file that are enough for its first line, or for the program headers of an ELF file."""
+"""Number of leading bytes of a file that contain its first line, or the program headers of an ELF file."""
 SMALL = 1 << 16
-"""Bytes of a file up to which it is read whole."""
+"""Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
-"""Scripts in a row of which each is the interpreter of the one before; Linux follows as many."""
+"""Maximum length of a chain of scripts, each the interpreter of the one before; the same as in Linux."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3
@@ -43,7 +43,7 @@ _COMPLAINTS = (
     re.compile(r"^(?:\S*sh): (?:line )?\d+: (?P<name>/.+?): No such file or directory$", re.MULTILINE),
     re.compile(r"^(?:\S*/)?env: [\u2018'\"]?(?P<name>.+?)[\u2019'\"]?: No such file or directory$", re.MULTILINE),
 )
-"""Messages of bash, dash and env."""
+"""Messages of bash, dash and env for a program that is not found."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
 """Message of the dynamic loader of the GNU C library, which also exits with 127."""
@@ -55,7 +55,7 @@ OTHER_ROOT = (
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """What is missing, and what to do about it."""
+    """The missing file, and the remedy."""
 
     message: str
     hint: str
@@ -64,7 +64,7 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Why the command that ended with `result` could not be started; None where it was started."""
+    """Return why the command that gave `result` could not be started, or None if it was started."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -72,30 +72,30 @@ async def find_missing(
     complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(said)]
     try:
         found = await sandbox.unusable(command[0])
-        if found is None and complaints:  # the last thing that a shell, or `env`, did not find
+        if found is None and complaints:  # the last program that a shell or `env` did not find
             found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
         if found is None and (library := _LIBRARY.search(said)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
     except (RuntimeFailure, OSError):
-        return None  # the sandbox no longer answers
+        return None  # the sandbox no longer responds
     return found
 
 
 class _Sandbox:
-    """Looks for programs in one sandbox with one environment."""
+    """Looks for programs in a sandbox with the given environment."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
         self._env = env
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Why the program cannot be started, None if it can. Of a script the interpreter is looked at too, and its own
-        interpreter, down to `depth`."""
+        """Return why the program cannot be started, or None if it can. For a script, the interpreter is checked too,
+        and the interpreter's own interpreter, down to `depth`."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        if test.exit_code == 1:  # any other code: the sandbox has no `test` to tell
+        if test.exit_code == 1:  # any other code: the sandbox has no `test`
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
@@ -118,7 +118,7 @@ class _Sandbox:
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
     async def _find(self, name: str) -> str | None:
-        """Where a program is: at its path, or in a folder of PATH."""
+        """Return the path of a program: the path itself, or the first match in the folders of PATH."""
         if "/" in name:
             return name if await self._exists(name) else None
         for folder in filter(None, (self._env.get("PATH") or SYSTEM_PATH).split(":")):
@@ -136,8 +136,8 @@ class _Sandbox:
         return True
 
     async def _head(self, path: str) -> bytes:
-        """The beginning of a file. Of a large file in a sandbox without `head` nothing is known, unless it is a program
-        that Outrider has installed: what sandboxes have of these is at the same path on the host."""
+        """Return the beginning of a file. A large file in a sandbox without `head` is read only if installed by
+        Outrider: Outrider's programs are at the same path on the host."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -146,7 +146,8 @@ class _Sandbox:
 
 
 def _head_on_host(path: str) -> bytes:
-    """The task chooses the path, so no other file of the host is opened: it may be secret, or a pipe."""
+    """Read the beginning of a program in Outrider's cache. The task chooses the path, so all other files of the host
+    stay closed: they may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""
@@ -159,13 +160,14 @@ def _head_on_host(path: str) -> bytes:
 
 
 def _not_there(name: str) -> Missing:
-    """The remedy for a program that the sandbox does not have depends on whether the host has it in its PATH."""
+    """Return the error for a program missing in the sandbox. Its remedy depends on whether the host has the program in
+    its PATH."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",
             "a prepare step with `write` or `upload` puts it there",
         )
-    # Only the service's own PATH is looked through: whoever names a path must not learn what the host has there.
+    # Only the service's own PATH is searched: a task must not find out which paths exist on the host.
     looked = f"{environment('PATH') or SYSTEM_PATH}:{SYSTEM_PATH}"
     named = "/" not in name or posixpath.dirname(name) in looked.split(":")
     on_host = shutil.which(name, path=looked) if named else None
@@ -191,7 +193,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # far more than the program
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # such a folder holds far more than the program
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
     return Missing(f"{where}; on the host it is {on_host}", hint)
@@ -202,7 +204,7 @@ def _allow(path: Path) -> str:
 
 
 def _loader(head: bytes) -> str | None:
-    """The dynamic loader that a 64-bit ELF program names in its first bytes, None where it names none."""
+    """Return the dynamic loader named in the first bytes of a 64-bit ELF program, or None."""
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
         return None
     (start,) = struct.unpack_from("<Q", head, 32)

@@ -1,7 +1,7 @@
-"""Fills {placeholders} of a preset's or a task's texts. Pure.
+"""Fills in the {placeholders} of a preset's or a task's texts. Pure.
 
-Invariant: only the names that it is given are replaced, and each text is scanned once, so that values are never scanned
-and other braces, such as those of JSON, stay as they are.
+Invariant: only the given names are replaced, and each text is scanned once, so that values are never scanned and other
+braces, such as in JSON, stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _verbatim(value: str) -> str:
 
 
 def _in_json_string(value: str) -> str:
-    """Escaped for a JSON string, which is also right in a basic string of TOML."""
+    """Escape a value for a JSON string. The escapes are also right in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
@@ -28,7 +28,7 @@ _ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": 
 
 
 def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = _verbatim) -> str:
-    """`text` with `{word}` replaced by its escaped value, for every word of `words`."""
+    """Return `text` with `{word}` replaced by its escaped value, for every word of `words`."""
     if not words:
         return text
     pattern = "|".join(re.escape(word) for word in words)
@@ -36,21 +36,22 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """`fill` for the text of a file: values are escaped for a string of the file's format, which its suffix tells."""
+    """Fill in the text of a file. Values are escaped for a string of the file's format, which is taken from its
+    suffix."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, _verbatim))
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
-    """Upper bound of the length of what `fill_file` returns, without making it."""
+    """Return an upper bound of the length of `fill_file`'s result, without computing the result."""
     escape = _ESCAPES.get(PurePosixPath(path).suffix, _verbatim)
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 
 def options_in(texts: Iterable[str]) -> frozenset[str]:
-    """Every name x for which a text has `{option.x}`."""
+    """Return every name x that is used as `{option.x}`."""
     return frozenset(name for text in texts for name in _OPTION.findall(text))
 
 
 def dialect_words_in(texts: Iterable[str]) -> frozenset[str]:
-    """Every name x for which a text has `{dialect.x}`."""
+    """Return every name x that is used as `{dialect.x}`."""
     return frozenset(name for text in texts for name in _DIALECT.findall(text))

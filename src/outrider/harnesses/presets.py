@@ -1,7 +1,6 @@
-"""Presets: agent programs as data. A TOML file says how one is installed, started and pointed at its model.
+"""Presets: agent programs as data. A TOML file defines how a program is installed, started and pointed at its model.
 
-It knows no sandbox and starts nothing. Invariant: a preset that loads is complete and declares every option that it
-uses.
+Independent of sandboxes; starts nothing. Invariant: a loaded preset is complete and declares every option that it uses.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from outrider.spec import NonzeroExit
 OptionValue = str | int | float | bool
 
 DIALECT = "dialect"
-"""The option of a preset that speaks more than one dialect."""
+"""Name of the option of a preset with several dialects."""
 
 _MINOR = re.compile(r"3\.[0-9]+")
 
@@ -37,8 +36,8 @@ _TYPES: dict[str, type | UnionType] = {
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset, required when it has no default. In a `template` the endpoint's placeholders ({base_url},
-    {api_key}, {model}, {instruction}) are filled in. `choices` are all allowed values, where any are given."""
+    """One option of a preset, required if it has no default. In a `template` the endpoint's placeholders ({base_url},
+    {api_key}, {model}, {instruction}) are filled in. `choices`, if not empty, are the allowed values."""
 
     type: Literal["string", "template", "integer", "number", "boolean"]
     default: OptionValue | None = None
@@ -56,10 +55,10 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the program is installed on a node.
 
-    `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js that npm packages run
-    on, `python` the Python ("3.12") that pip packages need (None: the one that runs Outrider). Install scripts of
-    packages are never run; `after` are the commands to run instead in the program's folder. `check` prints `version`
-    when the program works.
+    `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js for npm packages.
+    `python` is the Python version ("3.12") for pip packages; None is the Python that runs Outrider. Install scripts of
+    packages are never run; the commands in `after` run instead, in the program's folder. `check` prints `version` if
+    the program works.
     """
 
     kind: Literal["pip", "npm"]
@@ -79,11 +78,11 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `outrider harness check` must know of a program and its requests do not tell.
+    """Facts about a program for `outrider harness check` that its requests do not show.
 
-    `shell` is the tool that runs a command, `finish_command` a command that ends the run. `subagent` is the tool that
-    starts a sub-agent, called with a prompt and `subagent_arguments`; `wait` is the tool that waits for one, by its id,
-    where the program does not wait by itself.
+    `shell` is the tool for running a command, `finish_command` a command that ends the run. `subagent` is the tool for
+    starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a sub-agent
+    by its id, if the program does not wait by itself.
     """
 
     shell: str | None = None
@@ -94,13 +93,13 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for where it
-    and its Node.js are installed. `answer` says where its final answer is, if anywhere.
+    """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
+    paths of the program and its Node.js. `answer` is the output with the final answer, if any.
 
-    `dialects` are those that it speaks, the default first. With more than one it has the option `dialect`, and
-    {dialect.x} is word x of that dialect's entry in `words`, which may use the endpoint's placeholders. `logs` are the
-    files that it logs to, as shell patterns below HOME: the end of the newest is added to its output. `nonzero_exit`
-    is what an exit code other than 0 means once its model has replied: see NonzeroExit.
+    `dialects` are the program's dialects, the default first. A preset with several dialects has the option `dialect`,
+    and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
+    `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to its output.
+    `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see NonzeroExit.
     """
 
     name: str
@@ -127,7 +126,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
 
     def texts(self) -> tuple[str, ...]:
-        """Every text in which placeholders are filled in."""
+        """Return all texts in which placeholders are filled in."""
         return (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
 
 
@@ -137,7 +136,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """The preset of that name. Raises InvalidField that names the known ones."""
+    """Return the preset with this name. Raises InvalidField with all names."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
@@ -162,8 +161,8 @@ def _read(name: str) -> Preset:
 def checked_options(
     preset: Preset, given: Mapping[str, Any], *, field: str = "task.harness.options"
 ) -> dict[str, OptionValue]:
-    """The preset's options with defaults filled in. Raises InvalidField for one that is unknown, of the wrong
-    type, or missing."""
+    """Return the preset's options with defaults filled in. Raises InvalidField for an option that is unknown, missing,
+    or of the wrong type."""
     for name in given:
         if name not in preset.options:
             known = ", ".join(sorted(preset.options)) or "none"
@@ -175,7 +174,7 @@ def checked_options(
         value: Any = given.get(name, option.default)
         if value is None:
             raise InvalidField(f"harness {preset.name!r} needs option {name!r}", field=f"{field}.{name}")
-        # True is an int for Python, but here a flag is no number.
+        # True is an int in Python, but an option of a number type does not accept it.
         fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
         if not fits:
             raise InvalidField(

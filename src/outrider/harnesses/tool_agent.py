@@ -1,7 +1,7 @@
-"""The built-in agent `tools`: asks the model and runs its tool calls in the sandbox until it answers.
+"""The built-in agent `tools`: calls the model and runs the tool calls in the sandbox until the model gives an answer.
 
-It knows no tokens and no reward. `desktop` names a set of tools (see desktop.py), the others are tools. Invariant:
-every tool call gets exactly one result, in the order of the calls.
+Independent of tokens and rewards. `desktop` names a set of tools (see desktop.py), the remaining names single tools.
+Invariant: every tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outrider.spec import Seconds, Spec, Text
 
 
 class ToolOptions(Spec):
-    """Options of the agent. `tools` may be empty; `max_turns` bounds the model calls, `tool_seconds` one tool call.
-    `desktop` is for the tools of that name."""
+    """Options of the agent. `tools` may be empty. `max_turns` bounds the model calls, `tool_seconds` one tool call.
+    `desktop` configures the tools of that name."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -46,11 +46,11 @@ class ToolOptions(Spec):
 
 
 class ToolAgent:
-    """An `Agent`: a loop over model and tools. The first reply without a tool call is its answer. When `max_turns` is
-    reached first, the last calls are still run and there is no answer.
+    """An `Agent`: a loop over model and tools. The first reply without a tool call is its answer. If `max_turns` is
+    reached first, the last calls still run and there is no answer.
 
-    An agent of one's own with further tools is a subclass that passes them as `own`; they are offered behind those that
-    the option `tools` names. Raises ValueError for one that has the name of a built-in tool."""
+    To add tools, write a subclass that passes `own`: its tools follow the tools of the option `tools`. Raises
+    ValueError for a tool with the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -65,7 +65,8 @@ class ToolAgent:
         return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
-        """Open the desktop, which stays open from step to step. Each other tool starts with its first call."""
+        """Open the desktop, which stays open between the steps of a task. Every other tool starts with its first
+        call."""
         if "desktop" in self._options.tools and not self._desktop_open:
             await self._desktop(context.runtime).open()
             self._desktop_open = True

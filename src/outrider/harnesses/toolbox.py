@@ -1,7 +1,7 @@
-"""The tools that the built-in agent offers, and how a call of one becomes the text that the model is shown.
+"""The tools of the built-in agent, and the conversion of a tool call into a text for the model.
 
-It knows no model. Invariant: whatever a model has written as a call, the result is a text; only a broken sandbox, and
-what an agent's own tool raises, is an exception.
+Independent of the model. Invariant: any call that a model writes gives a text as its result. Only a broken sandbox, or
+an exception of an agent's own tool, raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PlainTool = Literal["bash", "python", "ipython", "edit", "think"]
 ToolName = Literal[PlainTool, "desktop"]
 
 MAX_RESULT = 16_384
-"""Maximum characters of one tool result that the model is shown. Of a longer one the middle is cut out."""
+"""Maximum characters of one tool result shown to the model. The middle of a longer result is cut out."""
 
 SHELLS: tuple[ShellKind, ...] = get_args(ShellKind)
 PROBE_SECONDS = 30.0
@@ -33,7 +33,7 @@ MAX_PATH = 4096
 
 
 def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
-    """A tool as models are told of it, whose arguments are all texts and required."""
+    """Return the description of a tool for models. All arguments are required texts."""
     return {
         "type": "function",
         "function": {
@@ -62,16 +62,16 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool of an agent's own. `run` is given those arguments of a call that are properties in `spec`, with all that
-    are required there, and returns what the model is shown. Whatever it raises ends the agent."""
+    """A tool defined by an agent. `run` gets the arguments of a call that are properties in `spec`, always including
+    required ones, and returns the text for the model. Any exception of `run` ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
 
 
 class Toolbox:
-    """The tools of one run: shells that open with their first call and close at the end, and perhaps a desktop.
-    `seconds` limits a call."""
+    """The tools of a run: shells, which open with the first call and close at the end, and optionally a desktop.
+    `seconds` limits each call."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Toolbox:
             self._shells = {}
 
     async def result(self, call: ToolCall) -> Message:
-        """The result of a call, as the model is shown it. Raises RuntimeFailure when the sandbox is broken."""
+        """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken."""
         if self._desktop is not None and call.name in ACTIONS:
             part = await self._desktop.call(call.name, call.arguments)
             if isinstance(part, Image):
@@ -111,7 +111,7 @@ class Toolbox:
         return Message(role=Role.TOOL, content=await self.call(call), tool_call_id=call.id)
 
     async def call(self, call: ToolCall) -> str:
-        """The text of that, for all tools but the desktop's. Raises as `result`."""
+        """Return the text of a call's result, for all tools except the desktop's. Raises like `result`."""
         if call.name not in self._by_name:
             known = [*self._by_name, *(ACTIONS if self._desktop is not None else ())]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
@@ -121,7 +121,7 @@ class Toolbox:
             return f"malformed arguments: give a JSON object with {_described(parameters)}"
         shell = next((kind for kind in SHELLS if kind == call.name), None)
         try:
-            async with asyncio.timeout(None if shell else self._seconds) as limit:  # a shell keeps its own time
+            async with asyncio.timeout(None if shell else self._seconds) as limit:  # shells apply the limit themselves
                 if shell is not None:
                     return await self._in_shell(shell, *arguments.values())
                 return shortened(await self._run(call.name, arguments))
@@ -156,11 +156,11 @@ class Toolbox:
 
 
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
-    """Replace the one place in a file where `old` is, or write the file anew where `old` is empty. Relative paths are
-    below the working directory. Returns what the model is told; raises RuntimeFailure when the sandbox is broken."""
+    """Replace the only occurrence of `old` in a file, or write a new file if `old` is empty. Relative paths are below
+    the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # Asked before, as a write sets the file's mode. It raises where the sandbox itself is broken.
+    # Checked before the write, which sets the file's mode. Raises if the sandbox itself is broken.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -172,14 +172,14 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # Of a file that it cannot read or write the sandbox says the same as of its own failure.
+        # RuntimeFailure can mean a broken sandbox, but also a file that cannot be read or written.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
     return f"changed {path}" if old else f"wrote {path}"
 
 
 def shortened(text: str) -> str:
-    """A result as the model is shown it: with its middle cut out if it is longer than MAX_RESULT."""
+    """Return the text. The middle of a text longer than MAX_RESULT is cut out."""
     if len(text) <= MAX_RESULT:
         return text
     half = MAX_RESULT // 2
@@ -187,8 +187,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by name. None where they are no JSON object, one that is required is missing, or one that
-    must be a text is not."""
+    """Parse the arguments of a call, by name. None if the text is no JSON object, a required argument is missing, or an
+    argument declared as a string is none."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)
@@ -197,14 +197,14 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         arguments = {name: given[name] for name in properties if name in required or name in given}
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
-                value.encode()  # fails for half of a surrogate pair, which no program can be given
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, one is missing, or no text
+                value.encode()  # fails for half of a surrogate pair, which no program accepts
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no argument, or no text
         return None
     return arguments
 
 
 def _described(parameters: Mapping[str, Any]) -> str:
-    """Which arguments a tool wants, in words."""
+    """Describe the required arguments of a tool in words."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     wanted = [f'a {schema.get("type", "value")} "{name}"' for name, schema in properties.items() if name in required]
     return ", ".join(wanted) or "the arguments of the tool"

@@ -1,8 +1,8 @@
-"""A task's own virtual environment: which host folders a sandbox needs for it to work, and compiling its modules.
+"""A task's own virtual environment: the host folders that a sandbox needs, and the compilation of the modules.
 
-It reads files and links, and runs nothing except in `compile_modules`. Invariant: with the folders of `shown` at their
-own paths the environment's python starts, and finds its standard library, its packages and editable installs.
-Everything here blocks, except `compile_modules`.
+The module reads files and links, and runs nothing except in `compile_modules`. Invariant: with the folders of `shown`
+at their own paths the environment's python starts, and finds the standard library, packages and editable installs. All
+functions here block, except `compile_modules`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ log = logging.getLogger("outrider.harness")
 
 FIELD = "task.harness.venv"
 MAX_HOPS = 40
-"""Maximum links followed one after the other; Linux follows as many."""
+"""Maximum length of a chain of links, the same as in Linux."""
 COMPILE_SECONDS = 300.0
 UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
 """Parts of an interpreter's own library that no agent in an environment imports."""
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""The line in which setuptools' finder of an editable package names its folders."""
+"""Lines in which setuptools' finder of an editable package names its folders."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """A virtual environment. `prefix` is its folder as the task names it. `shown` are the host folders and files that a
-    sandbox needs, none below another and none in the host's /usr; `of_system` says that its interpreter is in /usr.
-    `sources` are the folders that it imports modules from; `stamp` changes when something is installed in it."""
+    """A virtual environment. `prefix` is its folder as the task names it. `shown` are the host folders and files for a
+    sandbox, none below another and none in the host's /usr. `of_system` is True for an interpreter in /usr. `sources`
+    are the folders with importable modules. `stamp` changes with every installation of a package."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -57,7 +57,7 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_venv(path: str) -> Venv:
-    """The virtual environment in a folder. Raises InvalidField for a folder that holds none, or one that is broken."""
+    """Read the virtual environment in a folder. Raises InvalidField for a missing or broken environment."""
     prefix = Path(os.path.normpath(path))
     if ":" in path:
         raise InvalidField("has a colon, with which it cannot be in PATH", field=FIELD)
@@ -76,19 +76,20 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    # The folder that holds the interpreter and its library; where the library is elsewhere, the interpreter's own.
+    # `base` is the folder of the interpreter and its library, or if the library is elsewhere, the interpreter's own
+    # folder.
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python finds its library by following the links from `home`, so that the folders of these links are needed too.
+    # Python finds its library by following the links from `home`, so the folders of these links are needed too.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
-    # Each as it is named and as it resolves, without what is below another of them.
+    # Each path as named and as resolved, without paths below another one.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
     seen = []
     for place in (prefix / "pyvenv.cfg", interpreter, *packages, *editable):
-        with contextlib.suppress(OSError):  # it has just been removed
+        with contextlib.suppress(OSError):  # removed a moment ago
             status = place.stat()
             seen.append((str(place), status.st_mtime_ns, status.st_ino))
     return Venv(
@@ -101,16 +102,15 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """The links in the environment that lead to something on the host which is neither in `shown` nor in
-    `venv.shown`."""
+    """Return the links in the environment to host paths outside of `shown` and `venv.shown`."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # `stamp` makes it pure; it may look at many thousand files
+@functools.lru_cache(maxsize=32)  # cached: a scan may visit many thousand files, and `stamp` makes the function pure
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
-    """The links that lead out of the environment to something that exists, and where they lead."""
+    """Return the links out of the environment to existing paths, with their targets."""
     links: list[Path] = []
     waiting = [str(prefix)]
     while waiting:
@@ -126,12 +126,12 @@ def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
 
 
 async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
-    """Compile modules that have no bytecode yet, into their `__pycache__` folders. These are read-only in a sandbox,
-    where Python would otherwise compile every module it imports at every start.
+    """Compile modules without bytecode into their `__pycache__` folders. In a sandbox these folders are read-only, so
+    Python would compile every imported module again at every start.
 
-    It is done once for each state of the environment, by whoever comes first; others do not wait. It never raises,
-    because it only saves time. A cache folder of our own (PYTHONPYCACHEPREFIX) would be inherited by every Python that
-    the agent starts, which would then ignore its own bytecode: one took 340 ms to start instead of 54.
+    The first caller compiles once for each state of the environment; later callers do not wait. This function never
+    raises, because it only saves time. A separate cache folder (PYTHONPYCACHEPREFIX) is not used: every Python started
+    by the agent would inherit the variable and ignore its own bytecode, which took 340 ms per start instead of 54.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -147,13 +147,13 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
                 file.truncate(0)
                 file.write(venv.stamp)
     except BlockingIOError:
-        return  # another session compiles it
+        return  # another session is compiling
     except OSError as error:
         log.warning("the modules of %s cannot be compiled: %s", venv.prefix, error)
 
 
 def _own(folder: Path) -> bool:
-    """Whether the folder is this user's: files that we write into another user's would break that user's next
+    """Return True if the folder belongs to this user. New files in another user's folder would break that user's next
     upgrade."""
     try:
         return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
@@ -162,18 +162,19 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Whether it came to its end. It exits with 1 for files that are no Python of that version, which do not matter."""
+    """Run compileall. Returns True after a complete run, also with exit code 1, which reports files in the syntax of
+    another Python version."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # In one process: with several it takes 5 s of processor time to find that there is nothing to do.
+    # In one process: several processes take 5 s of processor time to find nothing to do.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # so that Ctrl-C reaches only this process, which ends it below
+        start_new_session=True,  # Ctrl-C then reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -190,7 +191,7 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
 
 
 def _home(prefix: Path) -> Path:
-    """The folder of the interpreter that the environment was made with, from its pyvenv.cfg."""
+    """Return the folder of the base interpreter, from the environment's pyvenv.cfg."""
     try:
         settings = dict(_SETTING.findall((prefix / "pyvenv.cfg").read_text("utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -215,7 +216,7 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Folders and files outside that the packages import: lines of .pth files, and editable installs."""
+    """Return the outside folders and files that the packages import: lines of .pth files, and editable installs."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):
@@ -225,13 +226,13 @@ def _outside(packages: Path) -> list[Path]:
         for _, path in _QUOTED_PATH.findall("\n".join(_MAPPED.findall(_text(finder)))):
             found += [place for place in (Path(path), Path(f"{path}.py")) if place.exists()]
     projects = []
-    for record in sorted(packages.glob("*.dist-info/direct_url.json")):  # every installer writes one
+    for record in sorted(packages.glob("*.dist-info/direct_url.json")):  # every installer writes this file
         try:
             told = json.loads(_text(record))
             editable = bool(told["dir_info"]["editable"])
             project = Path(unquote(urlsplit(told["url"]).path))
         except (ValueError, KeyError, TypeError):
-            continue  # no editable install
+            continue  # not an editable install
         if editable and project.is_dir() and not any(place.is_relative_to(project) for place in found):
             projects.append(project)
     return [*found, *projects]

@@ -1,1 +1,1 @@
-"""Tasks of MiniWoB: its pages, what is added to them, and known solutions of some."""
+"""Tasks of MiniWoB: its pages, the scripts added to them, and known solutions of some."""

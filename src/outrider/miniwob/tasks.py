@@ -1,7 +1,7 @@
 """Tasks of MiniWoB: pages of the package miniwob, each with a seed, on the screen of a sandbox.
 
-It runs nothing, downloads nothing and does not import the package. A task holds its page, so that nodes need none of
-it. Invariants: the same page and seed make the same task; and only what the page itself counts as its reward grades.
+This module runs nothing, downloads nothing and does not import the package. A task contains its page: nodes do not need
+the package. Invariants: the same page and seed make the same task; only the reward computed by the page counts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from outrider.harnesses.desktop import DISPLAY
 
 INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
 FOLDER = "/miniwob"
-"""Where the pages are in the sandbox."""
+"""Folder of the pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
-"""Of Debian's package. Its other program is a script that reads files of /etc, which a sandbox does not have."""
+"""Path in Debian's package. The package's other program is a script that reads files of /etc, which sandboxes lack."""
 POLICY = "/etc/chromium/policies/managed/miniwob.json"
 FONTS = f"{FOLDER}/fonts.conf"
-# The pages are made for Arial. Sandboxes have no settings of fonts, without which Chromium takes a serif one.
+# The pages are made for Arial. Without font settings, which sandboxes do not have, Chromium chooses a serif font.
 FONT_SETTINGS = """\
 <?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
@@ -44,7 +44,8 @@ FONT_SETTINGS = """\
 </fontconfig>
 """
 WIDTH, HEIGHT, SCALE = 664, 428, 2
-"""Of the screen: room for 332 by 214 of a page's own pixels, as BrowserGym shows MiniWoB."""
+"""Size of the screen in pixels, and the scale: room for 332 by 214 of a page's own pixels, as in BrowserGym's
+MiniWoB."""
 INSTRUCTION = """\
 The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with
 mouse and keyboard. The page says when the task has ended. Then reply without calling a tool.
@@ -52,7 +53,7 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# A search fails, too, when a window goes while it is looked at, as some of a browser do that starts.
+# A search also fails if a window disappears during it, as some windows of a starting browser do.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -62,9 +63,11 @@ titled() {
     return 1
 }
 """
-"""A function of the shell: sets `title` to the title of the window whose title begins so, after so many looks."""
+"""Shell function that sets `title` to the title of a window with this prefix, after at most the given number of
+looks."""
 
-# --no-sandbox: the browser's own needs namespaces, which a sandbox may not make. --test-type hides a bar about that.
+# --no-sandbox: the browser's own sandbox needs namespaces, which a sandbox may not make. --test-type hides a bar about
+# the missing sandbox.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
@@ -75,7 +78,7 @@ tail -n 5 /tmp/chromium.log
 exit 1
 """
 
-# No display is a broken sandbox, and an error. A page that is gone was closed by the agent, and an outcome.
+# A missing display means a broken sandbox, and is an error. A missing page was closed by the agent, and is an outcome.
 GRADE = f"""\
 {TITLE}
 export DISPLAY={DISPLAY}
@@ -108,8 +111,8 @@ titled "reward " 50
 
 
 def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
-    """The files of all pages by their names. `html` is the folder `html` of the package, None to find it where it is
-    installed. Raises InvalidField."""
+    """Return the files of all pages by name. `html` is the folder `html` of the package; None finds the installed
+    package. Raises InvalidField."""
     if html is None:
         found = importlib.util.find_spec("miniwob")
         if found is None or not found.submodule_search_locations:
@@ -124,8 +127,8 @@ def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
 def miniwob_examples(
     page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
 ) -> list[Example]:
-    """A page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with `seed`.
-    One that `gold.js` can solve has a known solution. `html` as for `miniwob_pages`. Raises InvalidField."""
+    """Return a page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with
+    `seed`. Pages that `gold.js` can solve have a solution. `html` as for `miniwob_pages`. Raises InvalidField."""
     pages = miniwob_pages(html)
     if page is None:
         return [_example(pages[name], seed) for name in list(pages)[:size]]
@@ -176,14 +179,15 @@ def _script(name: str) -> str:
 
 
 def _with_script(html: str, script: str) -> str:
-    """The page with a script behind all others of its body."""
+    """Return the page with the script at the end of the body."""
     head, end, tail = html.rpartition("</body>")
     return f"{head}<script>\n{script}</script>\n{end}{tail}"
 
 
 def _archive(page: Path, html: str) -> str:
-    """The files that a page uses, packed, in base64. The same files make the same text. A page that makes up a name as
-    it runs has the folder's name; stylesheets have their files in a folder `images`."""
+    """Pack the files that a page uses, in base64. The same files make the same text. For a file name computed at run
+    time the page has only the folder, so all files of the folder are packed. A stylesheet's files are in a folder
+    `images` beside it."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

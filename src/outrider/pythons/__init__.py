@@ -1,1 +1,1 @@
-"""Python interpreters that are put into sandboxes: a portable CPython, and the IPython that goes with it."""
+"""Python interpreters for sandboxes: a portable CPython, and the IPython for it."""

@@ -1,8 +1,8 @@
 """The service's own IPython, for sandboxes whose Python has none.
 
-It is the interpreter of portable.py with IPython and its requirements beside the standard library, in one folder that
-sandboxes see at its own path. It knows no sandbox. Invariant: that folder holds IPython's own distributions and no
-others of the service's environment.
+The interpreter of portable.py is combined with IPython and all requirements in one folder, which sandboxes see at the
+same path as the host. Independent of sandboxes. Invariant: the folder holds only IPython's own distributions from the
+service's environment.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ WITHOUT_IPYTHON = (
 
 
 def ipython_mounts() -> tuple[Path, ...]:
-    """The host folders to show read-only at the same path; none when IPython is not installed beside Outrider. They are
-    made at the first call, which blocks for a second or two. Raises RuntimeUnavailable when that fails."""
+    """Return the host folders to mount read-only at the same paths, or none if IPython is not installed beside
+    Outrider. The first call builds the folders and blocks for a second or two. Raises RuntimeUnavailable if the build
+    fails."""
     place = _place()
     return () if place is None else (build_once(place, _build),)
 
 
 def ipython_command() -> list[str]:
-    """The command that starts that interpreter where `ipython_mounts` are shown; empty without IPython. -E and -s: no
-    variable of the sandbox and no folder of its user decides what is imported."""
+    """Return the command that starts the interpreter in a sandbox with `ipython_mounts`, or an empty list without
+    IPython. -E and -s: no variable and no user folder of the sandbox influences imports."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 
@@ -46,7 +47,7 @@ def _place() -> Path | None:
     return None if digest is None else cache_home().absolute() / "ipython" / digest
 
 
-@functools.cache  # what is installed does not change under a running service
+@functools.cache  # installed packages do not change under a running service
 def _digest() -> str | None:
     found = _closure("ipython")
     versions = sorted(f"{name} {one.version}" for name, one in found.items())
@@ -54,8 +55,8 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """A distribution and those of its requirements, however indirect, that are installed. Extras are left out; what a
-    marker rules out is mostly not installed."""
+    """Return a distribution with its installed requirements, direct and indirect. Extras are excluded. Requirements
+    that a marker excludes are usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:
@@ -75,7 +76,8 @@ def _closure(name: str) -> dict[str, metadata.Distribution]:
 
 def _build(folder: Path) -> None:
     def link(source: str, target: str) -> None:
-        """A hard link where the file system has them: the standard library need not be on the disk twice."""
+        """Make a hard link if the file system supports it: the standard library then needs no second copy on the
+        disk."""
         try:
             os.link(source, target)
         except OSError:

@@ -1,9 +1,9 @@
-"""A Python interpreter that runs in any root of this machine's architecture: without Python, without libraries, empty.
+"""A Python interpreter for any root of this machine's architecture, even without Python or libraries.
 
-It is the interpreter that runs Outrider, with its dynamic loader, every shared library that it may need, and the
-standard library, in one folder that sandboxes see at PORTABLE_AT. Started through its own loader it uses nothing else,
-and programs that it starts inherit nothing of it. It knows no sandbox. Invariant: what is at `python/DIGEST` in the
-cache is whole, has been tried, and never changes.
+The folder, which sandboxes see at PORTABLE_AT, is a copy of Outrider's interpreter with the dynamic loader, the
+standard library, and every shared library that may be needed. Started through the copied loader, the interpreter uses
+no files outside the folder, and child processes inherit nothing from it. Independent of sandboxes. Invariant: the
+folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ LEFT_OUT = frozenset(
         "lib-dynload",
     ]
 )
-"""Folders of the standard library that no tool server needs; `lib-dynload` is copied by itself."""
+"""Folders of the standard library that no tool server needs. `lib-dynload` is copied separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""Libraries that no program names: glibc opens this one itself when a thread is cancelled."""
+"""Libraries missing from programs' lists: glibc opens libgcc_s itself when a thread is cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60
 
 
 def portable_python() -> Path:
-    """The folder to show at PORTABLE_AT. It is made at the first call for each interpreter, which blocks for a few
-    seconds. Raises RuntimeUnavailable."""
+    """Return the folder to mount at PORTABLE_AT. The first call for each interpreter builds the folder and blocks for a
+    few seconds. Raises RuntimeUnavailable."""
     return _built(cache_home().absolute() / "python")
 
 
 def portable_command(at: str = PORTABLE_AT) -> list[str]:
-    """The command that starts the interpreter when the folder is at `at`. Python's options follow it."""
+    """Return the command that starts the interpreter in the folder `at`. Python's options follow the command."""
     loader = _loader()
     program = f"{at}/bin/python3"
     if loader is None:
@@ -64,13 +64,13 @@ def portable_command(at: str = PORTABLE_AT) -> list[str]:
     return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
 
 
-@functools.lru_cache(maxsize=8)  # every sandbox asks, and what is built never changes
+@functools.lru_cache(maxsize=8)  # called for every sandbox; a built folder never changes
 def _built(home: Path) -> Path:
     return build_once(home / portable_digest(), _build)
 
 
 def _executable() -> Path:
-    """The interpreter's own file, not a virtual environment's link to it."""
+    """Return the interpreter's own file, not a virtual environment's link to it."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(getattr(sys, "_base_executable", None) or Path(sys.base_prefix, "bin", name))
     return base.resolve()
@@ -81,13 +81,14 @@ def _stdlib() -> Path:
 
 
 def _extensions() -> Path:
-    """The folder of the standard library's compiled modules."""
+    """Return the folder of the standard library's compiled modules."""
     beside = _stdlib() / "lib-dynload"
     return beside if beside.is_dir() else Path(sysconfig.get_config_var("DESTSHARED") or beside)
 
 
 def portable_digest() -> str:
-    """A name for this interpreter's copy, by its version and its files' times. Raises RuntimeUnavailable."""
+    """Return a name for the copy of this interpreter, from the version and the files' times. Raises
+    RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
@@ -99,7 +100,7 @@ def portable_digest() -> str:
 
 
 def _build(folder: Path) -> None:
-    """Fill an empty folder, and try the result."""
+    """Fill an empty folder and try the result."""
     if sys.platform != "linux":
         raise RuntimeUnavailable("an interpreter for sandboxes can only be made on Linux")
     executable, extensions = _executable(), _extensions()
@@ -109,7 +110,7 @@ def _build(folder: Path) -> None:
         return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
 
     shutil.copytree(_stdlib(), place, ignore=left_out)
-    compileall.compile_dir(place, quiet=2)  # quick where the copied files are compiled already
+    compileall.compile_dir(place, quiet=2)  # quick if the copied files are compiled already
     modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
     (folder / "bin").mkdir()
     (folder / "lib").mkdir(exist_ok=True)
@@ -121,7 +122,7 @@ def _build(folder: Path) -> None:
         shutil.copy2(loader, folder / "lib" / loader.name)
         for name, path in _libraries(loader, [executable, *modules]).items():
             shutil.copy2(path, folder / "lib" / name)
-    # Try it: an interpreter that was moved after its installation does not find its library.
+    # Tried here: an interpreter that was moved after installation does not find its library.
     command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
     done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
     if done.returncode != 0 or done.stdout.strip() != str(folder):
@@ -133,14 +134,14 @@ def _build(folder: Path) -> None:
 
 
 def _loader() -> Path | None:
-    """The dynamic loader that the interpreter names; None for a static program."""
+    """Return the dynamic loader that the interpreter names, or None for a static program."""
     named = _interpreter_of(_executable())
     return Path(named) if named else None
 
 
 @functools.lru_cache(maxsize=8)
 def _interpreter_of(program: Path) -> str | None:
-    """The PT_INTERP entry of a 64-bit ELF file in this machine's byte order."""
+    """Return the PT_INTERP entry of a 64-bit ELF file in this machine's byte order."""
     with program.open("rb") as file:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":
@@ -159,11 +160,11 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """The libraries that the programs load, by the names they ask for. One that this host lacks is left out: the module
-    that needs it cannot be imported here either."""
+    """Return the libraries loaded by the programs, by requested name. A library missing on this host is left out: the
+    host cannot import the module that needs it either."""
     found: dict[str, Path] = {}
     for program in programs:
-        # The loader itself says what a program needs, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.
+        # The loader lists the libraries of a program, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.
         done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
         for line in done.stdout.splitlines():
             name, arrow, rest = line.strip().partition(" => ")

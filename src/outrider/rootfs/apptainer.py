@@ -1,6 +1,6 @@
-"""The program Apptainer on this machine, or Singularity, as it was called before.
+"""Finds the program Apptainer on this machine, or Singularity, its former name.
 
-It does not know what it is wanted for, nor whether it works. Invariant: what is returned is a program on the PATH.
+Independent of its use; does not check that the program works. Invariant: the returned path is a program on the PATH.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PROGRAMS = ("apptainer", "singularity")
 
 
 def apptainer_program() -> str:
-    """The path of the program. Raises RuntimeUnavailable with a hint of how to get it."""
+    """Return the path of the program. Raises RuntimeUnavailable with a hint for its installation."""
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise RuntimeUnavailable(

@@ -1,7 +1,7 @@
-"""Image archives: an OCI layout, what `docker save` or `podman save` writes, or a plain tar of a root file system.
+"""Image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file system.
 
-Each is reduced to tar layers and the settings of the image. It unpacks nothing. Invariant: a blob that is named by its
-digest is read only if it has that digest.
+Each is reduced to tar layers and the settings of the image. It unpacks nothing. Invariant: a blob named by its digest
+is read only if it has this digest.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ T = TypeVar("T")
 MAX_DOCUMENT = 8 << 20
 """Maximum bytes of a JSON document."""
 MAX_NESTING = 4
-"""Maximum indexes on the way to an image. Nothing else ends a circle of them."""
+"""Maximum nesting of indexes. Nothing else ends a circle of indexes."""
 MAX_LAYERS = 512
-"""Maximum layers of an image. Container engines make 127 at most."""
+"""Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""Entries of a tar that are searched for an image's documents. A root file system may have millions."""
+"""Maximum entries of a tar searched for an image's documents. A root file system may have millions."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""The names of machines in image indexes, by those of `uname -m`."""
+"""Names of machines in image indexes, by the names from `uname -m`."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
 class Layered(msgspec.Struct, frozen=True):
-    """An image in layers. `layers` opens them one after another, the lowest first; `env` and `workdir` are the
-    variables and the working directory that it sets for its programs."""
+    """An image in layers. `layers` opens them one after another, the lowest first. `env` and `workdir` are the
+    variables and the working directory that the image sets for its programs."""
 
     digest: str
     layers: Callable[[], Iterator[BinaryIO]]
@@ -52,7 +52,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A reference to a blob, as the OCI image specification calls it."""
+    """A reference to a blob, in the OCI image specification's term."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -60,7 +60,7 @@ class Descriptor(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """An index, which has `manifests`, or an image's manifest, which has the other fields."""
+    """An index (has `manifests`) or an image's manifest (has `config` and `layers`)."""
 
     manifests: list[Descriptor] = []
     config: Descriptor | None = None
@@ -82,12 +82,12 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 Open = Callable[[str], BinaryIO]
-"""Opens a file of an image by its path. Raises BadImage where there is none."""
+"""Function that opens a file of an image by its path. Raises BadImage for a missing file."""
 
 
 @contextmanager
 def layered(path: Path) -> Iterator[Layered]:
-    """The image in a folder or a tar file, which stays open during the context. Raises BadImage."""
+    """Open the image in a folder or a tar file, which stays open during the context. Raises BadImage."""
     if path.is_dir():
 
         def below(name: str) -> BinaryIO:
@@ -99,7 +99,7 @@ def layered(path: Path) -> Iterator[Layered]:
         yield _oci(below)
         return
     try:
-        opened = tarfile.open(path, tarinfo=Member)  # noqa: SIM115  # errors of its use are others
+        opened = tarfile.open(path, tarinfo=Member)  # noqa: SIM115  # not to catch errors of a `with` body
     except (*UNREADABLE, OSError) as error:
         raise BadImage(f"{path} is no tar archive: {error}") from error
     with opened as archive:
@@ -122,8 +122,9 @@ def layered(path: Path) -> Iterator[Layered]:
 
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
-    """The entries of an archive of that many bytes. Raises BadImage where the archive unpacks to more than images do,
-    and where a size makes the next entry start before this one: tarfile would read them over and over."""
+    """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
+    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
+    over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -134,7 +135,7 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _oci(open_: Open) -> Layered:
-    """The image of an OCI layout: of several the one for this machine, else the only one."""
+    """Read the image of an OCI layout: among several the image for this machine, else the only one."""
     document = _document(open_("index.json"), "index.json", Manifest)
     machine = MACHINES.get(platform.machine(), platform.machine())
     for _ in range(MAX_NESTING):
@@ -158,7 +159,7 @@ def _oci(open_: Open) -> Layered:
 
 
 def _saved(open_: Open) -> Layered:
-    """The image of what `docker save` writes: its layers are files."""
+    """Read the image of a `docker save` archive, whose layers are files."""
     images = _document(open_("manifest.json"), "manifest.json", list[Saved])
     if len(images) != 1:
         raise BadImage("the archive holds several images: save one")
@@ -170,7 +171,7 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """The names of an image's layers. Raises BadImage for too many: each of them is read twice."""
+    """Return the names of an image's layers. Raises BadImage for too many: each layer is read twice."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers
@@ -201,17 +202,17 @@ def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
 
 
 def digest_of_file(file: BinaryIO) -> str:
-    """The SHA-256 of an open file, which is closed."""
+    """Return the SHA-256 of an open file and close it."""
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO does not name readinto
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file or of a folder's content: names, kinds, contents, and which files may be executed."""
+    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions."""
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        folders.sort()  # os.walk then goes through them in this order on every machine
+        folders.sort()  # os.walk then uses this order on every machine
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:
         status = os.lstat(name)

@@ -1,9 +1,9 @@
-"""Images built by Apptainer from a recipe, and the reuse of earlier builds.
+"""Builds images with Apptainer from recipes, and reuses earlier builds.
 
-    builds/KEY.sif    the result of a build; its key says what it was built from
+    builds/KEY.sif    the result of a build; the key covers its inputs
 
-It knows recipes only as definitions (see recipe.py). Invariant: what is at `KEY.sif` is whole, and of any number of
-processes that want it at once one builds it (see concurrency/build_once.py).
+Recipes are used only as definitions (see recipe.py). Invariant: a file `KEY.sif` is complete, and of any number of
+processes that need it at once one builds it (see concurrency/build_once.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SIF = "image.sif"
 
 
 class Reuse(StrEnum):
-    """When an earlier build is used instead of a new one.
+    """Condition for using an earlier build instead of a new one.
 
-    scratch: never. versioned: if base, recipe, the contents of its files and Outrider's version are the same. lock: if
-    base, packages and requirements are the same; files and commands are added to it in a second, short build.
+    scratch: never. versioned: same base, recipe, contents of its files and version of Outrider. lock: same base,
+    packages and requirements; files and commands are added in a second, short build.
     """
 
     SCRATCH = "scratch"
@@ -43,8 +43,8 @@ class Reuse(StrEnum):
 
 
 class Builder:
-    """Builds into `folder`. Its methods block. `program` is Apptainer, by default the one on the PATH; `note` is called
-    with a line before long work."""
+    """Builds into `folder`. The methods block. `program` is Apptainer, by default the program on the PATH. `note` is
+    called with a line before long work."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Builder:
         self._note = note
 
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
-        """Build a recipe, or find an earlier build. Returns the SIF file. Raises InvalidField, NotFound, BadImage with
-        Apptainer's words, and RuntimeUnavailable without it."""
+        """Build a recipe or find an earlier build, and return the SIF file. Raises InvalidField, NotFound, BadImage
+        with Apptainer's output, and RuntimeUnavailable without Apptainer."""
         wanted = time.time()
         whole = definition_of(recipe, self._store)
         if reuse is Reuse.SCRATCH:
@@ -75,7 +75,7 @@ class Builder:
         return self._built(rest.key("rest"), rest)
 
     def _built(self, key: str, definition: Definition, *, since: float = 0.0) -> Path:
-        """The build of that key, made no earlier than `since`."""
+        """Return the build with this key, made no earlier than `since`."""
         ran = False
 
         def run(draft: Path) -> None:
@@ -100,7 +100,7 @@ class Builder:
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
         self._note(f"building with {program}; this takes minutes where much is installed")
-        as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need to be root
+        as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
         with log.open("wb") as out:
             done = subprocess.run(
                 [program, "build", *as_user, str(sif), str(recipe)],

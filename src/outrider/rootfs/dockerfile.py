@@ -1,9 +1,9 @@
-"""Dockerfiles of which an image can be built without a container engine: reads one into steps.
+"""Reads Dockerfiles whose images can be built without a container engine into build steps.
 
-It runs nothing. The part of the language that is known is FROM an image of this machine, COPY and ADD of local files,
-RUN, WORKDIR, ENV, ARG and USER root. Labels, ports and commands to start say nothing about files, and are left out.
-Invariants: anything else is refused with the file and the line, and so is a file from outside the context; and two
-Dockerfiles have the same key only if they make the same image.
+It runs nothing. The supported part of the language is FROM an image of this machine, COPY and ADD of local files, RUN,
+WORKDIR, ENV, ARG and USER root. Labels, ports and start commands do not affect files, and are left out. Invariants:
+anything else is refused with the file and the line, and so is a file from outside the context; two Dockerfiles have the
+same key only if they make the same image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 FORMAT = 1
-"""Part of every key: raised when the same Dockerfile makes another image."""
+"""Part of every key: increased when the same Dockerfile makes another image."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL"})
 DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 HERE_DOCUMENT = re.compile(r"\d*<<-?[\"']?[A-Za-z0-9_.]+[\"']?")
@@ -39,16 +39,16 @@ MAX_FILE = 1 << 20
 MAX_STEPS = 512
 """Maximum steps of a plan: container engines refuse more than 127 layers."""
 MAX_VALUES = 128 << 10
-"""Maximum characters of all variables together, and of the words of one instruction, once variables are filled in.
-Linux gives no program a longer variable, and values that name others can double with each line."""
+"""Maximum characters of all variables together, and of the words of one instruction with variables filled in. Linux
+gives no program a longer variable, and values that refer to others can double with each line."""
 MAX_PATH = 4096
 MAX_MESSAGE = 500
-"""Characters of an error: an instruction may have a million."""
+"""Maximum characters of an error: an instruction may have a million."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. A folder's
-    content goes into `target`. `into`: `target` is a folder for files, too."""
+    """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
+    content of a folder goes into `target`. `into`: `target` is a folder even for files."""
 
     line: int
     sources: tuple[Path, ...]
@@ -58,7 +58,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs `argv` in `workdir`, with `env` besides the variables of the base."""
+    """Runs `argv` in `workdir`, with `env` added to the variables of the base."""
 
     line: int
     argv: tuple[str, ...]
@@ -75,8 +75,8 @@ BuildStep = Copy | Run | MakeFolder
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How an image is made from `base`, whose name is `base_name`. `env` and `workdir` are what it sets. `digest` is
-    its key in the form of a digest."""
+    """The plan of an image's build from `base`, whose name is `base_name`. `env` and `workdir` are the image's
+    settings. `digest` is the plan's key in the form of a digest."""
 
     file: Path
     base_name: str
@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The image's name in the store: the same for every copy of this Dockerfile and its files."""
+        """The image's name in the store, the same for every copy of this Dockerfile and its files."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
 
@@ -99,7 +99,7 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def built_name(context: Path, store: ImageStore) -> str:
-    """The name of the image that was built from a folder's Dockerfile. Raises InvalidField where there is none."""
+    """Return the name of the image built from a folder's Dockerfile. Raises InvalidField if it is not built."""
     plan = read_dockerfile(context, store)
     try:
         store.image(plan.name)
@@ -113,7 +113,7 @@ def built_name(context: Path, store: ImageStore) -> str:
 
 
 def read_dockerfile(context: Path, store: ImageStore) -> Plan:
-    """The plan of a folder's Dockerfile. Reads the files that it copies, for their digests. Raises InvalidField."""
+    """Return the plan of a folder's Dockerfile. Reads the copied files for their digests. Raises InvalidField."""
     file, ignore = context / DOCKERFILE, context / ".dockerignore"
     text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
     lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).splitlines() if ignore.exists() else ()
@@ -123,7 +123,7 @@ def read_dockerfile(context: Path, store: ImageStore) -> Plan:
 
 
 class Reader:
-    """Reads one Dockerfile. Its methods raise InvalidField that names file and line."""
+    """Reads one Dockerfile. The methods raise InvalidField with the file and the line."""
 
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
@@ -187,7 +187,7 @@ class Reader:
             raise self._refusal(one.line, f"the path of WORKDIR has more than {MAX_PATH} characters")
 
     def instructions(self, text: str) -> Iterator[Instruction]:
-        """The instructions, with continued lines joined and comments left out."""
+        """Yield the instructions, with continued lines joined and comments left out."""
         parts: list[str] = []
         begin = 0
         directives = True
@@ -297,7 +297,7 @@ class Reader:
         self._steps.append(copied)
 
     def sources(self, one: Instruction, word: str) -> list[Path]:
-        """The files and folders of the context that a word names, links resolved."""
+        """Return the files and folders of the context that a word names, with links resolved."""
         if "://" in word or word.startswith("git@"):
             raise self._refusal(one.line, f"{one.name} {word}: nothing is downloaded here")
         inside = posixpath.normpath(word.lstrip("/") or ".")
@@ -326,7 +326,7 @@ class Reader:
             raise self._refusal(one.line, f"{one.name} takes no here-document here")
 
     def _words(self, one: Instruction, variables: Mapping[str, str] | None = None) -> list[str]:
-        """The words of an instruction, with quotes removed and variables filled in."""
+        """Return the words of an instruction, with quotes removed and variables filled in."""
         known = {**self._args, **self._base[1].env, **self._env} if self._base is not None else self._early
         try:
             return filled_words(split(one.text), known if variables is None else variables)
@@ -338,11 +338,12 @@ class Reader:
 
 
 LITERAL = "\0"
-"""Stands for a $ that begins no variable, until variables are filled in."""
+"""Placeholder for a literal $ until variables are filled in."""
 
 
 def split(text: str) -> list[str]:
-    """Words as a shell splits them. A $ in single quotes or behind a backslash is kept apart. Raises ValueError."""
+    """Split a text into words like a shell. A $ in single quotes or after a backslash becomes LITERAL. Raises
+    ValueError."""
     if LITERAL in text:
         raise ValueError("there is a NUL in it")
     text = re.sub(r"\\\$", LITERAL, text)
@@ -351,15 +352,15 @@ def split(text: str) -> list[str]:
 
 
 def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
-    """Words with their variables: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}. One that is not set is empty. Raises
-    ValueError where they become too long."""
+    """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}. Unset variables are empty.
+    Raises ValueError if the result is too long."""
     room = MAX_VALUES
 
     def value(match: re.Match[str]) -> str:
         nonlocal room
         found = meant(match)
         room -= len(found)
-        if room < 0:  # before the word is put together
+        if room < 0:  # before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 
@@ -377,7 +378,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
 
 def json_list(text: str) -> tuple[str, ...] | None:
-    """The words of a JSON list of texts; None where the text is none."""
+    """Return the words of a JSON list of texts, or None for any other text."""
     try:
         return msgspec.json.decode(text, type=tuple[str, ...]) or None
     except msgspec.DecodeError:

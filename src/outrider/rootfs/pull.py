@@ -1,6 +1,7 @@
-"""Images from a registry, through skopeo: it knows registries' protocols, credentials and mirrors better than we could.
+"""Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
+code of our own could.
 
-It unpacks nothing itself. Invariant: what skopeo writes is kept only until it is imported.
+It unpacks nothing itself. Invariant: skopeo's output is kept only until it is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PULL_SECONDS = 3600
 async def pull(reference: str, name: str, store: ImageStore) -> Image:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
 
-    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's words when it fails."""
+    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's output if it fails."""
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:
@@ -31,7 +32,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> Image:
             "skopeo is not installed",
             hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
         )
-    # One that begins with "-" would be an option.
+    # A reference that begins with "-" would be an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
             f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"

@@ -1,8 +1,8 @@
-"""Recipes of images: a TOML file, and the Apptainer definition that it is rendered to.
+"""Recipes of images: a TOML file, and the Apptainer definition rendered from it.
 
-It builds nothing. A recipe holds what an image is made of as data, so that builds of the same content have the same
-key and one stands for the other; Apptainer itself never reuses a build. Invariant: what a recipe says stays in the
-section of the definition that it is meant for: nothing in it can begin another section or use Apptainer's placeholders.
+This module builds nothing. A recipe lists an image's parts as data, so that builds of the same content have the same
+key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe stays in its
+section of the definition: no text can begin a new section or use Apptainer's placeholders.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ INDENT = "    "
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the image starts from. `source` is a file of `docker save`, a folder with an OCI layout, a SIF file or root
-    folder (`localimage`), the name of an imported image (`image`), or a Debian suite (`debootstrap`), whose packages
-    come from `mirror`."""
+    """The base of an image. `source` is a file of `docker save`, a folder with an OCI layout, a SIF file or root folder
+    (`localimage`), the name of an imported image (`image`), or a Debian suite (`debootstrap`), whose packages come from
+    `mirror`."""
 
     kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
     source: str
@@ -47,9 +47,9 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of a recipe file. `packages` are Debian's; `pip` are requirements, one per entry, and `requirements`
-    is a file of them; `files` are copied in; `commands` run last, each by the image's shell; `env` is set for them and
-    in every sandbox."""
+    """The fields of a recipe file. `packages` are Debian packages. `pip` are requirements, one per entry, and
+    `requirements` is a file of requirements. `files` are copied in. `commands` run last, each in the image's shell.
+    `env` is set for the commands and in every sandbox."""
 
     base: Base
     packages: tuple[str, ...] = ()
@@ -61,14 +61,14 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Header(NamedTuple):
-    """The beginning of a definition: where Apptainer takes the base from."""
+    """The head of a definition, which names the source of the base."""
 
     kind: str
     lines: tuple[tuple[str, str], ...]
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `identity` is a digest of its base's content; `pip` is the text of a requirements file."""
+    """One build. `identity` is a digest of its base's content. `pip` is the text of a requirements file."""
 
     header: Header
     identity: str
@@ -79,24 +79,25 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Builds with the same key can stand for each other. `parts` are what else must be the same."""
+        """Return the key of the build. Builds with the same key can replace each other. `parts` are further inputs of
+        the key."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
 
     def render(self, requirements: Path) -> str:
-        """The text of the definition file; `requirements` is the host's file with the text of `pip`."""
+        """Return the text of the definition file. `requirements` is a host file with the text of `pip`."""
         pip = [f"{requirements} {REQUIREMENTS_AT}"] if self.pip else []
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
         steps: list[str] = []
         if self.packages:
-            # As root in a user namespace of one user, apt cannot become its own user `_apt`.
+            # As root in a user namespace with one user, apt cannot switch to its own user `_apt`.
             apt = "apt-get -o APT::Sandbox::User=root"
             steps += ["export DEBIAN_FRONTEND=noninteractive", f"{apt} update"]
             steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
             steps += ["rm -rf /var/lib/apt/lists/*"]
         if self.pip:
-            # Debian's Python refuses to install beside its packages without this.
+            # Without this variable Debian's Python refuses to install beside its packages.
             install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
             steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
         steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
@@ -112,7 +113,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField naming the field."""
+    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField with the field."""
     try:
         recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
     except msgspec.ValidationError as error:
@@ -127,8 +128,8 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
-    """The definition of a recipe. Blocks while it reads the base and the files for their digests. Raises InvalidField,
-    and NotFound for an image that was not imported."""
+    """Return the definition of a recipe. Blocks while it reads the base and the files for their digests. Raises
+    InvalidField, and NotFound for an image that was not imported."""
     _check(recipe)
     # The header names the base to Apptainer; the identity is a digest of the base's content.
     base = recipe.base
@@ -143,7 +144,7 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     else:
         path = _existing(base.source, "base.source")
         header = Header(base.kind, (("From", str(path)),))
-        # The index of an OCI layout holds the digests of all else in there.
+        # The index of an OCI layout holds the digests of all other files in the layout.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:
@@ -170,7 +171,7 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse what would break out of its place in a definition, which has no way to quote. Raises InvalidField."""
+    """Refuse texts that would leave their section of a definition, which has no quoting. Raises InvalidField."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

@@ -1,8 +1,8 @@
-"""SIF, Apptainer's image file: finds the root file system in it, and unpacks it.
+"""Reads SIF, Apptainer's image file: finds the root file system and unpacks it.
 
-The layout is that of the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
-partition is used, and only as squashfs, the one kind that Apptainer builds. Invariant: offsets and sizes of the file
-are believed only as far as they lie within it.
+The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
+partition is used, and only as squashfs, the only kind that Apptainer builds. Invariant: offsets and sizes in the file
+are used only within the file's bounds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider.rootfs.unpack import BadImage, Room
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32
 HEADER = struct.Struct("<64x8q")
-"""The numbers of the header: times of creation and change, free and all descriptors, offset and length of the
-descriptors, offset and length of the data."""
+"""The numbers of the header: times of creation and change, numbers of free and of all descriptors, offset and length of
+the descriptors, offset and length of the data."""
 DESCRIPTOR = struct.Struct("<i?IIIqqqqqqq128s384s")
 PARTITION = 0x4004
 SQUASHFS = 1
@@ -30,11 +30,11 @@ MAX_DESCRIPTORS = 4096
 SQUASHFS_MAGIC = b"hsqs"
 UNSQUASHFS_SECONDS = 3600
 MAX_LINE = 64 << 10
-"""Maximum bytes of a line of a listing: a path has 4096 at most."""
+"""Maximum bytes of a line of a listing: a path has at most 4096."""
 
 
 class Partition(NamedTuple):
-    """Where the root file system is in the file, in bytes."""
+    """Position of the root file system in the file, in bytes."""
 
     offset: int
     size: int
@@ -47,7 +47,7 @@ def is_sif(path: Path) -> bool:
 
 
 def root_partition(path: Path) -> Partition:
-    """The partition of the root file system. Raises BadImage if there is none, or not as squashfs."""
+    """Return the partition of the root file system. Raises BadImage if it is missing, or is not squashfs."""
     length = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)
@@ -84,22 +84,22 @@ def unpack_sif(path: Path, target: Path) -> None:
         capture_output=True,
         timeout=UNSQUASHFS_SECONDS,
     )
-    # 2: something was left out, such as a device, which an ordinary user cannot make.
+    # 2: some files were left out, such as devices, which an ordinary user cannot make.
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
-    """Add up what is listed before anything is written: many files of a squashfs can share the same few bytes. Raises
-    BadImage."""
+    """Check the total of the listed sizes before any file is written: many files of a squashfs can share the same few
+    bytes. Raises BadImage."""
     room, total = Room(target), 0
     room.add_archive(path.stat().st_size)
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
         assert said.stdout is not None
         try:
-            # A name with a newline adds a line, and takes none away.
+            # A name with a newline adds a line, and removes none.
             while line := said.stdout.readline(MAX_LINE):
                 room.take_entry()
                 if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
@@ -111,7 +111,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
 
 
 def make_own(root: Path) -> None:
-    """Give all of a tree to this process's user, readable and with writable folders: as root, unsquashfs keeps the
+    """Give a tree to this process's user, with readable files and writable folders. As root, unsquashfs keeps the
     owners, and sandboxes over the tree have one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):

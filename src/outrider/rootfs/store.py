@@ -1,11 +1,11 @@
-"""The images of this user on this machine: root folders by their content, and the names that people gave them.
+"""The images of this user on this machine: root folders by content, and the names given to them.
 
     images/HEX/root         the root file system, owned by the user
-    images/HEX/image.json   what it is
-    images/names/NAME       the HEX that a name stands for
+    images/HEX/image.json   its description
+    images/names/NAME       the HEX of the image with this name
 
 It runs nothing. Any number of processes may import, use and remove at once (see concurrency/build_once.py). Invariant:
-what is at `HEX/root` is whole, and never changes.
+a folder `HEX/root` is complete, and never changes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64}
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest` is that of its source; `env` and `workdir` are what the image sets; `created` is when it was imported,
-    in seconds since the epoch; `bytes` are those of its files; `left_out` counts devices, sockets and pipes."""
+    """The description of an image. `digest` identifies its source. `env` and `workdir` are the image's settings.
+    `created` is the time of import, in seconds since the epoch. `bytes` is the size of its files. `left_out` is the
+    number of devices, sockets and pipes left out."""
 
     digest: str
     source: str
@@ -45,13 +46,13 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageStore:
-    """Its methods block."""
+    """A folder of images. The methods block."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str) -> Image:
-        """Make an image of an archive and give it a name; an image that had the name loses it. Content that was
+        """Make an image from an archive and give it a name, which an earlier image of that name loses. Content that was
         imported before is not unpacked again. Raises BadImage, NotFound, InvalidField for the name, and
         RuntimeUnavailable without the tool that the archive needs."""
         checked_name(name)
@@ -65,13 +66,14 @@ class ImageStore:
         return image
 
     def make(self, digest: str, name: str, put: Callable[[Path], Image]) -> Image:
-        """As `import_`, of content that has that digest; `put` fills the empty root if it is not there."""
+        """Make an image of the content with this digest and give it a name. `put` fills the empty root if the image
+        does not exist."""
         image = self._made(digest, put)
         self.give(name, image)
         return image
 
     def give(self, name: str, image: Image) -> None:
-        """Give an image a name; one that had it loses it. Raises InvalidField for the name."""
+        """Give an image a name, which an earlier image of that name loses. Raises InvalidField for the name."""
         checked_name(name)
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -80,10 +82,10 @@ class ImageStore:
             file.write(_hex(image.digest))
             file.flush()
             os.fsync(handle)
-        os.replace(draft, place)  # others may be reading it: they see the old content or the new, never a part
+        os.replace(draft, place)  # other readers see the old content or the new, never a part
 
     def images(self) -> dict[str, Image]:
-        """By name."""
+        """Return the images by name."""
         found = {}
         for path in sorted(self._names.glob("[!.]*")):
             if (image := self._image(path.read_text())) is not None:
@@ -91,11 +93,11 @@ class ImageStore:
         return found
 
     def names(self) -> frozenset[str]:
-        """Those of all images, unread."""
+        """Return the names of all images without reading the images."""
         return frozenset(unquote(path.name) for path in self._names.glob("[!.]*"))
 
     def image(self, name: str) -> Image:
-        """Raises NotFound."""
+        """Return the image with this name. Raises NotFound."""
         checked_name(name)
         try:
             image = self._image(self._name(name).read_text())
@@ -109,16 +111,16 @@ class ImageStore:
         return self._folder / _hex(image.digest) / "root"
 
     def remove(self, name: str) -> bool:
-        """Remove a name, and the image if it has no other name. Returns whether the image was removed. Sandboxes that
-        run on it break. Raises NotFound."""
+        """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that
+        run on the image break. Raises NotFound."""
         image = self.image(name)
         self._name(name).unlink()
         if image in self.images().values():
             return False
         place = self._folder / _hex(image.digest)
         with locked(place):
-            # Renamed first: an image that is half removed must not be found. As a draft, it is removed by the next
-            # import if this process is killed.
+            # Renamed first: a half-removed image must not be found. As a draft, it is removed by the next import if
+            # this process is killed.
             gone = new_draft(place)
             os.rename(place, gone / "image")
             remove_tree(gone)
@@ -158,7 +160,7 @@ class ImageStore:
             return self._made(found.digest, put)
 
     def _made(self, digest: str, put: Callable[[Path], Image]) -> Image:
-        """The image of that content; `put` fills its root if it is not there."""
+        """Return the image with this digest. `put` fills its root if the image does not exist."""
 
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
@@ -182,8 +184,8 @@ class ImageStore:
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Whether an image need not be fetched first. Only those that were imported are known by name; those of a container
-    engine are its own affair. `names` are those of another machine."""
+    """Return True if an image needs no fetching. Only imported images are looked up by name; a container engine manages
+    its own images. `names` are the image names of another machine."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:
@@ -196,7 +198,7 @@ def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
 
 
 def known_image(name: str) -> Image:
-    """The image of that name. Raises InvalidField for the task's field."""
+    """Return the image with this name. Raises InvalidField for the task's field."""
     try:
         return ImageStore().image(name)
     except RequestError as error:
@@ -204,7 +206,7 @@ def known_image(name: str) -> Image:
 
 
 def checked_name(name: str) -> str:
-    """The name. Raises InvalidField for one that images cannot have."""
+    """Return the name. Raises InvalidField for an invalid name."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
             f"{name!r} is no name for an image", field="name", hint="such as debian, or tools/python:3.12"

@@ -1,9 +1,9 @@
-"""Tar layers unpacked into one folder, which belongs to the user who unpacks them.
+"""Unpacks tar layers into one folder, which belongs to the user who unpacks them.
 
-It knows no image format. Ownership, set-user-id bits and extended attributes are left out, because a sandbox over the
-folder has one user; devices, sockets and pipes are left out and counted. Links in a layer are followed with the folder
-as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive says of itself: it ends in its
-root or in a BadImage.
+Independent of image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox over
+the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with the
+folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains: the archive is
+unpacked within its root, or raises BadImage.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ from outrider.errors import RequestError
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-"""The OCI image specification's names for what a layer removes: `.wh.NAME`, and all of a folder's lower content."""
+"""Names in the OCI image specification for removals by a layer: `.wh.NAME` removes NAME, and OPAQUE all lower content
+of its folder."""
 MAX_LINKS = 40
-"""Links followed on the way to one entry; as many as Linux follows."""
+"""Maximum links followed on the way to one entry, the same as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders. Roots of real systems have some thirty; a folder too deep for a path cannot be used."""
+"""Maximum depth of folders. Roots of real systems have about thirty levels. A folder too deep for a path cannot be
+used."""
 MAX_HEADER = 1 << 20
-"""Maximum bytes of an entry's long name or extended header, which tarfile reads in one piece."""
+"""Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files, and of its unpacked layers."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""An image may be so many times as large as its archive, and that large in any case. Layers of real images shrink to a
-third; a file of zeros can shrink to a thousandth, and a sparse one to nothing."""
+"""Maximum ratio of an image's size to its archive's size, and a size that is always allowed. Layers of real images
+shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file to nothing."""
 MAX_ENTRIES = 4_000_000
-"""Maximum files, folders and links of an image. The largest images of the machine learning trade have a million."""
+"""Maximum files, folders and links of an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
-"""Bytes that an image leaves free on its disk, or on a small one that part of it."""
+"""Bytes that an image leaves free on its disk, and the divisor for small disks: 1/20 of the disk stays free."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
-"""Mode bits that are kept."""
+"""The kept mode bits."""
 OLDEST, NEWEST = -(1 << 31), 1 << 33
-"""Times that every file system can hold, in seconds since the epoch: 1901 to 2242."""
+"""Range of times that every file system can store, in seconds since the epoch: 1901 to 2242."""
 
 
 class BadImage(RequestError):
-    """An archive that is no image, or one that is broken."""
+    """An archive is not an image, or is broken."""
 
     code = "bad_image"
 
@@ -62,18 +64,18 @@ UNREADABLE = (
     gzip.BadGzipFile,
     zlib.error,
     lzma.LZMAError,
-    ValueError,  # fields that are no numbers
+    ValueError,  # fields that are not numbers
     OverflowError,  # numbers beyond a file's offsets
-    RecursionError,  # tarfile reads the header behind an extended header by recursion
+    RecursionError,  # tarfile reads the header after an extended header by recursion
 )
-"""Exceptions of reading a broken archive, besides OSError."""
+"""Exceptions from reading a broken archive, besides OSError."""
 
 
 class Member(tarfile.TarInfo):
-    """An entry whose sizes are checked: tarfile itself seeks back for a negative size, and reads a header of any size
-    into memory."""
+    """An entry with checked sizes: tarfile itself seeks back for a negative size, and reads a header of any size into
+    memory."""
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's own way to be extended
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's method for extensions
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
             raise tarfile.ReadError(f"an entry of {self.size} bytes that cannot be")
         member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
@@ -83,7 +85,7 @@ class Member(tarfile.TarInfo):
 
 
 def is_tar(path: Path) -> bool:
-    """Whether a file is a tar archive, also a compressed one."""
+    """Return True if a file is a tar archive, compressed or not."""
     try:
         with tarfile.open(path, tarinfo=Member):
             return True
@@ -101,8 +103,7 @@ HEADERS = (
 
 
 class Room:
-    """How much an image may still take, which comes in layers of so many bytes as archives. Its methods raise
-    BadImage."""
+    """The remaining space for an image, which also depends on the size of its archives. The methods raise BadImage."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -114,7 +115,7 @@ class Room:
         self._archived += size
 
     def take(self, size: int) -> None:
-        """Before so many bytes are written."""
+        """Reserve `size` bytes. Called before the bytes are written."""
         self._bytes += size
         self.check(self._bytes)
         disk = os.statvfs(self._folder)
@@ -126,7 +127,7 @@ class Room:
             )
 
     def check(self, size: int) -> None:
-        """What is unpacked, or read on the way, has that many bytes in all."""
+        """Check the total number of bytes unpacked, or read on the way."""
         check_expansion(size, self._archived)
 
     def take_entry(self) -> None:
@@ -136,7 +137,7 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raises BadImage for an archive that unpacks to more than images do."""
+    """Raise BadImage for an archive that unpacks to more than an image may have."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -144,8 +145,8 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """What was unpacked: the number of files, folders and links, the bytes of files, and the number of special files
-    left out."""
+    """The result of unpacking: the number of files, folders and links, the bytes of files, and the number of special
+    files left out."""
 
     entries: int = 0
     bytes: int = 0
@@ -153,8 +154,9 @@ class Contents(msgspec.Struct):
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
-    """Unpack layers, the lowest first, into an empty folder, and close them. They are tar, also compressed with gzip,
-    bzip2 or xz. Raises BadImage, also for more than an image may be; the folder then holds a part."""
+    """Unpack layers, the lowest first, into an empty folder, and close them. Layers are tar, optionally compressed with
+    gzip, bzip2 or xz. Raises BadImage, also for an image above the limits. The folder then holds a part of the
+    image."""
     contents, room = Contents(), Room(target)
     for number, layer in enumerate(layers):
         try:
@@ -171,8 +173,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 
 class _Layer:
-    """One layer being unpacked. `_own` are the places that it has written, and the folders above them: its whiteouts
-    remove only what lower layers have written, whatever the order of its entries."""
+    """Unpacks one layer. `_own` are its written paths, and the folders above them: the layer's whiteouts remove only
+    files of lower layers, whatever the order of the entries."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -185,11 +187,12 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            self._room.check(archive.offset)  # behind this entry's data, which are read even if they are left out
+            self._room.check(archive.offset)  # the offset after this entry's data, which are read even if left out
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # Remove what lower layers have written: one name, or all that is in the folder. Once is enough: the
-                # rest is this layer's, and a folder with a million files is not to be listed a million times.
+                # Remove files of lower layers: one name, or all content of the folder. An opaque mark counts once:
+                # later the folder has only files of this layer, and a folder with a million files must not be listed a
+                # million times.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()
@@ -216,13 +219,13 @@ class _Layer:
                 self._contents.entries += 1
             else:
                 self._contents.left_out += 1
-        for place, mode, changed in reversed(folders):  # last: a folder may have a mode that forbids writing
+        for place, mode, changed in reversed(folders):  # last: a folder's mode may forbid writing
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
                 _set_time(place, changed)
 
     def _put(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bool:
-        """Write an entry that is no folder. Returns False for a special file."""
+        """Write an entry other than a folder. Returns False for a special file."""
         if member.issym():
             if "\0" in member.linkname:
                 raise BadImage(f"the link {member.name!r} leads to {member.linkname!r:.200}")
@@ -258,15 +261,17 @@ class _Layer:
             os.mkdir(place)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The folder of an entry, which is made if it is missing, and its name there; "" for the root itself."""
+        """Return the folder of an entry, created if missing, and the entry's name there. The name is "" for the root
+        itself."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
             raise BadImage(f"the entry {name!r:.200} points out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """The host's path of a folder, links followed with the root as `/`. What is missing or no folder is made one.
-        The kernel cannot do it: it would follow an absolute link to the host's own file."""
+        """Return the host's path of a folder, with links followed with the root as `/`. Missing parts, and parts that
+        are not folders, become folders. The kernel cannot resolve the path: it would follow an absolute link to the
+        host's own file."""
         at: list[str] = []
         todo = deque(parts)
         links = 0
@@ -294,13 +299,13 @@ class _Layer:
 
 
 def _set_time(place: str, changed: float) -> None:
-    """Set the time of change, or the nearest one that file systems can hold. Headers can have NaN."""
+    """Set the modification time, or the nearest time that file systems can store. Headers can have NaN."""
     when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
     os.utime(place, (when, when))
 
 
 def _clear(place: str) -> None:
-    """Remove what is at a place, a folder with all that is in it."""
+    """Remove the file or the folder tree at a path."""
     try:
         if stat.S_ISDIR(os.lstat(place).st_mode):
             shutil.rmtree(place)

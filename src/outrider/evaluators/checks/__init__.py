@@ -1,5 +1,6 @@
-"""Checks of answers by third-party libraries, each in a process of its own, which can be killed and do nothing else.
+"""Checks of answers by third-party libraries, each in a killable process that can only calculate.
 
-What a check compares is in `math_check.py` and `reasoning_check.py`; `zygote.py` is the process that checks are forked
-from, `confinement.py` what they are kept to, and `pool.py` the service's end. Evaluators are one folder up.
+`math_check.py`, `reasoning_check.py` and `swebench_check.py` define the checks. `zygote.py` is the process from which
+checks are forked, `confinement.py` its restrictions, and `pool.py` the service's side. The evaluators are in the folder
+above.
 """

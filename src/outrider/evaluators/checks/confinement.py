@@ -1,8 +1,8 @@
-"""What a process that checks answers may do: calculate, and read the files of Python.
+"""Restricts a process that checks answers to calculating and to reading Python's files.
 
-No code of an answer is meant to run in it (`reasoning_sets.py` sees to that). This holds if some runs all the same:
-it cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or
-`confine_check` has returned, nothing that the process does can undo it. It knows no library.
+No code of an answer is meant to run in the process (`reasoning_sets.py` prevents this). Code that runs all the same
+cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or
+`confine_check` has returned, the process cannot undo the restrictions. Independent of the libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.runtimes.guest.isolation.seccomp import ANY_BIT, EQUAL, LOAD, PASS
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""`open` and `openat`, and where their flags are."""
+"""The numbers of `open` and `openat`, and the argument with their flags."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
@@ -33,15 +33,16 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""The system calls of a calculation in Python that may still import modules; the second list has the same as the
-first, as far as that machine has them. All others are refused."""
+"""The system calls of a calculation in Python, including imports. The second list has the calls of the first, as far as
+they exist on the second machine. The rest is refused."""
 
 
 def confine_zygote() -> None:
-    """Keep this process, and all that it forks, to reading what Python is made of. Where the kernel has no Landlock, a
-    check can read other files too; it has nowhere to write them to."""
+    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock a check can read more
+    files, but has no place to write their content to."""
     if landlock.version() > 0:
-        # Of sys.path only what something was loaded from: it may also have the folder that the service was started in.
+        # Only the folders of sys.path from which modules were loaded: sys.path may also have the folder in which the
+        # service was started.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
         landlock.enter(["0", *(f"read={path}" for path in (*SYSTEM_FOLDERS, *folders))])
@@ -52,9 +53,9 @@ def confine_zygote() -> None:
 
 
 def confine_check(seconds: float, memory: int) -> None:
-    """Keep this process, which does one check, to calculating: for `seconds` of processor time, in `memory` bytes of
-    address space. When the time is over, the kernel ends it with SIGPROF."""
-    whole = int(seconds) + 2  # the kernel's own limit counts whole seconds; it holds where SIGPROF is ignored
+    """Restrict this process, which runs one check, to calculating: for `seconds` of processor time, in `memory` bytes
+    of address space. When the time is over, the kernel kills the process with SIGPROF."""
+    whole = int(seconds) + 2  # the kernel's own limit is in whole seconds, and holds if SIGPROF is ignored
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, whole),
@@ -67,7 +68,7 @@ def confine_check(seconds: float, memory: int) -> None:
 
 
 def calculation(machine: str) -> bytes:
-    """The filter of system calls of a check. Raises KeyError for a machine without a list."""
+    """Return the seccomp filter of a check. Raises KeyError for a machine without a list."""
     steps = [
         step(LOAD, seccomp.AT_MACHINE),
         step(EQUAL, seccomp.MACHINES[machine], 1, 0),

@@ -1,6 +1,7 @@
-"""Compares an answer with gold answers by math-verify; runs in a process of its own (see `zygote.py`).
+"""Compares an answer with gold answers by math-verify. Runs in a process of its own (see `zygote.py`).
 
-It knows no reward. math-verify's own time limits are off: they need SIGALRM, and stop no C code; the process's do.
+Independent of rewards. math-verify's own time limits are off, because they need SIGALRM and stop no C code. The limits
+of the process apply instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WRITTEN = re.compile(
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""What stands for a calculation in LaTeX. math-verify does some of them while it parses, and leaves no trace."""
+"""LaTeX for a calculation. math-verify carries out some of these calculations while parsing, without a trace."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -35,7 +36,7 @@ WARM = (
     ("x>3", "$\\boxed{(3,\\infty)}$"),
     ("\\text{Monday}", "\\boxed{Monday}"),
 )
-"""What is done once before any fork: else each check would load and build the same again, for 0.1 s."""
+"""Comparisons made once before any fork. Without them each check would load and build the same objects, for 0.1 s."""
 
 
 def warm_up() -> None:
@@ -44,16 +45,19 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """With `answer`: whether it equals one of `golds`, what was found in it, and whether it `calculates`: an integral
-    that is the question would equal its own answer. Without: the first gold that is
-    `unusable`, and why. `whole`: the text is the answer and nothing else; otherwise it is looked for in the text."""
+    """Compare the `answer` with the `golds`, or without `answer` check the golds.
+
+    With `answer`: `equal` is the equal gold, `found` the text found in the answer, and `calculates` is set for an
+    unevaluated calculation: an integral that is the question would equal its own answer. Without: `unusable` is the
+    number of the first unusable gold, with the reason `why`. `whole`: the text is only the answer; otherwise the answer
+    is searched for in the text."""
     golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
     if "answer" not in request:
         other = _parsed("1", whole=True)
         for number, (_, parsed) in enumerate(golds):
-            if all(isinstance(part, str) for part in parsed):  # math-verify gives back what it cannot read
+            if all(isinstance(part, str) for part in parsed):  # math-verify returns unreadable text as it is
                 return {"unusable": number, "why": "does not parse"}
-            _equal(parsed, other)  # must end
+            _equal(parsed, other)  # this check must end, too
             if not _equal(parsed, parsed):
                 return {"unusable": number, "why": "does not equal itself"}
             if _too_small(parsed):
@@ -69,7 +73,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str, *, whole: bool) -> list[Any]:
-    """What math-verify finds in the text. Of bare LaTeX it would take the last number alone: it is given a box."""
+    """Parse the text with math-verify. Bare LaTeX is put into a box, because math-verify would only take its last
+    number."""
     if whole and not any(mark in text for mark in DELIMITERS):
         text = f"\\boxed{{{text}}}"
     return list(parse(text, parsing_timeout=None))
@@ -80,21 +85,21 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def _calculates(parsed: list[Any]) -> bool:
-    """Whether it leaves a calculation to whoever reads it that a task may ask for."""
+    """Return True if the text leaves a calculation undone, possibly the calculation that the task requires."""
     return any(
         WRITTEN.search(part) is not None if isinstance(part, str) else bool(part.has(*CALCULATIONS)) for part in parsed
     )
 
 
 def _too_small(parsed: list[Any]) -> bool:
-    """Whether a number in it, of an equation, a set or by itself, equals another one."""
+    """Return True if a number in the gold (alone, or within an equation or a set) equals another number."""
     rest = [part for part in parsed if not isinstance(part, str)]
     while rest:
         part = rest.pop()
         if not isinstance(part, Expr):
             rest += getattr(part, "args", ())
         elif not isinstance(part, MatrixBase) and part.is_number:
-            value = part.doit().evalf()  # 1-1 and 50% are parsed as they are written
+            value = part.doit().evalf()  # evaluated here: 1-1 and 50% are parsed as written
             if value.is_real and value != 0 and _equal([part], [part * 1.25]):
                 return True
     return False

@@ -1,8 +1,8 @@
-"""Checks of answers in processes of their own: the end of the service, or of a node.
+"""Checks of answers in separate processes: the side of the service, or of a node.
 
-It knows no library but by name. Invariants: each check has a limit of processor time and of memory; a check that
-hangs holds up no other for longer than QUICK_SECONDS of a processor; a check whose caller is cancelled is killed; and
-what is the machine's fault (no process, no time to run) is an EvaluatorError, never the answer's.
+Libraries are used only by name. Invariants: each check has a limit of processor time and of memory; a hanging check
+delays others by at most QUICK_SECONDS of a processor; a check with a cancelled caller is killed; failures of the
+machine (no process, no time to run) are EvaluatorErrors, never the answer's fault.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from outrider.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
-"""Processor time after which a check goes to the line of the slow ones. Most checks take a tenth of it."""
+"""Seconds of processor time after which a check moves to the slow line. Most checks take a tenth of this time."""
 SLOW_NICER = 5
-"""By how much slow checks give way to the others, and to the service."""
+"""Niceness added to slow checks, in favour of other checks and the service."""
 SUBMITTED_AT_ONCE = 2
-"""Checks of submitted tasks in each line, so that one that takes its full time is not in the way of all others."""
+"""Maximum concurrent checks of submitted tasks in each line. With one alone, a long check would block the rest."""
 MAX_MEMORY = 512 << 20
-"""Bytes that a check may use beside what its library takes."""
+"""Maximum bytes of a check, besides the memory of its library."""
 MAX_ANSWER = 1 << 20
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 GONE_SECONDS = 0.2
-"""How long a process may take to be dead after its connections have ended."""
+"""Maximum seconds between the end of a process's connections and its exit."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 BOOT = """
 import sys, types
@@ -57,16 +57,17 @@ for name in ("outrider", "outrider.evaluators", "outrider.runtimes"):
 from outrider.evaluators.checks.zygote import main
 main(module)
 """
-"""Empty modules stand for the packages above, because the real ones import much that no check needs."""
+"""Program of the zygote. Empty modules replace the parent packages, because the real packages import much that no check
+needs."""
 
 
 version = functools.cache(importlib.metadata.version)
-"""By the name of a distribution; it reads a file."""
+"""Version of a distribution by its name. Cached, because the lookup reads a file."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """`distribution` is its name on PyPI, `packages` are what is imported, `install` is the argument of `pip install`,
-    and `checks` is the module of this folder that uses it."""
+    """A library for checking answers: `distribution` is the name on PyPI, `packages` the imported packages, `install`
+    the argument of `pip install`, and `checks` the module of this folder that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -74,7 +75,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     checks: str
 
     def require(self) -> None:
-        """Raises InvalidField where it is not installed. Does not import it."""
+        """Raise InvalidField if the library is not installed. Does not import it."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
@@ -83,13 +84,13 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        """Its name with its version, as verdicts say it."""
+        """Return the name and version, as printed in verdicts."""
         return f"{self.distribution} {version(self.distribution)}"
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """How a check ended: with an answer, or with the reason for which the text that it was given made that impossible.
-    `seconds` of processor time."""
+    """The result of a check: an answer, or a `fault`, the reason why the given text cannot be checked. `seconds` are
+    processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""
@@ -97,8 +98,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """Where checks wait for their turn, `at_once` of which run in each line: the `quick` line, and the `slow` one of
-    those that did not end there. In the quick one they are `nicer` by so much."""
+    """The two lines in which checks wait, each with `at_once` running checks: `quick`, and `slow` for checks that did
+    not end in the quick line. `nicer` is the niceness added in the quick line."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)
@@ -107,22 +108,23 @@ class Lines:
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What the zygote says of a check: its status as of `os.wait4`, and its processor time."""
+    """The zygote's report on the end of a check: the status from `os.wait4`, and the processor time."""
 
     status: int
     seconds: float
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """The host's part. Raises EvaluatorError without a host."""
+    """Return the host's part. Raises EvaluatorError without a host."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)
 
 
 class Checks:
-    """A part of a host (see runtimes/node_host.py): `await host.part(partial(Checks, library=...))`. The process behind
-    it starts with the first check, and another one if it dies."""
+    """The checks of one library, as a part of a host (see runtimes/node_host.py):
+    `await host.part(partial(Checks, library=...))`. The first check starts the process. After an exit of the process,
+    the next check starts a new process."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -148,15 +150,15 @@ class Checks:
         bucket: str = "",
         aside: Aside = nullcontext,
     ) -> Checked:
-        """Let the library check what is in `request`, for up to `seconds` of processor time. However long it waits for
-        its turn, a slow machine or many others are not held against it. Tenants take turns, and the buckets of each; a
-        long wait is spent in a block of `aside`: see `Outcome`. Raises EvaluatorError."""
+        """Run the library's check of `request`, for up to `seconds` of processor time. Waiting does not count, nor does
+        the slowness of a busy machine. Tenants take turns, and so do the buckets of each tenant. A long wait is spent
+        in a block of `aside`: see `Outcome`. Raises EvaluatorError."""
         return await self._check(request, seconds, self._answers, bucket, aside)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
-        """As `check`, for what comes with a task: few at a time and at a low priority, whoever submits how much. The
-        answers of sessions do not wait for it. The service asks for one tenant once at a time (`SubmissionChecks`), so
-        that no tenant has all of the line."""
+        """Run a check of a submitted task like `check`, but few at a time and at a low priority, however much is
+        submitted. Checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call
+        per tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
         return await self._check(request, seconds, self._submitted, "", nullcontext)
 
     async def _check(
@@ -172,7 +174,7 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # Begun anew, in another line: else answers that hang would keep those that do not waiting.
+            # Started again in the slow line: otherwise hanging answers would delay the rest.
             async with AsyncExitStack() as held:
                 async with aside():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -183,7 +185,7 @@ class Checks:
         return Checked(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int) -> Checked | None:
-        """One check in one process; None if its time was over."""
+        """Run a check in a process. Returns None if the time ran out."""
         child, control = self._zygote or await self._spawn()
         try:
             said = await self._ask(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
@@ -198,7 +200,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the same library has checked the gold
+            if number in CRASHES:  # the answer's fault: the same library has checked the gold
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return Checked(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
@@ -211,13 +213,13 @@ class Checks:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
     async def _ask(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
-        """All that is said on the connection of a new check. Raises OSError."""
+        """Send a new check to the zygote and return all bytes from the check's connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:
                 try:
                     socket.send_fds(control, [limits], [theirs.fileno()])
                     break
-                except BlockingIOError:  # it is busy: it has one thread, and imports its library first
+                except BlockingIOError:  # the zygote is busy: one thread, and first the library's import
                     await asyncio.sleep(PAUSE_SECONDS)
             reader, writer = await asyncio.open_connection(sock=ours)
         try:
@@ -230,15 +232,15 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # now: on this the zygote kills a check that still runs
+            writer.transport.abort()  # at once: the hang-up makes the zygote kill a check that still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
-        if self._zygote is None:  # nobody has started it meanwhile
+        if self._zygote is None:  # not started by another caller meanwhile
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
-            # Numerical libraries start threads otherwise, and a process with threads must not fork.
+            # Numerical libraries would otherwise start threads, and a process with threads must not fork.
             env = {VARIABLE: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
                 child = Child.spawn(command, env, theirs)
@@ -247,7 +249,8 @@ class Checks:
         return self._zygote
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
-        """The error of a check whose connection broke. Another process is started for the next if this one is dead."""
+        """Return the error of a check with a broken connection. After an exit of the process, the next check starts a
+        new process."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):
             tail = child.log_tail() or None

@@ -1,6 +1,7 @@
-"""Scores an answer by reasoning-gym; runs in a process of its own (see `zygote.py`).
+"""Scores an answer by reasoning-gym. Runs in a process of its own (see `zygote.py`).
 
-It knows no reward. Invariant: a scorer that evaluates texts as Python gets none that could call something.
+Independent of rewards. Invariant: a scorer that evaluates texts as Python gets no text with a call of an arbitrary
+function.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outrider.evaluators.checks.reasoning_sets import EVALUATED, evaluated_in_en
 
 WARM = ("simple_integration", "polynomial_equations", "countdown", "basic_arithmetic")
 TUPLES = ("arc_agi", "rearc")
-"""Their scorers compare grids of tuples, and JSON has only lists."""
+"""Data sets whose scorers compare grids of tuples. JSON has only lists."""
 
 
 def warm_up() -> None:
@@ -24,11 +25,11 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """The `score` of `answer` for `entry`, or why the answer is `refused`. Without `answer`: why the entry is
-    `unusable`, if it is: its own answer must score 1."""
+    """Return the `score` of `answer` for `entry`, or the reason why the answer is `refused`. Without `answer`: return
+    the reason why the entry is `unusable`, or None. The entry's own answer must score 1."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
-    answer = request.get("answer", gold).strip()  # as some scorers do, before they evaluate it
+    answer = request.get("answer", gold).strip()  # some scorers also strip, before they evaluate
     usable = name in DATASETS and all(harmless(text) for text, harmless in evaluated_in_entry(name, entry))
     if "answer" not in request:
         if name not in DATASETS:
@@ -44,7 +45,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             return {"refused": why}
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
-    except Exception as error:  # scorers raise anything: the entry's own answer was scored when it was submitted
+    except Exception as error:  # scorers raise any type: the entry's own answer was scored at submission
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 
@@ -52,7 +53,7 @@ def _refused(name: str, answer: str, gold: str) -> str | None:
     harmless = EVALUATED.get(name)
     if harmless is not None and not harmless(answer):
         return "it is not the plain expression that the scorer of this data set can evaluate"
-    # min(1.0, nan) is 1.0 in Python: complex_arithmetic pays for it in full.
+    # min(1.0, nan) is 1.0 in Python: complex_arithmetic gives it the full score.
     if "nan" in "".join(answer.split()).lower() and any(sign.isdigit() for sign in gold):
         return "it is not a number"
     return None

@@ -1,8 +1,8 @@
-"""What is known of the data sets of reasoning-gym: which cannot be used, and which texts their scorers evaluate.
+"""The data sets of reasoning-gym: the unusable sets, and the texts that scorers evaluate as Python.
 
-A text that a scorer evaluates as Python must be a plain literal, sum or formula. Pure. Invariant: what passes here
-calls nothing but known functions, reads no attribute and holds no code in a text, however it is evaluated afterwards;
-what it computes may still take for ever.
+Such a text must be a plain literal, sum or formula. Pure. Invariant: an accepted text calls only functions of the list,
+reads no attribute and holds no code in a string, however it is evaluated later. Its computation may still take for
+ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNUSABLE = {
     "rubiks_cube": NO_GOLD,
     "rush_hour": NO_GOLD,
 }
-"""Data sets of reasoning-gym 0.1.25, and why they are refused."""
+"""Data sets of reasoning-gym 0.1.25 that are refused, with the reasons."""
 
 LITERAL = (
     *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Load),
@@ -45,27 +45,29 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Without `Integral`: the derivative of the question is the question, so that repeating it would be an answer."""
+"""Functions that a formula may call. `Integral` is missing: the derivative of the question is the question, so
+repeating it would be an answer."""
 
 
 def is_literal(text: str) -> bool:
-    """For `eval`: it is no Python at all, or a literal, with names and operators at most."""
+    """Return True for a text that is safe for `eval`: a literal with names and operators at most, or no Python at
+    all."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
-        return True  # and so eval refuses it, too
+        return True  # eval refuses it, too
     return all(isinstance(node, LITERAL) for node in ast.walk(tree))
 
 
 def is_sum(text: str) -> bool:
-    """For sympy's `parse_expr`: whole numbers with + - * / and brackets. A name would be a number for nothing: log(E)
-    is 1."""
+    """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
+    excluded, because they would give free numbers: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
 def is_formula(text: str) -> bool:
-    """For sympy's `parse_expr`: numbers, variables of one letter, pi, operators and known functions. It must be plain
-    Python already, because `parse_expr` rewrites a text before it evaluates it."""
+    """Return True for a text that is safe for sympy's `parse_expr`: numbers, variables of one letter, pi, operators and
+    FUNCTIONS. The text must already be plain Python, because `parse_expr` rewrites a text before evaluating it."""
     return FORMULA_SIGNS.fullmatch(text) is not None and _is_python_of(text, FORMULA)
 
 
@@ -87,7 +89,7 @@ def _is_python_of(text: str, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def _tree(text: str) -> ast.AST:
-    """As `eval` reads it, which skips blanks and tabs at the beginning."""
+    """Parse a text like `eval`, which skips leading blanks and tabs."""
     return compile(text.lstrip(" \t"), "answer", "eval", ast.PyCF_ONLY_AST, dont_inherit=True)
 
 
@@ -101,11 +103,11 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""The data sets of reasoning-gym whose scorers evaluate the answer, and what their answers must be."""
+"""The data sets of reasoning-gym whose scorers evaluate the answer, with the test that an answer must pass."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """The texts of the entry itself that its scorer evaluates, and what they must be."""
+    """Return the texts of the entry that its scorer evaluates, each with its test."""
     match name:
         case "number_sorting":
             return [(str(entry["answer"]), is_literal)]
@@ -118,7 +120,8 @@ def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Call
 
 
 def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
-    """Whether the scorer of the data set can be given the entry's own answer, and what it evaluates of the entry."""
+    """Return True if the entry's own answer, and the texts of the entry that the scorer evaluates, are safe to
+    evaluate."""
     texts = [*evaluated_in_entry(name, entry)]
     if name in EVALUATED:
         texts.append((entry["answer"], EVALUATED[name]))
@@ -126,6 +129,6 @@ def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
 
 
 def check_data_set(name: str, *, field: str) -> None:
-    """Raises InvalidField for a data set that cannot be used."""
+    """Raise InvalidField for a data set that cannot be used."""
     if name in UNUSABLE:
         raise InvalidField(f"the data set {name!r} cannot be used: {UNUSABLE[name]}", field=field)

@@ -1,7 +1,7 @@
-"""Judges the log of a test run by swebench's parsers and grading; runs in a process of its own (see `zygote.py`).
+"""Judges the log of a test run by swebench's parsers and grading. Runs in a process of its own (see `zygote.py`).
 
-The candidate has written the log, and may have written what pytest told of each test as well. This module knows no
-sandbox and no reward. Invariant: what it says of a log is never better than what swebench's `get_eval_report` says.
+The candidate has written the log, and may have forged pytest's reports as well. This module is independent of sandboxes
+and rewards. Invariant: its judgement of a log is never better than that of swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import swebench
 
-# Nothing of swebench's own `harness/__init__.py` is wanted: it imports docker, datasets and modal.
+# swebench's own `harness/__init__.py` is bypassed: it imports docker, datasets and modal.
 harness = types.ModuleType("swebench.harness")
 harness.__path__ = [str(Path(swebench.__file__).parent / "harness")]
 sys.modules.setdefault("swebench.harness", harness)
@@ -32,31 +32,31 @@ MARKS = (
     *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
     *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
 )
-"""What only the grader's own script prints."""
+"""Marks that only the grader's own script prints."""
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
-"""Parsers of pytest's log. The registry has them under more names."""
+"""Parsers of pytest's log, by function name. The registry lists them under more names."""
 LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
-"""Parsers that look at each line by itself, and whose names of tests are distinct."""
+"""Parsers that read each line separately, with distinct names of tests."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""As pytest's own summary has it: of a test that is there twice, the parsers take the last."""
+"""Order of pytest's own summary. For a test that is listed twice, the parsers take the last status."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""In every name that pytest gives to a test. Other names of a row are of lines that only look like one: some rows of
-SWE-bench have `[100%]`, and pytest knows nothing of it."""
+"""Part of every test name of pytest. The remaining names of a row come from lines that only look like tests: some rows
+of SWE-bench have `[100%]`, which pytest does not report."""
 NAMED = 5
-"""How many failing tests a reason names."""
+"""Maximum number of failing tests named in a reason."""
 
 
 CONTRADICTS = "the log contradicts itself"
 
 
 class NotBelieved(Exception):
-    """What was printed cannot be the log of the run that it tells of. The text says why."""
+    """The output cannot be the log of the reported run. The text has the reason."""
 
 
 def warm_up() -> None:
@@ -67,9 +67,11 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why`
-    not all. Without: why the row is `unusable`, and the option that is to blame. With `statuses`: those of all tests
-    in the log."""
+    """Judge the `log` of a row, or without `log` check whether the row is usable.
+
+    With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why` not
+    all of them. Without: the reason why the row is `unusable`, and the option at fault in `field`. With `statuses`: the
+    statuses of all tests in the log."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -78,7 +80,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     if "log" not in request:
         try:
             grading.PARSER_REGISTRY[parser]("", spec)
-        except Exception as error:  # a parser that cannot read this row's logs says so in any way
+        except Exception as error:  # a parser refuses the logs of this row with any exception
             return {"unusable": f"{parser} refuses it: {error}", "field": "instance_id"}
         return {"unusable": None}
     log = request["log"]
@@ -111,7 +113,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             report["resolved"] = report["resolved"] and told["resolved"]
     except NotBelieved as error:
         return nothing_of(str(error))
-    except Exception as error:  # parsers raise anything for a log that they were not made for
+    except Exception as error:  # parsers raise any exception for a log of another format
         return nothing_of(f"{parser} cannot read the log: {type(error).__name__}")
     wanted = dict.fromkeys((*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS))
     failing = [test for test in wanted if not any(test in tests for tests in passed.values())]
@@ -129,12 +131,13 @@ def nothing_of(why: str) -> dict[str, Any]:
 
 
 def name_of(parser: str) -> str:
-    """The function's own name: the registry has many under several."""
+    """Return the parser function's own name: the registry lists many functions under several names."""
     return str(grading.PARSER_REGISTRY[parser].__name__)
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """The parser of a row by the name that swebench's registry has for it: 5.x names it, of 4.x its repository does."""
+    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (5.x), else its repository's
+    (4.x)."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -164,29 +167,30 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """swebench's report. It reads the log from a file, and this process has none."""
+    """Return swebench's report. swebench reads the log from a file, and this process cannot write files: `open` is
+    replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # who uses the library in the same process, as a benchmark does, reads files with it
+    finally:  # other users of the library in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """The tests that pass, by the list that they are in."""
+    """Return the passing tests by the list that contains them."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved for marks that the script did not print: what swebench reads is between the first two."""
+    """Raise NotBelieved for marks that the script did not print: swebench reads the text between the first two."""
     ends = log.split(END)
-    # A script that echoes the mark under `set -x` prints it twice, with a quote and a line's end between.
+    # A script that echoes the mark under `set -x` prints it twice, separated by a quote and a newline.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
         raise NotBelieved(f"{CONTRADICTS}: a mark of the test output is there more than once")
     if EXIT_CODE in ends[0] or len(set(grading.TEST_EXIT_CODE_RE.findall(log))) > 1:
@@ -194,8 +198,8 @@ def check_marks(log: str) -> None:
 
 
 def check_log(spec: Any, log: str) -> None:
-    """Raise NotBelieved for a test that both passes and fails, and for a summary of pytest that counts fewer passing
-    tests than the log lists. Only tests of the row are looked at: others may print what they like."""
+    """Raise NotBelieved for a test that both passes and fails, and for a pytest summary with fewer passing tests than
+    the log lists. Only tests of the row are checked, because the rest may print anything."""
     name = name_of(spec.log_parser)
     if name not in LINE_BY_LINE:
         return
@@ -217,7 +221,7 @@ def check_log(spec: Any, log: str) -> None:
 
 
 def log_of(records: str, key: str) -> str:
-    """What pytest's own reports amount to, as the log that swebench reads. Raises NotBelieved."""
+    """Convert the plugin's reports to a log that swebench reads. Raises NotBelieved."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
@@ -249,8 +253,8 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """The word of pytest's summary for one part of a test, if it has one. What the code under test has skipped, or said
-    was expected to fail, has failed."""
+    """Return the word of pytest's summary for one part of a test, or None. A test that the code under test has skipped
+    or marked as an expected failure counts as failed."""
     if record["outcome"] == "skipped" and record.get("excused_by") is not None:
         return "FAILED"
     match record["when"], record["outcome"], record["expected"]:

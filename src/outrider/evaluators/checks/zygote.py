@@ -1,13 +1,14 @@
-"""The process that the checks of one library are forked from: the library is imported, warm, and confined.
+"""The process from which the checks of one library are forked: the library is imported, warm, and confined.
 
-A fork costs milliseconds and has everything loaded; each check has one of its own, so that none sees what another left,
-and one that hangs is killed without any other noticing. The process is started by `python -I -S -c` with one end of a
-socket as its standard input. It reads no answer itself. Invariants: it has one thread; a check whose connection is
-hung up is killed; the last line on a check's connection is always this process's, written after the check is dead; and
-when its own socket ends, or it dies, every check dies with it.
+A fork takes milliseconds and has everything loaded. Each check has its own fork: no check sees the remains of another,
+and a hanging check is killed without affecting others. The process is started by `python -I -S -c` with one end of a
+socket as standard input. It reads no answer itself. Invariants: the process has one thread; a check whose connection is
+hung up is killed; the last line on a check's connection is always written by this process, after the check has exited;
+at the end of its own socket, or at its exit, every check is killed.
 
-A request is one message, `LIMITS`, with one descriptor: the check's connection. On that, the check reads a JSON object
-to its end and writes one; then comes a line with how it ended, `{"status", "seconds"}`: what `os.wait4` says.
+A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
+JSON object until the end of input, and then writes one object. The last line is the check's end as reported by
+`os.wait4`: `{"status", "seconds"}`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMITS = struct.Struct("dQi")
-"""Seconds of processor time, bytes of memory beside what is loaded already, and by how much the check is nicer."""
+"""Seconds of processor time, bytes of memory besides the loaded library, and the niceness to add to the check."""
 PIECE = 1 << 16
 
 
 class Zygote:
-    """Forks checks, kills those that nobody waits for, and says how each ended."""
+    """Forks checks, kills checks without a waiting caller, and reports how each check ended."""
 
     def __init__(self, control: socket.socket, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._control = control
@@ -51,20 +52,21 @@ class Zygote:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._pids: dict[int, int] = {}
-        """By the descriptor of a check's connection."""
+        """Process ids of checks, by the descriptor of the connection."""
         self._ends: dict[int, socket.socket] = {}
         """Connections, by the pidfd of the check."""
 
     def serve(self) -> None:
-        """Until the socket ends."""
+        """Serve requests until the socket ends."""
         while True:
             ready = dict(self._poll.poll())
-            # Last: what is opened for a new check may get the number of what was closed for an old one.
+            # The control socket is served last: a new check's descriptor may get the number of one that was just
+            # closed.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
                     self._ended(fd)
-                elif fd in self._pids:  # nobody waits for it any more
+                elif fd in self._pids:  # hung up: no caller waits for it
                     os.kill(self._pids[fd], signal.SIGKILL)
                     self._poll.unregister(fd)
             if asked and not self._take():
@@ -72,18 +74,19 @@ class Zygote:
                 return
 
     def _kill_all(self) -> None:
-        """None of the checks outlives this process: whoever waits for its end may then look for what is left."""
+        """Kill all checks and wait for their exit. A caller that waits for the end of this process may then look for
+        remains."""
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
         for pid in self._pids.values():
             os.waitpid(pid, 0)
 
     def _take(self) -> bool:
-        """Take a request and fork a check for it; whether there was one."""
+        """Take a request and fork a check for it. Returns False at the end of the socket."""
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # else there was no room for it, and its other end is told so
+        if fds:  # else this process had no room for the descriptor: the caller sees a hang-up
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -91,7 +94,7 @@ class Zygote:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # only that it is hung up
+            self._poll.register(end, 0)  # only hang-ups
         return True
 
     def _ended(self, pidfd: int) -> None:
@@ -100,27 +103,27 @@ class Zygote:
         os.close(pidfd)
         pid = self._pids.pop(end.fileno())
         _, status, used = os.wait4(pid, 0)
-        with contextlib.suppress(KeyError):  # it was hung up
+        with contextlib.suppress(KeyError):  # already hung up
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
-        # Where nobody reads it, or not what came before it, the connection ends without it.
+        # If the caller no longer reads, or has not read earlier output, the connection ends without this line.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
-        # A check that was killed early has left some of its request unread. Closed as it is, the connection would be
-        # reset, and what was just sent not be read.
+        # A check that was killed early leaves part of its request unread. A close would then reset the connection and
+        # lose the line just sent.
         with contextlib.suppress(OSError):
             while end.recv(PIECE, socket.MSG_DONTWAIT):
                 pass
         end.close()
 
     def _become(self, end: socket.socket, seconds: float, memory: int, nicer: int) -> None:
-        """In the child: do the check, and end."""
+        """In the child: run the check, and exit."""
         code = 1
         try:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # also those of other checks
+            close_others({2, connection})  # also closes connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -130,7 +133,7 @@ class Zygote:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # whatever it raises, this process must not go on as a second zygote
+        finally:  # whatever is raised, this process must not continue as a second zygote
             os._exit(code)
 
 
@@ -138,7 +141,7 @@ def main(module: str) -> None:
     """Serve the socket on descriptor 0 until it ends, with the checks of the module."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)  # libraries log what they cannot parse: the verdict's reason says it
+    logging.disable(logging.CRITICAL)  # libraries log what they cannot parse, and the verdict has the reason
     checks = importlib.import_module(module)
     checks.warm_up()
     control = socket.socket(fileno=os.dup(0))
@@ -146,6 +149,6 @@ def main(module: str) -> None:
     zygote = Zygote(control, checks.check)
     confine_zygote()
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, every page that it shares with us
+    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # libraries may have left threads or handlers that take their time
+    os._exit(0)  # threads or exit handlers of libraries may take long

@@ -1,4 +1,4 @@
-"""The evaluator of programs: cases and checks stay out of the reach of the program that they judge.
+"""The evaluator of programs: test cases and checks are out of reach of the judged program.
 
-`guest.py` is what runs in sandboxes; the rest runs in the service and executes nothing of a candidate or a test.
+`guest.py` runs in sandboxes. The rest runs in the service and executes no code of a candidate or a test.
 """

@@ -1,7 +1,7 @@
-"""The cases of a `code` task: what a program is given, and what it must answer. Pure.
+"""The cases of a `code` task: a program's input and its expected output. Pure.
 
-It knows no sandbox. Invariant: expected values never leave the service, and are compared there as text or as values of
-built-in types.
+Independent of sandboxes. Invariant: expected values never leave the service, and are compared there as text or as
+values of built-in types.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Maximum values, and objects and lists among them, in cases that are given as text. One of a few bytes takes 250 bytes
-of memory once it is read."""
+"""Maximum number of values, and of objects and lists among them, in cases given as text. An object of a few bytes takes
+250 bytes of memory once it is parsed."""
 
 
 class CodeOptions(Spec):
-    """Options of the kind. Either `inputs` and `outputs`, as many of one as of the other, or `test` with `entry_point`.
+    """Options of kind `code`. Either `inputs` and `outputs`, of equal length, or `test` with `entry_point`.
 
-    file: the program, as a path in the sandbox; None for the last fenced block of code in the agent's final words.
-    inputs, outputs: of each case what the program reads and must print; with `fn_name` the arguments of that function
-        and its result, as lists and values, or as text with a JSON value a line.
+    file: path of the program in the sandbox; None for the last fenced block of code in the agent's final answer.
+    inputs, outputs: for each case the program's input and its expected output. With `fn_name`: the arguments of that
+        function and its result, as lists and values, or as text with a JSON value per line.
     prompt, entry_point, test: a row of HumanEval; `test` defines `check(candidate)`.
-    reward: `all` is 1 where every case passes and stops at the first that does not; `share` is the share that passes.
-    case_seconds, total_seconds: time limits of one run of the program, and of all of them with the check; None is three
-        quarters of `task.evaluator.seconds`. output_bytes: of one run.
+    reward: `all` is 1 if every case passes, and stops at the first failure; `share` is the fraction of passing cases.
+    case_seconds, total_seconds: time limits of one run of the program, and of all runs with the check. The default of
+        `total_seconds` is three quarters of `task.evaluator.seconds`. output_bytes: output limit of one run.
     python: the interpreter in the sandbox.
     """
 
@@ -59,15 +59,15 @@ class CodeOptions(Spec):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One case. `given` is the text of the standard input, or the list of a function's arguments. `accepted` are the
-    answers that pass: texts as `lines` has them, or values."""
+    """One case. `given` is the standard input as text, or the list of a function's arguments. `accepted` are the
+    passing results: texts split by `lines`, or values."""
 
     given: Any
     accepted: tuple[Any, ...]
 
 
 def lines(text: str) -> list[str]:
-    """The lines of an output without the blanks at their ends, and without empty lines at the end."""
+    """Return the lines of an output, without trailing blanks and trailing empty lines."""
     found = [line.rstrip() for line in text.split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -75,11 +75,11 @@ def lines(text: str) -> list[str]:
 
 
 def json_value(coded: Any) -> Any:
-    """The value that `guest.encode` made this of, with lists for tuples, which JSON does not have. Raises ValueError or
-    TypeError for what JSON does not have either, and RecursionError.
+    """Return the value that `guest.encode` encoded, with lists for tuples, which JSON does not have. Raises ValueError
+    or TypeError for other values outside JSON, and RecursionError.
 
-    No set and no key but a text is made: a candidate can choose numbers that all have the same hash, and a table of
-    them takes minutes to make.
+    No set is built, and no dict with non-text keys: a candidate can choose numbers with equal hashes, and a table of
+    such numbers takes minutes to build.
     """
     if isinstance(coded, list):
         return [json_value(one) for one in coded]
@@ -94,11 +94,11 @@ def json_value(coded: Any) -> Any:
 
 
 def cases_of(options: CodeOptions) -> list[Case]:
-    """The cases of a task without a test. Raises InvalidField for what is no case, and for cases that a program passes
-    that does nothing."""
+    """Return the cases of a task without a test. Raises InvalidField for invalid cases, and for cases that an empty
+    program would pass."""
     cases: list[Case] = []
-    # APPS and TACO have the result of a function in a list of its own, though not in every row: where each is such a
-    # list, the value in it passes, too.
+    # APPS and TACO wrap the result of a function in a list, though not in every row. If every output is such a list,
+    # the value inside passes, too.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
     if options.fn_name is not None:
         _check_size([text for text in (*options.inputs, *options.outputs) if isinstance(text, str)])
@@ -115,7 +115,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
                     field=f"task.evaluator.options.outputs.{number}",
                     hint="leave the case out, or take reward 'all'",
                 )
-        elif isinstance(given, str):  # as LiveCodeBench has them
+        elif isinstance(given, str):  # the format of LiveCodeBench
             try:
                 cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))
             except (TypeError, ValueError, RecursionError) as error:
@@ -133,7 +133,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raises InvalidField for texts with more JSON in them than is read."""
+    """Raise InvalidField for texts that hold more JSON than the limits."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

@@ -1,10 +1,10 @@
-"""The code evaluator: runs a candidate program in the evaluation's sandbox, and compares what it answers out here.
+"""The code evaluator: runs a candidate program in the evaluation's sandbox and compares its results in the service.
 
-The sandbox is the candidate's: whatever is in it, the interpreter too, may be its own work. So inputs go in, outputs
-come out, and nothing that is in there knows what is right. A hidden `check(candidate)` is Python of the task's author:
-it runs in a second sandbox that no candidate has touched, and the candidate's calls cross through the service as values
-of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; what a candidate does,
-time and output included, costs it the case; and what keeps a candidate from being tried is an error.
+The sandbox belongs to the candidate: everything inside, including the interpreter, may be the candidate's work. So
+inputs go in, outputs come out, and the sandbox never holds the right results. A hidden `check(candidate)` is Python of
+the task's author. It runs in a second, untouched sandbox, and the candidate's calls pass through the service as values
+of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a candidate's
+misbehaviour, time and output included, fails its case; a condition that prevents a run of the candidate is an error.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```", re.DOTALL | re.MULTIL
 READY = "ready"
 PROBE_SECONDS = 30.0
 QUOTED = 200
-"""Characters of a wrong answer in a verdict's reason."""
+"""Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
-"""Fewer seconds than one run of a program takes."""
+"""Lower bound of the seconds that one run of a program takes."""
 
 
 class WrongAnswer(Exception):
-    """The candidate has failed a case, or its check. The text says how, for the verdict's reason."""
+    """The candidate failed a case or its check. The text is for the verdict's reason."""
 
 
 class CodeEvaluator:
-    """See `CodeOptions`. The verdict's metrics are `passed` and `cases`; a check counts as one case, and `calls` is how
-    often it called the candidate."""
+    """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case,
+    and `calls` is the number of its calls of the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
         self._cases = 1 if options.test is not None else len(cases_of(options))
-        """Their number. They are made again for each evaluation: they take ten times the memory of their text."""
+        """Number of cases. They are built again for each evaluation, because they take ten times the memory of their
+        text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
-        if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
+        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
@@ -73,7 +74,7 @@ class CodeEvaluator:
         try:
             await probe(outcome.runtime, self._options.python)
         except EvaluatorError as error:
-            if not error.inside:  # it hangs: the host is too slow, or somebody has put another program in its place
+            if not error.inside:  # it hangs: a slow host, or a program put in its place
                 async with outcome.beside() as other:
                     await probe(other, self._options.python)
                 error.inside = True
@@ -90,7 +91,7 @@ class CodeEvaluator:
                     answer = await candidate.called(self._options.fn_name, case.given)
                 if not any(answer == right for right in case.accepted):
                     raise WrongAnswer(f"wrong answer: {answer!r:.{QUOTED}}")
-            except (WrongAnswer, RecursionError) as error:  # the latter from comparing a value that is nested deeply
+            except (WrongAnswer, RecursionError) as error:  # RecursionError: from comparing a deeply nested value
                 reason = reason or f"case {number} of {self._cases}: {error}"
                 if self._options.reward == "all" or candidate.broke_sandbox:
                     break
@@ -99,7 +100,7 @@ class CodeEvaluator:
         return self._verdict(passed, reason)
 
     async def _checked(self, outcome: Outcome, program: str) -> Verdict:
-        """The verdict of the task's hidden check, which runs in a sandbox of its own."""
+        """Run the task's hidden check in a sandbox of its own and return the verdict."""
         options, calls = self._options, 0
         async with outcome.beside() as trusted:
             try:
@@ -108,7 +109,7 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
-            # Its time begins here: how long the second sandbox takes to start is not the candidate's doing.
+            # The candidate's time starts here: the start of the second sandbox is not its fault.
             candidate = Candidate(outcome, program, options, self._seconds)
             try:
                 said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
@@ -138,9 +139,10 @@ class CodeEvaluator:
 
 
 class Candidate:
-    """A program in the outcome's sandbox, each run of it a process of its own. `seconds` are for all runs together.
+    """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
 
-    Its methods raise WrongAnswer for what the candidate did, and RuntimeFailure or EvaluatorError for what it did not.
+    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for the
+    rest.
     """
 
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
@@ -154,17 +156,17 @@ class Candidate:
 
     @property
     def left(self) -> float:
-        """Seconds until the time for all runs is over."""
+        """Seconds left for all runs."""
         return self._deadline - self._clock()
 
     async def printed(self, text: str) -> list[str]:
-        """The lines that the program prints when it is given this text."""
+        """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # Beside the event loop, here and below: a candidate chooses how much there is to read.
+        # In a thread, here and below: a candidate chooses the size of its output.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
-        """The value that a function of the program returns, with lists for tuples."""
+        """Return the result of the program's function, with lists for tuples."""
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
@@ -174,14 +176,14 @@ class Candidate:
             raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """What came of a call, as `guest.run_call` says it: `value`, coded in some way, or `raised`."""
+        """Return the result of a call in the form of `guest.run_call`: an encoded `value`, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
-        # -I: a candidate's file with the name of one of Python's modules is not what the guest's program imports.
+        # -I: otherwise the guest's program could import a candidate's file named like a module of Python.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate has written to where only the guest does
+        except (ValueError, RecursionError) as error:  # the candidate wrote to the guest's output
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -191,8 +193,8 @@ class Candidate:
         try:
             done = await self._runtime.exec(command, stdin=given, seconds=seconds)
         except RuntimeFailure as error:
-            # A sandbox that works until a candidate runs in it was broken by the candidate, if the runtime says so and
-            # another one works at the same time.
+            # A sandbox that breaks during a run was broken by the candidate, if the runtime confirms a cause inside and
+            # another sandbox works at the same time.
             inside = error.inside or (isinstance(self._runtime, TellsCause) and await self._runtime.broken_inside())
             if not inside:
                 raise
@@ -210,9 +212,9 @@ class Candidate:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """What `guest.run_call` has written. Raises ValueError or RecursionError for anything else.
+    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for anything else.
 
-    The value stays coded, because it is the candidate's: to make it takes as long as the candidate likes."""
+    The value stays encoded, because it is the candidate's: decoding could take as long as the candidate chooses."""
     match json.loads(answer):
         case {"value": coded, **others} if not others:
             return {"value": coded}
@@ -222,9 +224,9 @@ def told(answer: bytes) -> dict[str, Any]:
 
 
 async def probe(runtime: Runtime, python: str) -> None:
-    """Raise EvaluatorError where a sandbox has no Python that works, and RuntimeFailure where it does not work at all.
+    """Raise EvaluatorError if a sandbox has no working Python, and RuntimeFailure if the sandbox itself does not work.
 
-    It says nothing of what an agent has made of that Python, only that the sandbox can be used.
+    Success only means a usable sandbox: an agent may have replaced its Python.
     """
     tail, late = "", False
     try:
@@ -234,19 +236,20 @@ async def probe(runtime: Runtime, python: str) -> None:
         if done.exit_code == 0 and done.stdout == READY.encode():
             return
         tail, late = done.log_tail(), done.timed_out
-    except RuntimeFailure as error:  # such as one without any program of that name
-        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises where the whole sandbox is broken
+    except RuntimeFailure as error:  # such as for a program that does not exist
+        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # a host that is too slow may be the cause
+        inside=not late,  # a slow host may be the cause
     )
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """What the Checker says next. Raises TimeoutError, and EvaluatorError where it says nothing."""
+    """Run one step of the Checker and return its line. Raises TimeoutError, and EvaluatorError without a readable
+    line."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)
@@ -262,5 +265,4 @@ async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
 
 @cache
 def guest() -> str:
-    """The text of guest.py."""
     return Path(__file__).with_name("guest.py").read_text("utf-8")

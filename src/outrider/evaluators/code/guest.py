@@ -1,9 +1,9 @@
-"""What runs in sandboxes: one call of a candidate's function in one, and a task's hidden check in another.
+"""The code that runs in sandboxes: a call of a candidate's function in one, a hidden check in another.
 
-Standard library only, Python 3.8 or newer, in one file: its text is sent along, with a last line that starts a part of
-it. Values cross as JSON (`encode`, `decode`), and only those of built-in types: an object that claims to be equal to
-everything stays where it was made. Nothing that `run_call` says is believed, it is only compared. Invariant: the check
-is told of a value that a candidate returned, or that it raised, and never of what else it did.
+Standard library only, Python 3.8 or newer, in one file: the service sends this text with a last line that starts one of
+the parts. Values cross as JSON (`encode`, `decode`), and only values of built-in types: an object that claims to equal
+everything stays in its own process. The service compares the output of `run_call` and never relies on it. Invariant:
+the check sees only the candidate's return value or exception, and no other effect.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import types
 from typing import Any
 
 MARK = "outrider-step:"
-"""In front of each line by which a Checker speaks; it shares its output with what the check prints."""
+"""Prefix of the Checker's own lines, among the prints of the check in the same output."""
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON has it. A list is a list, and any other collection an object that names its type. Raises
-    TypeError for what is no value of a built-in type, and RecursionError."""
+    """Encode a value as JSON. A list stays a list, and any other collection becomes an object with its type's name.
+    Raises TypeError for values without a built-in type, and RecursionError."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -48,8 +48,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(coded: Any) -> Any:
-    """The value that `encode` made this of, whose subclasses are gone. Of anything else it raises what it likes, and
-    takes as long as it likes: only the sandbox of a check does this."""
+    """Decode a value from `encode`, with built-in types in place of subclasses. Other input can raise any exception and
+    take any time, so only the sandbox of a check decodes."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -68,8 +68,8 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """A candidate that defines `name` comes below the prompt, whose imports and helpers it may use; any other goes on
-    where the prompt ends."""
+    """Join the prompt and the candidate. A candidate with a definition of `name` follows the prompt, and may use its
+    imports and helpers. Any other candidate continues the last line of the prompt."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -78,16 +78,16 @@ def whole_program(prompt: str, candidate: str, name: str) -> str:
 
 
 def run_call() -> None:
-    """Read a request from standard input: the candidate's `file`, the `prompt` in front of it, the `name` of the
-    function, its `args` and `kwargs`. Write what came of it: `value`, or `raised`. The process ends here.
+    """Read a request from standard input: the candidate's `file`, the `prompt` before it, the `name` of the function,
+    its `args` and `kwargs`. Write the result: `value`, or `raised`. Then the process exits.
 
-    A method of a class `Solution` is found, too. What the candidate prints goes to the standard error.
+    A method of a class `Solution` is also found. Prints of the candidate go to standard error.
     """
     request = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Not "__main__": what a program does only when it is run as one is not wanted here.
+    # Not "__main__": the part of a program that runs only as a script is skipped.
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(request["file"])))
@@ -98,18 +98,18 @@ def run_call() -> None:
         exec(compile(program, request["file"], "exec"), module.__dict__)
         function = getattr(module, name, None) or getattr(module.Solution(), name)
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
-    except BaseException as error:  # SystemExit, too: it is what came of the call
+    except BaseException as error:  # SystemExit, too: it is the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
-    os._exit(0)  # without waiting for threads, and without what is registered for the exit
+    os._exit(0)  # without waiting for threads, and without exit handlers
 
 
 class Checker:
-    """Runs `check(candidate)` of a test in a thread, and hands each call of the candidate out.
+    """Runs `check(candidate)` of a test in a thread and passes out each call of the candidate.
 
-    `step` says in one line of JSON, behind MARK, what comes next: `call`, to which `step(answer)` is the answer as
-    `run_call` gives it; or the end: `passed`, `failed`, or `broken` where no candidate can be blamed.
+    `step` prints the next event as one line of JSON after MARK: a `call`, whose result in the form of `run_call` is the
+    argument of the next `step(answer)`; or the end: `passed`, `failed`, or `broken` if the test is at fault.
     """
 
     def __init__(self, prompt: str, name: str, test: str) -> None:
@@ -128,14 +128,14 @@ class Checker:
         try:
             try:
                 code = compile(prompt, "prompt", "exec")
-            except SyntaxError:  # a function without a docstring is not one yet
+            except SyntaxError:  # a prompt may end at a function without a body
                 code = compile(f"{prompt}\n    pass\n", "prompt", "exec")
             exec(code, scope)
-            scope[name] = self._candidate  # some checks name the function itself
+            scope[name] = self._candidate  # some checks call the function by its name
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})
-        except BaseException as error:  # an AssertionError, or what a wrong value leads to
+        except BaseException as error:  # an AssertionError, or an effect of a wrong value
             what = f"{type(error).__name__}: {error}"[:1000]
             self._said.put({"failed" if self._answered else "broken": what})
 
@@ -149,12 +149,13 @@ class Checker:
         if "value" in answer:
             try:
                 return decode(answer["value"])
-            except Exception as error:  # `run_call` has not written this: the candidate has
+            except Exception as error:  # not output of `run_call`: the candidate wrote it
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # for ever: nothing of the check may hide it
+                self._answers.get()  # waits for ever: the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        # Such as SystemExit, or a class of the candidate's own. StopIteration would end a loop of the check.
+        # Other types become RuntimeError, such as SystemExit or a class of the candidate's own. StopIteration would end
+        # a loop of the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",
@@ -162,6 +163,6 @@ class Checker:
             kind = RuntimeError
         try:
             raised = kind(message)
-        except TypeError:  # UnicodeDecodeError and its like take more
+        except TypeError:  # UnicodeDecodeError and others need more arguments
             raised = RuntimeError(message)
         raise raised

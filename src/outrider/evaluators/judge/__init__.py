@@ -1,2 +1,2 @@
-"""The evaluator that asks a language model: `questions.py` writes what it is asked and reads its grades, `evaluator.py`
-asks."""
+"""The evaluator that queries a language model: `questions.py` writes the questions and reads the grades, `evaluator.py`
+sends them."""

@@ -1,8 +1,8 @@
-"""The judge: a language model grades what the agent said, by a reference, by criteria, or against another answer.
+"""The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
 
-The model is one that the operator has named: an OpenAI-compatible endpoint of the setting `graders`, or a frozen model
-of the service. Invariants: a judge that is away, or that names no grade, is an error, never a grade; and every call is
-in the verdict, with its tokens in the metrics and its text in the reason.
+The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; every call is in the
+verdict, with its tokens in the metrics and its text in the reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""Statuses with which a model's server asks for another try: it has too much to do, or a worker of it has died."""
+"""Statuses worth another try: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""By which OpenAI's API, and vLLM's, say with a 400 that a question is too long."""
+"""Texts in a 400 reply of OpenAI's API and vLLM to a question that is too long."""
 QUOTED = 2000
-"""Characters of each reply in a verdict's reason."""
+"""Maximum characters of each reply in a verdict's reason."""
 
 
 class TooLong(EvaluatorError):
@@ -36,11 +36,12 @@ class TooLong(EvaluatorError):
 
 
 class AnswerTooLong(Exception):
-    """It does not, and would with an empty answer: the agent's doing."""
+    """A question does not fit into the judge's context, but would fit with an empty answer: the agent is the cause."""
 
 
 class JudgeEvaluator:
-    """See `JudgeOptions`. Besides its calls and tokens, the verdict's metrics have the score of each criterion."""
+    """Grades by a judge (see `JudgeOptions`). The verdict's metrics are its calls, tokens, and the score of each
+    criterion."""
 
     takes_endpoints = True
 
@@ -86,7 +87,8 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The model that judges, and its calls for one verdict: what it `said`, and the `metrics` of them."""
+    """The judging model and the calls for one verdict: `said` are the replies, `metrics` the counts of calls and
+    tokens."""
 
     def __init__(
         self, options: JudgeOptions, grader: GraderConfig | None, endpoints: Endpoints, outcome: Outcome
@@ -102,11 +104,11 @@ class Judge:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
 
     async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
-        """The scores of one vote. Raises EvaluatorError where the judge is away, or does not give its grades, and
-        AnswerTooLong where there is room for the question `without` the answer only."""
+        """Return the scores of one vote. Raises EvaluatorError if the judge is unreachable or gives no grades, and
+        AnswerTooLong if only the question `without` the answer fits."""
         options, messages = self._options, question.messages
-        # At temperature 0 an engine would give each vote the same reply. One vote needs no seed, which not all servers
-        # take.
+        # A seed distinguishes the votes, for which an engine would otherwise give the same reply at temperature 0. A
+        # single vote needs no seed, which some servers do not accept.
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
@@ -136,7 +138,7 @@ class Judge:
         )
 
     async def ask(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
-        """One reply. Raises EvaluatorError, of which TooLong is one."""
+        """Return one reply. Raises EvaluatorError, also as TooLong."""
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
@@ -150,7 +152,7 @@ class Judge:
                 )
             except ContextOverflow as error:
                 raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
-            except OutriderError as error:  # an engine's would cost the agent's work: the session would run again
+            except OutriderError as error:  # an EngineError would make the session run again and lose the agent's work
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {
             "model": grader.model or grader.name,
@@ -191,7 +193,7 @@ class ChatUsage(msgspec.Struct):
 
 
 class ChatAnswer(msgspec.Struct):
-    """What a judge needs of the reply to `POST /v1/chat/completions`."""
+    """The fields that a judge needs from the reply to `POST /v1/chat/completions`."""
 
     choices: Annotated[list[ChatChoice], msgspec.Meta(min_length=1)]
     usage: ChatUsage = msgspec.field(default_factory=ChatUsage)

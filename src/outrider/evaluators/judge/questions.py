@@ -1,8 +1,8 @@
-"""What a judge is asked, and how its grades are read. Pure.
+"""The questions to a judge, and the parser of its grades. Pure.
 
-It knows no model. Invariants: each text that is judged stands between lines with a mark that its author cannot know,
-and only a line with this mark is a grade, of which the last one counts; and placeholders are filled in once, so that a
-text that is filled in is not searched for them.
+Independent of the model. Invariants: each judged text stands between lines with a mark that its author cannot guess,
+and only a line with this mark is a grade; the last grade counts. Placeholders are filled in once, so that filled-in
+texts are not searched for placeholders.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ AGAIN = "Your reply does not end with {wanted}. Write nothing but that:\n{grades
 
 PLACEHOLDERS = ("{instruction}", "{reference}", "{criteria}", "{answer}", "{first}", "{second}")
 MAX_TIMES = 4
-"""How often a template may have each of them: a text may have a megabyte, and a template room for 100,000 of it."""
+"""Maximum number of uses of each placeholder in a template: a text may have a megabyte, and a template would have room
+for 100,000 copies."""
 
 
 class Criterion(Spec):
-    """What an answer should meet; with a negative weight, what it should not."""
+    """A criterion that an answer should meet, or with a negative weight should not meet."""
 
     name: Name
     text: Text
@@ -47,16 +48,17 @@ class Criterion(Spec):
 
 
 class JudgeOptions(Spec):
-    """Options of the kind. Exactly one of `grader`, a name of the setting `graders`, and `frozen`, that of a frozen
-    model.
+    """Options of kind `judge`. Exactly one of `grader`, a name in the setting `graders`, and `frozen`, the name of a
+    frozen model.
 
-    by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does it meet?
-        `pairwise`: is it better than the `reference`? Each vote asks that in both orders.
-    template: in place of the built-in question; {instruction}, {reference}, {criteria}, {answer}, and in pairwise
-        judging {first} and {second}, are filled in.
-    votes: how often a question is asked. combine: `majority` needs more than half of the votes, `mean` is their mean.
-    tries: how often one vote is asked for until the reply has its grades.
-    call_seconds: time limit of one call. answer_chars: longer answers are worth 0, without a call.
+    by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does the answer meet?
+        `pairwise`: is it better than the `reference`? Each vote puts the pairwise question in both orders.
+    template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
+        {first} and {second}, are filled in.
+    votes: number of repetitions of a question. combine: `majority` needs more than half of the votes, `mean` is their
+        mean.
+    tries: maximum attempts of one vote until the reply has its grades.
+    call_seconds: time limit of one call. answer_chars: longer answers get reward 0, without a call.
     """
 
     grader: Name | None = None
@@ -94,8 +96,8 @@ class JudgeOptions(Spec):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question to a judge. `scores` are those of the grades that it may give, one for each of `names`; `again` is
-    what it is told when it has not."""
+    """One question to a judge. `scores` maps the possible grades to scores. A reply needs one grade for each of
+    `names`. `again` is the next message after a reply with missing grades."""
 
     messages: tuple[Message, ...]
     again: str
@@ -104,7 +106,7 @@ class Question(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
     def read(self, reply: str) -> dict[str, float] | None:
-        """The scores in a reply by name, or None where one is missing."""
+        """Return the scores in a reply by name, or None if one is missing."""
         line = re.compile(rf"^[^\w\n]*GRADE {self.mark}(?: (\d{{1,3}}))?:[^\w\n]*(\w+)[^\w\n]*$", re.MULTILINE)
         found: dict[str, float] = {}
         for number, grade in line.findall(reply):
@@ -115,7 +117,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def questions_of(options: JudgeOptions, mark: str, instruction: str, answer: str) -> list[Question]:
-    """What one vote asks: one question, and in pairwise judging one for each order of the answers."""
+    """Return the questions of a vote: a single question, or in pairwise judging a question for each order of the
+    answers."""
     texts = {
         "instruction": ("TASK", instruction),
         "reference": ("REFERENCE", options.reference or ""),
@@ -143,7 +146,7 @@ def question(
     scores: dict[str, float],
     names: tuple[str, ...],
 ) -> Question:
-    """The question with `texts`, each with its title, in the places of the template."""
+    """Build a question from the template with `texts`, each with its title, filled in."""
     numbers = [f" {at}" for at in range(1, len(names) + 1)] if options.by == "rubric" else [""]
     grades = "\n".join(" or ".join(f"GRADE {mark}{number}: {grade}" for grade in scores) for number in numbers)
     wanted = "one line of these" if len(numbers) == 1 else f"{len(numbers)} lines of these, one for each criterion"
@@ -162,12 +165,12 @@ def question(
 
 
 def filled_in(template: str, values: Mapping[str, str]) -> str:
-    """The template with its placeholders replaced, all at once. What is no placeholder, as a brace in JSON, stays."""
+    """Return the template with all placeholders replaced at once. Other text in braces, such as JSON, stays."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 def combined(scores: list[float], combine: Literal["majority", "mean"], undecided: float) -> float:
-    """One score of the votes: 1 or 0 where more than half of them say so, else `undecided`; or their mean."""
+    """Combine votes into one score: 1 or 0 if more than half of the votes agree, else `undecided`; or the mean."""
     if combine == "mean":
         return sum(scores) / len(scores)
     for score in (1.0, 0.0):

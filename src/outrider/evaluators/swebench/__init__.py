@@ -1,5 +1,5 @@
-"""The SWE-bench evaluator: runs a repository's tests in the graded sandbox, and judges their log by swebench's grading.
+"""The SWE-bench evaluator: runs a repository's tests in the graded sandbox and judges their log by swebench's grading.
 
-`options.py` is what a task says, `evaluator.py` runs the tests, `pytest_plugin.py` is what tells of each test from
-inside pytest. The log is judged in a process of its own, by `evaluators/checks/swebench_check.py`.
+`options.py` defines the options of a task, `evaluator.py` runs the tests, and `pytest_plugin.py` reports each test from
+inside pytest. `evaluators/checks/swebench_check.py` judges the log in a process of its own.
 """

@@ -1,10 +1,10 @@
-"""The SWE-bench evaluator: runs a repository's tests on what the agent made of it, and judges them as swebench does.
+"""The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges them by swebench's grading.
 
-The tests run in a new sandbox that has only the carried paths of the agent's, so that no program of the agent's runs
-them. What else decides about tests there (the test patch's files, the configuration of pytest) is first made what it
-was in a sandbox that no agent has touched. The log is taken out and judged by swebench's own parsers, in a confined
-process (see `checks/pool.py`). Invariants: what the code under test does to its run costs it the reward; and a machine
-or a task that cannot run the tests is an error.
+The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that no program of the agent runs
+the tests. All other files that influence tests (the files of the test patch, the configuration of pytest) are first
+restored from an untouched sandbox. The log is read from the sandbox and judged by swebench's own parsers in a confined
+process (see `checks/pool.py`). Invariants: code under test that disturbs its run loses the reward; a machine or a task
+that cannot run the tests is an error.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="swebench",
     packages=("swebench", "unidiff"),
-    # By itself: what it depends on takes 362 MB, and its grading needs none of that.
+    # Without dependencies, which take 362 MB and are not needed for grading.
     install="--no-deps 'swebench>=5.0.2,<6' unidiff",
     checks="outrider.evaluators.checks.swebench_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
-"""How long it may take to find, remove or look at files."""
+"""Time limit of a command that finds, removes or checks files."""
 SHARE_OF_TIME = 0.75
-"""Of the evaluation's time, what the tests may take by default."""
+"""Default share of the evaluation's time that the tests may take."""
 
 
 class SwebenchEvaluator:
-    """Reward 1 where swebench says that the row is resolved, and pytest's own reports say so, too; else 0."""
+    """Reward 1 if swebench and pytest's own reports both show the row as resolved, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
@@ -54,7 +54,7 @@ class SwebenchEvaluator:
                 hint='such as carry = ["src"], or carry = { diff = "." }; never a folder of programs',
             )
         self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
-        if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
+        if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
             raise InvalidField(
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.test_seconds",
@@ -62,7 +62,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raises InvalidField for a parser that swebench does not have, or that cannot be used for this row."""
+        """Raise InvalidField for a parser unknown to swebench or unusable for this row."""
         request = self._options.model_dump(include=ROW)
         checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.check_seconds)
         answer = checked.answer or {"unusable": checked.fault, "field": "log_parser"}
@@ -87,7 +87,7 @@ class SwebenchEvaluator:
         done = await runtime.exec(
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
         )
-        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises where the whole sandbox is broken
+        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
         if alive.exit_code != 0:
             raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)
         metrics = {
@@ -119,9 +119,9 @@ class SwebenchEvaluator:
         )
 
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
-        """Make what decides about tests in `runtime` what it is in a sandbox that no agent has touched."""
+        """Restore the files in `runtime` that influence tests from the untouched sandbox."""
         options, found = self._options, set[str]()
-        # pytest would believe a compiled conftest.py of the agent's, because it fits the source that is restored.
+        # pytest would load a compiled conftest.py left by the agent, because it matches the restored source.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -136,7 +136,7 @@ class SwebenchEvaluator:
         archive = folder / f"restored-{secrets.token_hex(8)}"
         try:
             await untouched.snapshot(paths, archive)
-            # Before they are restored: an agent may have put symbolic links in their places.
+            # Removed first: an agent may have replaced the paths with symbolic links.
             await runtime.exec(["rm", "-rf", "--", *paths], seconds=FILE_SECONDS)
             await runtime.restore(archive, paths)
         finally:
@@ -144,8 +144,8 @@ class SwebenchEvaluator:
 
 
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
-    """What `find` prints with these words below a folder; not in what is mounted read-only there, such as the program
-    that the agent was: that is as the task has it, and cannot be changed."""
+    """Run `find` with these words in a folder and return the output. Read-only mounts are skipped, for example the
+    agent's program: they belong to the task and cannot change."""
     mounts = await runtime.exec("pwd -P && cat /proc/self/mounts", cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
     done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
@@ -158,8 +158,8 @@ async def find(runtime: Runtime, folder: str, *words: str) -> str:
 
 
 def read_only_mounts(printed: bytes) -> list[str]:
-    """What is mounted read-only below a folder, as patterns of `find` there. `printed` is the folder, and behind it the
-    lines of /proc/self/mounts (fstab(5))."""
+    """Return the read-only mounts below a folder, as patterns of `find` in that folder. `printed` is the folder,
+    followed by the lines of /proc/self/mounts (fstab(5))."""
     folder, *lines = printed.decode("utf-8", "surrogateescape").splitlines()
     found = []
     for line in lines:
@@ -182,7 +182,7 @@ def plugin_text() -> str:
 
 
 def plugin(path: str, key: str, name: str) -> str:
-    """The plugin of one evaluation, which reports to the file `path`."""
+    """Return the plugin's text for one evaluation, which reports to the file `path`."""
     words = ", ".join(map(repr, (path, key, f"-p outrider_{name} ")))
     return (
         f"{plugin_text()}\n\nglobals().update(canaries({key!r}))\n"
@@ -191,7 +191,7 @@ def plugin(path: str, key: str, name: str) -> str:
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:
-    """What is run: the task's own commands, in which pytest finds the plugin."""
+    """Return the script to run: the task's own commands, with variables that make pytest load the plugin."""
     lines = []
     if options.pytest is not False:
         lines += [
@@ -199,7 +199,7 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
             f'export PYTEST_ADDOPTS="-p outrider_{name} ${{PYTEST_ADDOPTS-}}"',
         ]
     for line in (options.eval_script or options.test_command or "").split("\n"):
-        # swebench's own harness adds these two lines to every script, too.
+        # swebench's own harness also adds these two lines to every script.
         marked = options.eval_script is not None and END_MARK in line
         lines += ["SWEBENCH_TEST_EXIT_CODE=$?"] if marked else []
         lines.append(line)
@@ -208,11 +208,11 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """What the plugin has written; what cannot be read, it has not written."""
+    """Read the plugin's report. An unreadable report gives a text that grading does not accept."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
     except (IsADirectoryError, RuntimeFailure) as error:
-        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises where the whole sandbox is broken
+        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
         return str(error)

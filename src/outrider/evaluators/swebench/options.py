@@ -1,7 +1,7 @@
-"""The options of the SWE-bench evaluator, and which paths of a repository decide what its tests say. Pure.
+"""The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. Pure.
 
-It knows no sandbox. Invariant: an option that would let every run pass, such as an empty list of tests that must be
-mended, is refused.
+Independent of sandboxes. Invariant: an option that would let every run pass is refused, such as an empty list of tests
+to be fixed.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in the tests of a row as one text. The names of tests have some, too."""
+"""Maximum number of commas in the tests of a row given as one text. Names of tests can have commas, too."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
 PATCH = 16 << 20
-"""Maximum characters of a patch, as of a runtime's."""
+"""Maximum characters of a patch, the same as a runtime's."""
 PATCH_LINES = 200_000
-"""Maximum lines of a patch: reading so many takes a second."""
+"""Maximum lines of a patch. Reading that many takes a second."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
 )
-"""Files that decide which tests run and what they say, wherever they are in the repository. The last one, beside a
-package on Python's path, names plugins that pytest loads."""
+"""Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
+Python's path, names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""What git runs programs of, and takes the original files from."""
+"""Files from which git runs programs and takes the original files."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """The tests of a row: a list, or a list as JSON in a text, as the data sets of 4.x have it."""
+    """Parse the tests of a row: a list, or a JSON list as text, as in the data sets of 4.x."""
     if not isinstance(given, str):
         return given
-    if given.count(",") > MAX_COMMAS:  # read before it is checked, a list of millions takes gigabytes
+    if given.count(",") > MAX_COMMAS:  # checked before parsing: a list of millions takes gigabytes
         raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:
         return json.loads(given)
@@ -53,14 +53,13 @@ Script = Annotated[str, StringConstraints(min_length=1, max_length=SCRIPT)]
 
 
 class SwebenchOptions(Spec):
-    """The columns of a row that grade it, by swebench's names in lower case.
+    """The columns of a row for grading, under swebench's names in lower case.
 
     The tests are run by `eval_script`, which applies the test patch itself and prints the markers, or by
-    `test_command`, in front of which the evaluator applies `test_patch`; with a script the patch only says which files
-    and folders are those of the tests. The parser is `log_parser` (5.x), or the one
-    of `repo` (4.x). `pytest` tells whether the tests run in pytest; without it, the parser does. `restored`: paths
-    below `folder` that are made what they were before the agent, besides the files of the test patch; without it,
-    what `restored_paths` says.
+    `test_command`, before which the evaluator applies `test_patch`. With a script the patch only lists the files and
+    folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
+    run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
+    agent, besides the files of the test patch; by default the result of `restored_paths`.
     """
 
     instance_id: Test
@@ -97,13 +96,13 @@ class SwebenchOptions(Spec):
 
 
 def files_of(patch: str) -> set[str]:
-    """The paths that a diff names, before and after. Raises Conflict for what is no diff, or a binary one."""
+    """Return the paths in a diff, before and after. Raises Conflict for an invalid or binary diff."""
     patches = read_patch(patch.encode("utf-8", "surrogateescape")) if patch.strip() else []
     return {name for one in patches for name in (one.old, one.new) if name is not None}
 
 
 def test_folder(path: str) -> str | None:
-    """The outermost folder of a file that is called `test` or `tests`."""
+    """Return the outermost folder named `test` or `tests` above a file."""
     parts = path.split("/")[:-1]
     for number, part in enumerate(parts, 1):
         if part in TEST_FOLDERS:
@@ -112,7 +111,7 @@ def test_folder(path: str) -> str | None:
 
 
 def is_test(path: str) -> bool:
-    """Whether a file of a repository is of its tests, by the segments of its path: `src/_pytest/a.py` is not."""
+    """Return True for a test file, judged by the segments of its path: `src/_pytest/a.py` is not a test file."""
     name = path.rpartition("/")[2]
     stem = name.removesuffix(".py")
     return (
@@ -123,9 +122,8 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """The paths below `folder` that are made what they were, sorted: those that the options name, else the folders
-    of the tests that the test patch changes, and what was `found` of the configuration; and always the files of the
-    test patch."""
+    """Return the sorted paths below `folder` to restore: the files of the test patch, and the paths in the options,
+    else the test folders changed by the patch and the configuration files that were `found`."""
     files = files_of(options.test_patch or "")
     if options.restored is not None:
         return sorted({*files, *options.restored})

@@ -1,9 +1,9 @@
-"""The plugin by which pytest tells the evaluator what became of each test.
+"""The plugin through which pytest reports the outcome of each test to the evaluator.
 
-It runs in the sandbox, in the process of the tests: its text is sent along, with last lines that call `canaries` and
-`plant`. Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. It shares that process with the code
-under test, which can read and change it (docs/evaluators/swebench.md lists what that allows). Invariant: each line is
-one JSON object with the key of this evaluation, written with one call.
+It runs in the sandbox, in the process of the tests: the evaluator sends this text, with final lines that call
+`canaries` and `plant`. Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. The code under test
+runs in the same process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences).
+Invariant: each line is one JSON object with the key of this evaluation, written with one call.
 """
 
 import json
@@ -25,11 +25,11 @@ LIBRARIES = {
     *(PLACES[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     os.path.dirname(os.path.dirname(pytest.__file__)),
 }
-"""Folders that are not the repository's."""
+"""Folders of libraries, outside the repository."""
 
 
 class Reporter:
-    """Writes a line for each part of a test, and one for the end of the run."""
+    """Writes a line for each part of a test, and a line for the end of the run."""
 
     def __init__(self, config: Any, path: str, key: str) -> None:
         self._config = config
@@ -44,9 +44,9 @@ class Reporter:
         if name.endswith(canary_name(self._key)):
             self._tell(canary=report.outcome, when=report.when)
             return
-        if hasattr(report, "context"):  # a part of a test, which pytest's log does not list by the test's name
+        if hasattr(report, "context"):  # a subtest, which pytest's log does not list by the test's name
             return
-        shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # as pytest's own summary names it
+        shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
         expected = hasattr(report, "wasxfail")
         excused = getattr(report, "outrider_excused_by", None)
         self._tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
@@ -59,7 +59,8 @@ class Reporter:
 
 
 class Watcher:
-    """Adds the canaries behind all other tests, and sees who excuses a test; in each process that runs tests."""
+    """Adds the canaries after all other tests, and records which file excused a test. Active in each process that runs
+    tests."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
@@ -83,7 +84,7 @@ class Watcher:
 
 
 def local(session: Any, path: str) -> Any:
-    """A path as older versions of pytest want it."""
+    """Return a path in the type of older pytest versions."""
     return type(session.fspath)(path)
 
 
@@ -92,8 +93,8 @@ def canary_name(key: str) -> str:
 
 
 def canaries(key: str) -> Any:
-    """Tests that must fail, by the names that pytest collects them by: a function and a method of a TestCase. What
-    makes every test pass makes these pass, too."""
+    """Return the tests that must fail, by the names under which pytest collects them: a function and a method of a
+    TestCase. A manipulation that makes every test pass makes these pass, too."""
     name = canary_name(key)
 
     def function() -> None:
@@ -105,7 +106,7 @@ def canaries(key: str) -> Any:
 
 
 def must_fail() -> None:
-    """Try assertions that must fail, and fail, too. One that does not fail lets the test pass."""
+    """Try assertions that must fail, then fail. An assertion that does not fail lets the test pass."""
     case = unittest.TestCase("assertEqual")
     close: Any = getattr(sys.modules.get("numpy.testing"), "assert_allclose", case.assertEqual)
     checks: Any = (
@@ -121,12 +122,12 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    assert not checks, "this test always fails: Outrider has added it"  # as pytest rewrites it in tests
+    assert not checks, "this test always fails: Outrider has added it"  # an assert as pytest rewrites it in tests
 
 
 def excused_by(error: Any, test: str) -> Any:
-    """The file that skipped a test, or had it fail as expected, where that is neither of the tests nor a library: code
-    under test may not excuse its own failure. `test` is the test's own file."""
+    """Return the file that skipped a test or marked its failure as expected, if the file belongs neither to the tests
+    nor to a library: code under test may not excuse its own failure. `test` is the test's own file."""
     while error is not None:
         if isinstance(error, EXCUSES):
             files = []
@@ -145,7 +146,7 @@ def excused_by(error: Any, test: str) -> Any:
 
 
 def folder_of_tests(file: str) -> str:
-    """The outermost folder of tests that a test's file is in, else the file itself."""
+    """Return the outermost folder of tests above a test's file, else the file itself."""
     above = os.path.dirname(STARTED_IN)
     parts = os.path.relpath(file, above).split(os.sep)
     for number, part in enumerate(parts[:-1], 1):
@@ -155,10 +156,11 @@ def folder_of_tests(file: str) -> str:
 
 
 def plant(config: Any, path: str, key: str, option: str) -> None:
-    """Tell of this run in the file. `option` is what loads this plugin: runs that this one starts do without it."""
+    """Report this run to the file `path`. `option` is the option that loads this plugin: nested pytest runs do not get
+    it."""
     worker = hasattr(config, "workerinput")
-    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers find it there, too
+    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers read it there, too
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     config.pluginmanager.register(Watcher(), "outrider-watcher")
-    if not worker:  # which reports to the first process
+    if not worker:  # a worker reports to the first process
         config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")
