@@ -1,4 +1,4 @@
-"""How work is done on the event loop: retried after a wait, shielded from cancellation, moved to a thread, watched.
+"""Ways to run work on the event loop: retry after a wait, shield from cancellation, move to a thread, watch.
 
-Nothing here knows what the work is.
+The modules are independent of the kind of work.
 """

@@ -1,4 +1,4 @@
-"""Waits between tries: exponential, with full jitter, so that clients that failed together do not return together."""
+"""Waits between retries: exponential with full jitter, so that clients that failed together do not retry together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 import msgspec
 
 MAX_DOUBLINGS = 32
-"""2**n is computed no further: the wait has long reached `longest`, and a huge integer would not convert to float."""
+"""Largest exponent of two that is computed. By then the wait has long reached `longest`, and a huge integer would not
+convert to float."""
 
 
 class Backoff(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are in seconds. The n-th wait (from 0) is drawn between 0 and `first` * 2^n, but at most `longest`."""
+    """Times are in seconds. Wait number n (from 0) is drawn uniformly between 0 and the smaller of `first` * 2^n and
+    `longest`."""
 
     first: float
     longest: float

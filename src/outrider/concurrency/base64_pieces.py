@@ -1,6 +1,6 @@
-"""Base64 decoded in pieces, between which other threads can run.
+"""Base64 decoding in pieces, between which other threads can run.
 
-Invariant: the pieces decode to what the whole text would decode to.
+Invariant: the joined pieces equal the decoding of the whole text.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import base64
 import binascii
 
 PIECE = 1 << 20
-"""Characters that are decoded at once, a multiple of four. The decoder holds the interpreter lock for as long as it
-runs, 10 ms for this many: a long text decoded at once would stop every other thread."""
+"""Characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole call, 10
+ms for this many characters. Decoding a long text in one call would stop all other threads."""
 
 
 def decode_base64(text: str) -> bytes:
-    """The bytes that `text` encodes. Raises ValueError where it is not base64 or has padding before its end."""
+    """Return the bytes encoded in `text`. Raises ValueError if `text` is not base64 or has padding before its end."""
     try:
         pieces = [base64.b64decode(text[start : start + PIECE], validate=True) for start in range(0, len(text), PIECE)]
     except (binascii.Error, ValueError) as error:

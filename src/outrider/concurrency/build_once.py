@@ -1,15 +1,15 @@
-"""Files and folders of the cache that are built once, however many processes and threads want them at the same time.
+"""Cache files and folders that are built once, however many processes and threads request them at the same time.
 
-It knows nothing of what is in them. A place is built as a draft beside it and then renamed, under a lock file of its
-own:
+The module is independent of their contents. Each entry is built as a draft in the same folder and then renamed to its
+final path, under its own lock file:
 
-    FOLDER/NAME             what was built
-    FOLDER/.draft-NAME-X    what is being built, or what a killed builder has left
-    FOLDER/.locks/NAME      held by whoever builds or removes NAME
+    FOLDER/NAME             the finished entry
+    FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
+    FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`, and not the library filelock: the kernel wakes the next waiter, where filelock asks again every
-50 ms, and releases the lock when its process ends, however that ends. Invariant: what is at its place is whole, after a
-loss of power, too.
+The lock is `flock`, and not the library filelock: the kernel wakes the next waiter, where filelock polls every 50 ms,
+and releases the lock when the holding process ends, however the process ends. Invariant: an entry at its final path is
+complete, even after a loss of power.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def build_once(
     is_built: Callable[[Path], bool] = Path.exists,
     on_wait: Callable[[], object] = nothing,
 ) -> Path:
-    """Return `place`, after building it unless `is_built` says that it is there. Blocks while another is at it.
+    """Return `place`, after building the entry there unless `is_built(place)` is true. Blocks while another builder is
+    at work.
 
-    `build` is given an empty folder; that folder, or the file `part` in it, is then renamed to `place`. `on_wait` is
-    called before waiting for another builder. Raises what `build` raises, and leaves nothing then.
+    `build` receives an empty folder. This folder, or the file `part` in it, is then renamed to `place`. `on_wait` is
+    called before waiting for another builder. Raises the errors of `build`, and then leaves no draft behind.
     """
     if is_built(place):
         return place
@@ -62,7 +63,7 @@ def build_once(
 
 @contextlib.contextmanager
 def locked(place: Path, *, on_wait: Callable[[], object] = nothing) -> Iterator[None]:
-    """Hold the lock of a place. Blocks while another process or thread holds it."""
+    """Hold the lock of `place`. Blocks while another process or thread holds the lock."""
     lock = lock_file(place)
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:
@@ -75,20 +76,22 @@ def locked(place: Path, *, on_wait: Callable[[], object] = nothing) -> Iterator[
 
 
 def lock_file(place: Path) -> Path:
-    """It is never removed: a waiter may hold the old file open while another process makes and locks a new one."""
+    """The path of the lock file of `place`. The file is never removed: a waiter may hold the old file open while
+    another process creates and locks a new one."""
     return place.parent / ".locks" / place.name
 
 
 def new_draft(place: Path) -> Path:
-    """An empty folder beside a place. Call it with the lock held: a draft whose lock is free counts as abandoned."""
+    """Create an empty draft folder for `place`. Call with the lock held: a draft whose lock is free counts as
+    abandoned."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 
 def sync_file_system(folder: Path) -> None:
     """Return once all files of the file system that holds `folder` are on its disk. Raises OSError.
 
-    Call it before the name that says that something is whole: file systems may write a new name long before what is in
-    the files that it names. One call for a tree of 100,000 files is faster than `fsync` of each.
+    Call this function before creating the name that marks an entry as complete: file systems may write a new name long
+    before the contents of the named files. One call for a tree of 100,000 files is faster than `fsync` of each.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -101,7 +104,8 @@ def sync_file_system(folder: Path) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the drafts of killed builders: those of `place`, whose lock we hold, and those whose lock nobody holds."""
+    """Remove the drafts of killed builders: drafts of `place`, whose lock the caller holds, and drafts whose lock is
+    free."""
     for draft in place.parent.glob(".draft-*"):
         other = draft.name.removeprefix(".draft-").rpartition("-")[0]
         if other != place.name:
@@ -114,10 +118,10 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder with all that is in it. What cannot be removed is left.
+    """Remove a folder and everything in it. At the first error the rest is left, and nothing is raised.
 
-    Foreign archives describe trees that are deeper than a path can name. Folders inside are therefore moved right below
-    the top first, so that no path is longer than two names.
+    Foreign archives describe trees that are deeper than a path can name. Inner folders are therefore moved directly
+    below the top first, so that no path is longer than two names.
     """
     numbers = itertools.count()
     try:

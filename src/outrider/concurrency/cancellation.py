@@ -1,7 +1,7 @@
 """Work that runs to its end although its caller is cancelled: teardown, and steps that must not be left half done.
 
-It does not know what the work is. Invariants: when `shielded` returns or raises, the work has ended; and what
-`opened_in_thread` has made is ended, whoever is cancelled.
+The module is independent of the work. Invariants: when `shielded` returns or raises, the work has ended; every object
+made by `opened_in_thread` is ended, whichever task is cancelled.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = None) -> T:
-    """Await `work()` to its end and return its result or raise its error.
+    """Await `work()` to its end and return the result or raise the error.
 
     If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. With
-    `grace`, the work itself is cancelled that many seconds after the caller.
+    `grace`, the work is cancelled `grace` seconds after the caller.
     """
-    # The work needs a task of its own: asyncio.timeout() inside it cancels the task that it runs in. A bare task and
-    # one future cost 8 us a call; a TaskGroup around the task costs 13 us, and every stored turn pays for it.
+    # The work needs its own task: asyncio.timeout() inside the work cancels the current task. A bare task and one
+    # future cost 8 us a call. A TaskGroup around the task costs 13 us, and every stored turn pays the difference.
     task = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
     if not task.done():
@@ -36,23 +36,24 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the callback reads the variable, so it wakes the new one
+                waiter = loop.create_future()  # the callback reads the variable and so wakes the new future
     try:
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # asyncio logs an error that nobody has asked for
+            task.exception()  # asyncio logs an error that is never retrieved
         raise cancelled
     finally:
-        # The traceback of an error holds this frame. If the frame held the error, too, both would stay until the
-        # garbage collector finds them, with all that the frames of the traceback hold: bodies of megabytes.
+        # The traceback of an error references this frame. If the frame also referenced the error, both would live until
+        # the garbage collector finds the cycle, together with everything that the traceback's frames reference: bodies
+        # of megabytes.
         del cancelled, task
 
 
 @asynccontextmanager
 async def opened_in_thread(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
-    """What `make` returns, until `end` is called with it: both may block, and run in threads. `end` is also called
-    when the caller is cancelled while `make` runs."""
+    """Yield the result of `make`, and call `end` with the result when the block ends. Both may block, and run in
+    threads. `end` is also called when the caller is cancelled while `make` runs."""
     async with AsyncExitStack() as held:
 
         async def enter() -> T:

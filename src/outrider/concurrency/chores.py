@@ -1,9 +1,10 @@
-"""Chores: the background work of a process, which goes on whatever fails.
+"""Chores: the background work of a process, which continues after every failure.
 
-A chore is repeated for as long as its owner lives. A turn that fails (the disk is full, descriptors, memory or threads
-have run out, a plugin has raised) is tried again after a wait, logged once, counted from then on, and listed in the
-service's status until a turn succeeds. This module does not know what the work is. Invariants: a failure ends neither
-the other chores nor their owner, unless the owner calls it fatal; and no chore ends silently while its owner lives.
+A chore repeats until its owner ends; one repetition is a turn. A turn that fails (the disk is full, descriptors, memory
+or threads have run out, a plugin has raised) is retried after a wait, logged once, counted from then on, and listed in
+the service's status until a turn succeeds. The module is independent of the work. Invariants: a failure ends neither
+the other chores nor their owner, unless the owner classifies the error as fatal; no chore ends silently while its owner
+runs.
 """
 
 from __future__ import annotations
@@ -26,30 +27,34 @@ log = logging.getLogger("outrider.chores")
 T = TypeVar("T")
 
 PAUSES = Backoff(first=0.5, longest=10.0)
-"""Waits between the failed turns of a chore. The longest is a third of a session's lease, which a chore renews."""
+"""Waits between the failed turns of a chore. The longest wait is a third of a session's lease, because a chore renews
+the lease."""
 QUIET_SECONDS = 60.0
-"""Minimum time between two log lines that one name fails: what fails every other time must not fill the log."""
+"""Minimum time between two log lines about failures of the same name: work that fails every other time must not fill
+the log."""
 MOST_NAMES = 200
-"""Names that are remembered. Some are made of the names of engines, which come and go."""
+"""Maximum number of names kept. Some names contain the names of engines, which come and go."""
 MOST_CHARACTERS = 500
-"""Of an error's text that are kept."""
+"""Maximum characters kept of an error's text."""
 
 
 class Failures:
-    """The book of what fails now. `note` and `note_success` are called on the event loop by whoever does the work."""
+    """The record of currently failing work. The code that does the work calls `note` and `note_success` on the event
+    loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._failing: OrderedDict[str, FailingChore] = OrderedDict()
         self._logged: OrderedDict[str, float] = OrderedDict()
-        """When the failure of a name was logged last."""
+        """Time of the last log line about a failure, by name."""
 
     def failing(self) -> tuple[FailingChore, ...]:
-        """What has failed and has not succeeded since: what fails for the longest time first."""
+        """Return the work that has failed and has not succeeded since, longest failing first."""
         return tuple(self._failing.values())
 
     def note(self, name: str, error: BaseException) -> None:
-        """Work of this name has failed. The first failure is logged, with a traceback if it looks like a bug."""
+        """Record a failure of the work `name`. The first failure is logged, with a traceback if the error looks like a
+        bug."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
@@ -63,20 +68,20 @@ class Failures:
                 book.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """Nobody does work of this name any more."""
+        """Drop the record of `name`, because the work has been abandoned."""
         self._failing.pop(name, None)
 
     def note_success(self, name: str) -> None:
-        """Work of this name has succeeded."""
         if (known := self._failing.pop(name, None)) is not None and known.since == self._logged.get(name):
             log.info("%s: works again, after %d failures in %.0f s", name, known.count, known.last - known.since)
 
 
 class Chores:
-    """`async with Chores(failures) as chores`: leaving the block cancels what was begun with `begin`, and waits for it
-    and for what was started with `create_task`. If the block raises, those are cancelled, too.
+    """Runs chores and single tasks: `async with Chores(failures) as chores`.
 
-    `fatal` says which errors end the owner, as an error in a task of asyncio.TaskGroup does; by default none.
+    Leaving the block cancels the chores started with `begin`, and waits for them and for the tasks started with
+    `create_task`. If the block raises, these tasks are cancelled, too. `fatal` selects the errors that end the owner,
+    as an error in a task of asyncio.TaskGroup does. By default no error is fatal.
     """
 
     def __init__(
@@ -100,40 +105,41 @@ class Chores:
             task.cancel()
         if isinstance(
             error, asyncio.CancelledError
-        ):  # a task group cancels its tasks, and may turn it into their error
+        ):  # a task group cancels its tasks, and may raise a task's error instead
             await self._group.__aexit__(kind, error, trace)
             return
         if error is not None:
             self.cancel()
-        await self._group.__aexit__(None, None, None)  # not the block's error, which it would wrap in a group
+        await self._group.__aexit__(None, None, None)  # without the block's error, which the group would wrap
 
     def cancel(self) -> None:
-        """Cancel all that runs, chores and other tasks."""
+        """Cancel chores and other tasks."""
         for task in (*self._begun, *self._once):
             task.cancel()
 
     def begin(
         self, name: str, turn: Callable[[], Awaitable[object]], *, every: float = 0.0, at_once: bool = True
     ) -> asyncio.Task[None]:
-        """Await `turn()` again and again, `every` seconds after the last one has ended, until cancelled. A turn that
-        waits for its own work needs no `every`; it must be one that can be repeated after it has failed."""
+        """Start a chore: await `turn()` again and again, `every` seconds after the previous turn has ended, until
+        cancelled. A turn that waits for its own work needs no `every`. A turn must be repeatable after a failure."""
         task = self._group.create_task(self._repeat(name, turn, every, at_once), name=name)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task
 
     def until_done(self, name: str, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
-        """Await `work()`, and again after each failure, until it succeeds or is cancelled."""
+        """Await `work()`, and again after each failure, until the work succeeds or is cancelled."""
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run something once. What it raises is the task's result; as it may have no reader, it is noted under the name
-        of `chore`, by default the task's. Such a name stands for work that is repeated by somebody."""
+        """Run `work` once. The task may have no reader, so an error that is not fatal is noted under the name `chore`
+        (by default `name`), and the task returns None. The name must stand for repeated work: a later success clears
+        the failure."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
-        task.add_done_callback(lambda _: work.close())  # of a task that is cancelled before it begins nothing runs
-        return task  # type: ignore[return-value]  # it has a value unless it has failed, which its readers know
+        task.add_done_callback(lambda _: work.close())  # a task cancelled before its start runs nothing
+        return task  # type: ignore[return-value]  # None only after a failure, which readers expect
 
     async def _repeat(self, name: str, turn: Callable[[], Awaitable[object]], every: float, at_once: bool) -> None:
         if not at_once:
@@ -158,12 +164,12 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # A cancellation of something that it waited for, and not of this task, would end the chore in silence.
+            # The cancellation of an awaited object, and not of this task, would end the chore silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)
             return False
-        except Exception as error:  # whatever it is: it is noted, and the work is tried again
+        except Exception as error:  # any error is noted, and the work is retried
             if self._fatal(error):
                 raise
             self.failures.note(name, error)
@@ -174,7 +180,7 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # whatever it is: it is noted, for nobody may read the task's result
+        except Exception as error:  # any error is noted, because the task's result may have no reader
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

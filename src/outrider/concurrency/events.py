@@ -1,6 +1,7 @@
-"""Waiting for something to happen, for a limited time: one event, or a broadcast that wakes every waiter.
+"""Waits with a time limit: for one event, or for a broadcast that wakes every waiter.
 
-It does not know what the event means. Invariant: a broadcast is missed by nobody who took `next()` before it was sent.
+The module is independent of the event's meaning. Invariant: a waiter that took `next()` before `send` never misses the
+broadcast.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import asyncio
 
 
 class Broadcast:
-    """Wakes every waiter at once.
+    """Wakes all waiters at once.
 
-    Take `next()` first, then look at the state that is announced, then wait for the event: a change between the look
-    and the wait sets an event that the waiter already holds.
+    Take `next()` first, then read the announced state, then wait for the event: a change between the read and the wait
+    sets the event that the waiter already holds.
     """
 
     def __init__(self) -> None:
@@ -23,12 +24,13 @@ class Broadcast:
         event.set()
 
     def next(self) -> asyncio.Event:
-        """The event that the next `send` sets. Each event is used once, so a late waiter never sees an old one."""
+        """Return the event that the next `send` sets. Each event is used once, so a late waiter never sees an old
+        event."""
         return self._next
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
-    """Return when the event is set, or after `seconds`; None waits without a limit."""
+    """Return when the event is set, or after `seconds`. None waits without a limit."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

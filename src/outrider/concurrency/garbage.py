@@ -1,11 +1,12 @@
-"""Keeps Python's garbage collector from holding the event loop while many sessions live.
+"""Keeps Python's garbage collector from blocking the event loop while many sessions are live.
 
-A full collection looks at every object: 0.3 s with 5,000 live sessions. So none is left to Python. Every few seconds
-the young objects are collected, which is a bounded amount of work, and what survives is frozen: no collection looks at
-it again. Nearly everything is freed by its reference count, frozen or not; sessions and model calls leave no cycles
-(tests/service/test_garbage.py). What cycles others leave, such as a plugin, is freed by full collections in idle
-moments; at the latest when the process has grown by GROWN_MOST and by half, so that memory has a bound. It knows no
-session. Invariant: while the process is not idle and does not grow, no collection looks at more than young objects.
+A full collection visits every object: 0.3 s with 5,000 live sessions. Python is therefore configured never to start
+one. Every few seconds the young objects are collected, which is a bounded amount of work, and the survivors are frozen:
+no later collection visits them. Nearly all objects are freed by their reference count, frozen or not. Sessions and
+model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin, are freed by
+full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so that memory has
+a bound. The module contains no session logic. Invariant: while the process is not idle and does not grow, collections
+visit only young objects.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from outrider.concurrency.chores import Chores, Failures
 
 EVERY_SECONDS = 5.0
 YOUNG = 5_000
-"""New objects after which Python collects them."""
+"""Number of new objects after which Python collects the youngest generation."""
 MIDDLE = 4
-"""After so many of these collections the second generation is collected, too: 25,000 objects at most. That took 19 ms
-on a slow machine, and 70 ms with four times as many."""
+"""Number of these collections after which the second generation is collected, too: 25,000 objects at most. This took 19
+ms on a slow machine, and 70 ms with four times as many objects."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
-"""Bytes by which the process has grown since the last full collection when an idle moment is used for one."""
+"""Growth of the process in bytes since the last full collection after which an idle moment is used for another."""
 GROWN_MOST = 512 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class GarbageKeeper:
-    """Call `turn` every EVERY_SECONDS. `idle` says whether nobody waits for this process now, `resident` how many bytes
-    of memory it has."""
+    """Collects garbage: call `turn` every EVERY_SECONDS. `idle` returns whether no caller waits for this process now.
+    `resident` returns the resident memory of the process in bytes."""
 
     def __init__(self, idle: Callable[[], bool], resident: Callable[[], int] | None = None) -> None:
         self._idle = idle
         self._resident = resident or resident_bytes
         self._after = self._resident()
-        """When all was collected last."""
+        """Resident bytes after the last full collection."""
 
     async def turn(self) -> None:
         grown = self._resident() - self._after
@@ -53,16 +54,16 @@ class GarbageKeeper:
 
 
 def resident_bytes() -> int:
-    """Raises OSError."""
+    """Return the resident memory of this process in bytes. Raises OSError."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 @asynccontextmanager
 async def collected_in_pieces(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
-    """While the block runs, the garbage of this process is collected in pieces. Enter it when all is imported."""
+    """Collect the garbage of this process in pieces while the block runs. Enter the block after all imports."""
     before = gc.get_threshold()
-    # Objects that exist now stay for good. A collection before the freeze would take 100 ms, which the little garbage
-    # of importing is not worth.
+    # Objects that exist now stay for good. A collection before the freeze would take 100 ms, too much for the little
+    # garbage that imports leave.
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
     try:

@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, for code that does not await: the blocking client, trainers.
+"""An event loop in its own thread, for code that does not await: the blocking client, trainers.
 
-It knows no client. Invariant: work that is handed over runs in that thread, and nothing of it is left when the loop is
+The module contains no client logic. Invariant: submitted work runs in the loop's thread, and has ended when the loop is
 closed.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class LoopThread:
     """`with LoopThread("name") as loop: loop.run(coroutine)`.
 
-    The thread is a daemon, so that a program that forgets to leave the block can still exit.
+    The thread is a daemon, so that a program that never leaves the block can still exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,13 +40,13 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine, from any other thread. Ctrl-C cancels it."""
+        """Run a coroutine and wait for its result, from any other thread. Ctrl-C cancels the coroutine."""
         return _outcome(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @contextmanager
     def open(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
         """Enter an asynchronous context manager, and leave it at the end of the block. Both happen in one task, as task
-        groups and cancel scopes want it."""
+        groups and cancel scopes require."""
         opened: Future[tuple[T, asyncio.Event]] = Future()
 
         async def hold() -> None:
@@ -56,11 +56,11 @@ class LoopThread:
                 await closing.wait()
 
         holding = asyncio.run_coroutine_threadsafe(hold(), self._loop)
-        holding.add_done_callback(lambda _: opened.cancel())  # does nothing where it has a result
+        holding.add_done_callback(lambda _: opened.cancel())  # no effect on a future with a result
         try:
             value, closing = opened.result()
         except CancelledError:
-            _outcome(holding)  # raises why it could not be entered
+            _outcome(holding)  # raises the error of entering the manager
             raise
         except KeyboardInterrupt:
             holding.cancel()

@@ -1,11 +1,11 @@
 """Runs long pure computations in one worker thread, in pieces, so that they do not block the event loop.
 
-Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop that would stop
-every other session; in a thread it only competes with them for the interpreter. There is one thread, because several
-would not be faster (Python runs one at a time) and would take the interpreter from the event loop more often.
+Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop this work would stop
+every other session. In a thread the work only competes for the interpreter. There is one thread, because several would
+not be faster (Python runs one at a time) and would take the interpreter from the event loop more often.
 
-This module does not know what it computes. Invariant: when `run` or `run_steps` returns, raises or is cancelled, no
-piece of that computation is running any more.
+The module is independent of the computation. Invariant: when `run` or `run_steps` returns, raises or is cancelled, no
+piece of the computation is still running.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from outrider.concurrency.cancellation import shielded
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""A computation in pieces. Each yield states the size of the next piece, in bytes of its input; the result is the
-generator's return value. A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
+"""A computation in pieces. Each yield gives the size of the next piece, in bytes of input. The generator's return value
+is the result. A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
 
 INLINE_BYTES = 32 << 10
-"""Input that is processed on the event loop before the thread takes over. A thread hop costs more than the work of an
-ordinary call; 32 KiB take 20 ms in the worst case, which is many very short messages."""
+"""Bytes of input processed on the event loop before the thread takes over. A thread hop costs more than the work of an
+ordinary call. 32 KiB take 20 ms in the worst case, which is many very short messages."""
 PIECE_BYTES = 16 << 10
-"""Input after which a computation in the thread lets the next one run."""
+"""Bytes of input after which a computation in the thread lets the next computation run."""
 
 
 class _Result(msgspec.Struct):
@@ -38,8 +38,8 @@ class _Result(msgspec.Struct):
 
 
 class OffloadThread:
-    """The worker thread and its queue. Pieces run in the order of their arrival, so that long computations take turns.
-    The thread starts with the first piece; `close` waits for the piece that is running."""
+    """The worker thread and its queue. Pieces run in order of arrival, so that long computations alternate. The first
+    piece starts the thread. `close` waits for the running piece."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-offload")
@@ -54,8 +54,8 @@ class OffloadThread:
             return await shielded(lambda: asyncio.get_running_loop().run_in_executor(self._thread, work))
 
     async def run_steps(self, steps: Steps[T]) -> T:
-        """Run all steps and return their result: the first INLINE_BYTES on the event loop, the rest in the thread. A
-        caller that is cancelled ends the computation after the running piece."""
+        """Run all steps and return their result: the first INLINE_BYTES on the event loop, the rest in the thread. If
+        the caller is cancelled, the computation ends after the running piece."""
         with closing(steps):
             size = 0
             step = _advance(steps)
@@ -67,7 +67,7 @@ class OffloadThread:
 
 
 def _advance(steps: Steps[object]) -> int | _Result:
-    """Run the next piece. A StopIteration cannot leave a future, so that the end is a value."""
+    """Run the next piece. Returns the end as a value, because a StopIteration cannot leave a future."""
     try:
         return next(steps)
     except StopIteration as end:

@@ -1,9 +1,9 @@
-"""How much longer than is due one session has waited for its engine, the store or the service.
+"""Overdue seconds of one session: waits for its engine, the store or the service that take longer than allowed.
 
-Each wait has an allowance: what it would have taken if all were well. Those seconds are charged to the session's clocks
-like its own work; seconds beyond the allowance are overdue and are charged to no clock. The module knows neither
-engines nor stores. Invariants: seconds in which several waits of a session are overdue count once; a session that waits
-behind its own earlier requests is not overdue.
+Each wait has an allowance: its normal length if all is well. Seconds within the allowance are charged to the session's
+clocks like its own work. Seconds beyond the allowance are overdue and are charged to no clock. The module contains no
+engine or store logic. Invariants: seconds in which several waits of a session are overdue count once; a session that
+waits behind its own earlier requests is not overdue.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from contextlib import contextmanager
 
 
 def loop_time() -> float:
-    """The running event loop's clock, in seconds. All waits are measured by it."""
+    """Return the running event loop's clock in seconds, which measures all waits."""
     return asyncio.get_running_loop().time()
 
 
 class Wait:
-    """One thing that a session waits for, perhaps in several stretches, such as the chunks of a reply.
+    """One wait of a session, possibly in several stretches, such as the chunks of a reply.
 
-    `allowance` is how many seconds all stretches together may take; it may grow while they do. `since` is the time
-    (`loop_time`) at which the stretch under way began; None between two stretches. `queued`: what is waited for serves
-    its requests in their order, so that this wait is behind the earlier ones for the same.
+    `allowance` is the allowed number of seconds for all stretches together; it may grow meanwhile. `since` is the start
+    (`loop_time`) of the current stretch; None between two stretches. `queued`: the resource, `what`, serves requests in
+    order, so this wait is behind earlier waits for the same resource.
     """
 
     __slots__ = ("allowance", "behind", "last", "overdue", "queued", "since", "waited", "what")
@@ -34,19 +34,19 @@ class Wait:
         self.queued = queued
         self.since: float | None = None
         self.last = 0.0
-        """When something came last."""
+        """Time of the last delivery, such as a chunk."""
         self.behind = 0.0
-        """When an earlier wait for the same, which is over, was given something last."""
+        """Time of the last delivery to an earlier, finished wait for the same resource."""
         self.waited = 0.0
-        """Seconds of the stretches that have ended."""
+        """Seconds of the finished stretches."""
         self.overdue = 0.0
-        """Seconds beyond the allowance, of the stretches that have ended."""
+        """Seconds beyond the allowance in the finished stretches."""
 
     def begin(self, now: float) -> None:
         self.since = now
 
     def end(self, now: float) -> float:
-        """End the stretch; returns its seconds."""
+        """End the stretch and return its seconds."""
         assert self.since is not None
         seconds, self.since = now - self.since, None
         self.overdue += max(0.0, min(seconds, self.waited + seconds - self.allowance))
@@ -54,30 +54,30 @@ class Wait:
         return seconds
 
     def due(self, behind: float = 0.0) -> float:
-        """When the stretch under way is overdue; infinity between two stretches. `behind`: when an earlier wait was
-        given something last."""
+        """Return the time at which the current stretch becomes overdue; infinity between two stretches. `behind` is the
+        time of the last delivery to an earlier wait."""
         if self.since is None:
             return float("inf")
         return max(self.since, behind) + max(0.0, self.allowance - self.waited)
 
     def overdue_by(self, now: float) -> float:
-        """Seconds beyond the allowance until now."""
+        """Return the seconds beyond the allowance until `now`."""
         return self.overdue + max(0.0, now - self.due())
 
 
 class Overdue:
     """The overdue seconds of one session.
 
-    `doubts` are checks to make before the session's run is judged. Each raises an OutriderError if something that the
-    session has waited for in vain is at fault.
+    `doubts` are checks to make before the session's run is judged. Each check raises an OutriderError if an engine or
+    service for which the session waited in vain is at fault.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self.doubts: list[Callable[[], Awaitable[None]]] = []
         self.in_vain = 0.0
-        """Seconds of the calls that the session has given up since an engine gave it something last."""
+        """Seconds of the calls that the session has given up since an engine last finished a reply."""
         self._clock = clock
-        self._open: dict[Wait, None] = {}  # in the order in which they began
+        self._open: dict[Wait, None] = {}  # in order of their start
         self._seconds = 0.0
         self._before_run = 0.0
         self._longest = 0.0
@@ -88,38 +88,37 @@ class Overdue:
 
     @property
     def what(self) -> str:
-        """What the session waited for when it was overdue for longest."""
+        """The resource of the session's longest overdue wait."""
         return self._what
 
     def seconds(self) -> float:
-        """Overdue seconds until now."""
+        """Return the overdue seconds until now."""
         self._count(self._clock())
         return self._seconds
 
     def begin_run(self) -> None:
-        """Another run of the agent begins, which is judged by itself."""
+        """Start another run of the agent. Each run is judged separately."""
         self._before_run = self.seconds()
         self._longest, self._what = 0.0, ""
         self.doubts.clear()
         self.in_vain = 0.0
 
     def in_run(self) -> float:
-        """Overdue seconds since the agent's run began."""
+        """Return the overdue seconds since the agent's run began."""
         return self.seconds() - self._before_run
 
     def add(self, wait: Wait) -> None:
-        """Count this wait from now on."""
         self._count(self._clock())
         self._open[wait] = None
 
     def before_end(self, wait: Wait, now: float) -> None:
-        """Call before a stretch that may be overdue ends."""
+        """Count until now. Call before the end of a stretch that may be overdue."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: Wait) -> None:
-        """The wait is over. Idempotent."""
+        """Stop counting the wait, which is over. Idempotent."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             later = False
@@ -130,8 +129,8 @@ class Overdue:
             del self._open[wait]
 
     def behind(self, wait: Wait) -> float:
-        """When a request that the session had made before this one, to the same engine, was given something last.
-        Until then this one may have waited for its turn."""
+        """Return the time of the last delivery to an earlier request of the session to the same engine. Until then the
+        engine may have kept this wait in its queue."""
         latest = wait.behind
         for other in self._open:
             if other is wait:
@@ -142,7 +141,7 @@ class Overdue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A wait whose seconds another clock leaves out already, such as a pause of the policy."""
+        """Mark a wait as already excluded by another clock, such as a pause of the policy."""
         self._holds += 1
         if self._holds == 1:
             self._held_since = self._clock()
@@ -154,7 +153,7 @@ class Overdue:
             self._held_since = self._clock()
 
     def held_seconds(self) -> float:
-        """Seconds in all, until now, in which the session was held."""
+        """Return the total seconds until now in which the session was held."""
         return self._held + self._held_until_now()
 
     def _held_until_now(self) -> float:
@@ -162,7 +161,7 @@ class Overdue:
 
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
-        """A wait of one stretch."""
+        """Count a wait of one stretch while the block runs."""
         wait = Wait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)
@@ -173,7 +172,8 @@ class Overdue:
             self.remove(wait)
 
     def _count(self, now: float) -> None:
-        """Between two calls the same waits are open: what is overdue of them is one stretch up to now."""
+        """Add the overdue seconds since the last call. Between two calls the same waits are open, so the overdue time
+        is one stretch up to now."""
         due, latest = float("inf"), dict[str, float]()
         for wait in self._open:
             if wait.queued:

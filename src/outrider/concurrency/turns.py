@@ -1,7 +1,7 @@
-"""Slots for which whoever has work takes turns, so that one with much of it does not keep the others waiting.
+"""Slots that owners take in turn, so that an owner with much work does not keep the others waiting.
 
-It knows nothing of what is done in a slot. Invariants: of those that wait, each owner is served once before any is
-served twice, and of what one owner waits for, each part; those of one part are served in the order in which they came.
+The module is independent of the work done in a slot. Invariants: every waiting owner is served once before any owner is
+served twice; the same holds for the waiting parts of one owner; requests of one part are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """`async with turns.take(owner, part):` waits for one of `size` slots, and holds it while the block runs."""
+    """`async with turns.take(owner, part):` waits for one of `size` slots, and holds the slot while the block runs."""
 
     def __init__(self, size: int) -> None:
         self._free = size
         self._lines: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]] = OrderedDict()
-        """By owner and part, those first that are served next. None is empty, and there are none while a slot is free.
-        """
+        """Waiting requests by owner and part, next to be served first. No level is empty, and nothing waits while a
+        slot is free."""
 
     @asynccontextmanager
     async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
-        """A cancelled wait takes no slot."""
+        """Wait for a slot and hold it. A cancelled wait takes no slot."""
         if self._free:
             self._free -= 1
         else:
@@ -32,7 +32,7 @@ class Turns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # its turn had come just before
+                if turn.done() and not turn.cancelled():  # the slot was assigned just before the cancellation
                     self._pass_on()
                 raise
         try:
@@ -41,13 +41,13 @@ class Turns:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give a slot to the next in line."""
+        """Give the slot to the next waiting request."""
         while self._lines:
             owner, parts = self._lines.popitem(last=False)
             part, line = parts.popitem(last=False)
             turn = line.popleft()
             if line:
-                parts[part] = line  # behind all others of the owner
+                parts[part] = line  # behind the owner's other parts
             if parts:
                 self._lines[owner] = parts  # behind all other owners
             if not turn.cancelled():

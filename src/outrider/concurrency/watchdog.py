@@ -1,7 +1,7 @@
-"""Detects stalls of the event loop, counts them, and logs what the loop was doing.
+"""Detects stalls of the event loop, counts them, and logs the loop's stack.
 
-All sessions share one event loop, so whatever blocks it stops them all. A late timer shows that the loop was blocked,
-or that this process got no processor; a thread samples the loop's stack meanwhile. It knows nothing of sessions.
+All sessions share one event loop, so a blocked loop stops them all. A late timer shows that the loop was blocked, or
+that the process got no processor. A thread samples the loop's stack meanwhile. The module contains no session logic.
 Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
@@ -26,28 +26,29 @@ log = logging.getLogger("outrider.concurrency.watchdog")
 PERIOD = 0.01
 """Seconds between two runs of the timer."""
 STALL = 0.05
-"""Seconds. Shorter delays are the normal work of many sessions."""
+"""Minimum length of a stall in seconds. Shorter delays are the normal work of many sessions."""
 LOOK = STALL / 2
-"""Seconds between two looks of the sampling thread."""
+"""Seconds between two samples of the sampling thread."""
 LOG_SECONDS = 60.0
-"""The first stall is a log line of its own; those of each minute after it are counted in one."""
+"""Seconds between two log lines. The first stall has a line of its own. The stalls of each following minute share a
+line."""
 FRAMES = 4
-"""Innermost frames of the loop's stack in a log line."""
+"""Number of innermost frames of the loop's stack in a log line."""
 MOST = 0.5
-"""The part of a stall that decides what it was."""
+"""Fraction of a stall that decides the kind of the stall."""
 
 
 class StallKind(StrEnum):
-    """Why the loop stood still: something in this process kept it, or this process did not run."""
+    """The cause of a stall: the loop was blocked from within the process, or the process did not run."""
 
     BLOCKED = "blocked"
     STARVED = "starved"
 
 
 class Evidence(NamedTuple):
-    """What happened during a stall of `stalled` seconds: the loop's thread `waited` in the kernel's run queue for a
-    processor (None where the kernel does not tell), all threads together `worked` so many seconds of processor time,
-    and the sampling thread looked `looks` times."""
+    """Measurements of a stall of `stalled` seconds. The loop's thread `waited` seconds in the kernel's run queue for a
+    processor (None if the kernel does not report the time). All threads together `worked` seconds of processor time.
+    The sampling thread took `looks` samples."""
 
     stalled: float
     waited: float | None
@@ -56,11 +57,15 @@ class Evidence(NamedTuple):
 
 
 def kind_of(seen: Evidence) -> StallKind:
-    """By the first of these that holds: this process worked most of the time, so that something in it held the loop,
-    the interpreter or the processors (blocked); the loop's thread was ready to run most of the time and did not get a
-    processor (starved); another thread could look most of the time, so that the loop's thread waited for a system call
-    (blocked). Else this process as a whole did not run: stopped by a signal, suspended with its machine, throttled,
-    swapped out (starved)."""
+    """Return the kind of a stall, by the first rule that applies:
+
+    - This process worked most of the time: something in the process held the loop, the interpreter or the processors
+      (blocked).
+    - The loop's thread was ready to run most of the time and got no processor (starved).
+    - The sampling thread ran most of the time: the loop's thread waited for a system call (blocked).
+    - Otherwise the whole process did not run: stopped by a signal, suspended with its machine, throttled, or swapped
+      out (starved).
+    """
     most = seen.stalled * MOST
     if seen.worked >= most:
         return StallKind.BLOCKED
@@ -70,7 +75,7 @@ def kind_of(seen: Evidence) -> StallKind:
 
 
 class Witness:
-    """Stalls since the witness was made: total seconds, and the longest."""
+    """Stalls since the witness was created: total seconds, and the longest."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -78,7 +83,8 @@ class Witness:
 
 
 class Watchdog:
-    """`async with Watchdog() as watchdog` on the event loop to be watched; `stalls` counts its stalls."""
+    """Counts the stalls of the event loop on which `async with Watchdog() as watchdog` runs. `stalls` has the
+    counts."""
 
     def __init__(self) -> None:
         self.stalls = StallStats()
@@ -90,7 +96,7 @@ class Watchdog:
         self._waited: float | None = None
         self._looks = 0
         self._looked = 0
-        """Looks of the sampling thread until now, and until the timer ran last."""
+        """Number of samples until now (`_looks`), and until the last run of the timer (`_looked`)."""
         self._where = ""
         self._schedstat: int | None = None
         self._report = _Report()
@@ -99,14 +105,14 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stood_still(self) -> float:
-        """Total seconds of all stalls until now, including one that has just ended, after which the timer has not run
-        yet, and those noted."""
+        """Return the total seconds of all stalls until now: counted stalls, noted stalls, and a stall that has just
+        ended and that the timer has not counted yet."""
         now = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (now if now >= STALL else 0.0)
 
     def note(self, seconds: float) -> None:
-        """Another process, for which what runs here had to wait, has stood still for so long. `stalls` does not have
-        it: it is not this loop's."""
+        """Add a stall of another process for which this process had to wait. `stalls` excludes noted stalls, because
+        the loop here did not stall."""
         self._noted += seconds
         self._tell(seconds)
 
@@ -126,7 +132,7 @@ class Watchdog:
 
     async def __aenter__(self) -> Self:
         self._loop_thread = threading.get_ident()
-        with suppress(OSError):  # a kernel without it
+        with suppress(OSError):  # the kernel lacks the file
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._note_now(time.monotonic(), time.thread_time())
         self._look_later()
@@ -167,7 +173,7 @@ class Watchdog:
                 starved=seen.starved + (kind is StallKind.STARVED),
             )
             self._tell(stalled)
-            # No sample means that one call held the interpreter, so that the sampling thread could not run either.
+            # No sample means that a single call held the interpreter, so that the sampling thread could not run either.
             self._report.note(now, kind, stalled, held, self._where or "in one call")
         self._report.sum_up(now)
         self._where = ""
@@ -176,11 +182,12 @@ class Watchdog:
         self._seen, self._worked = now, worked
         self._process_worked, self._looked = time.process_time(), self._looks
         if self._schedstat is not None:
-            # Two microseconds. Fields: nanoseconds on a processor, nanoseconds in the run queue, turns.
+            # Reading takes two microseconds. Fields: nanoseconds on a processor, nanoseconds in the run queue, time
+            # slices.
             self._waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
     def _sample(self) -> None:
-        """Note the loop's stack once it has been blocked for STALL. Runs in a thread of its own."""
+        """Record the loop's stack once the loop has been blocked for STALL seconds. Runs in its own thread."""
         while not self._ended.wait(LOOK):
             self._looks += 1
             if not self._where and time.monotonic() - self._seen >= STALL:
@@ -188,7 +195,8 @@ class Watchdog:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """The innermost frames. Not by `traceback`, which reads the sources, for which there may be no descriptor."""
+    """Return the innermost frames as text. `traceback` is avoided: it reads the sources, and no descriptor may be
+    free."""
     shown: list[str] = []
     while frame is not None and len(shown) < FRAMES:
         shown.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
@@ -197,7 +205,7 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class _Report:
-    """The log lines: one for the first stall, then one a minute that counts those since."""
+    """The log lines: one for the first stall, then one per minute with the number of stalls since."""
 
     def __init__(self) -> None:
         self._logged = -LOG_SECONDS

@@ -1,4 +1,4 @@
-"""The code that runs inside sandboxes: the tool server and what confines it.
+"""The code that runs inside sandboxes: the tool server and its confinement.
 
-Standard library only, Python 3.8 or newer: nothing here imports the rest of Outrider.
+Standard library only, Python 3.8 or newer. No module here imports the rest of Outrider.
 """

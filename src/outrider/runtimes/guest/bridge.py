@@ -1,6 +1,7 @@
-"""A bridge from 127.0.0.1 in a sandbox without a network to a Unix socket outside: the model gateway's.
+"""A bridge from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
 
-It knows nothing of HTTP. Invariant: the end of one direction is passed on by itself; the other direction stays open.
+The module is independent of HTTP. Invariant: the end of one direction is forwarded by itself; the other direction stays
+open.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER_BYTES = 4 << 20
-"""Bytes read from one end and not yet taken by the other, at which reading pauses."""
+"""Size of a buffer, in bytes read and not yet written, at which reading pauses."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 AWAY_SECONDS = 0.05
-"""Between two looks for a gateway that is away."""
+"""Seconds between two attempts to connect while the gateway is away."""
 MAX_PAIRS = 256
-"""Clients at once; each further one is closed. A client takes a descriptor of the node, too, which has some thousands
-for all its sandboxes."""
+"""Maximum number of clients at once; further clients are closed. A client takes a descriptor of the node, too, which
+has some thousands for all its sandboxes."""
 
 
 class Stream:
-    """One direction of a bridged connection. `buffer` was read from `source` and not yet written to `sink`; `ended`:
-    `source` has ended; `closed`: `sink` was told so."""
+    """One direction of a bridged connection. `buffer` was read from `source` and not yet written to `sink`. `ended`:
+    `source` has ended. `closed`: `sink` is shut down for writing."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
         self.source = source
@@ -58,7 +59,7 @@ class Stream:
 
 
 class Pair:
-    """A client's connection and the one made for it. `closed` is called once, when both are closed."""
+    """A client's connection and its connection to the gateway. `closed` is called once, when both are closed."""
 
     def __init__(
         self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
@@ -93,8 +94,8 @@ class Pair:
         self._watch_socket(two, one)
 
     def _watch_socket(self, inward: Stream, outward: Stream) -> None:
-        """Watch the socket that `inward` reads from and `outward` writes to, and only for what would be done: `poll`
-        reports readiness over and over, and a socket that waits for the other one would keep the loop spinning."""
+        """Watch the socket that `inward` reads from and `outward` writes to, but only for events that can be handled
+        now: `poll` reports readiness over and over, and unhandled events would keep the loop spinning."""
         fd = inward.source.fileno()
         reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
@@ -113,11 +114,11 @@ class Pair:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. For `patience` seconds a client
-    waits for a gateway that is away: the next node of a sandbox that outlives its node has one, too."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. A client waits up to `patience`
+    seconds for a gateway that is away: the next node of a sandbox that outlives its node has a gateway, too."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
-        import _socket  # `socket` costs as much as the interpreter itself
+        import _socket  # importing `socket` costs as much as starting the interpreter
 
         self.socket = _socket
         self.loop = loop
@@ -136,7 +137,7 @@ class Bridge:
 
     def _accept(self, events: int) -> None:
         try:
-            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # the stub lacks it; `accept` is `socket`'s
+            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # missing in the stub; `accept` is `socket`'s
         except BlockingIOError:
             return
         except OSError:  # no descriptor is free, and `poll` would report the same client again at once
@@ -149,7 +150,8 @@ class Bridge:
             self._refuse(client)
             return
         client.setblocking(False)
-        # Without it, Nagle's algorithm holds each small piece of a streamed reply until the one before is acknowledged.
+        # Otherwise Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
+        # acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
         self._connect(client, CONNECT_TRIES, time.monotonic())
 
@@ -161,7 +163,8 @@ class Bridge:
         self.clients -= 1
 
     def _connect(self, client: _socket.socket, tries: int, since: float) -> None:
-        """Connect to the gateway. A Unix socket does so at once, or says EAGAIN while the listener's queue is full."""
+        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN while the listener's queue is
+        full."""
         try:
             upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
         except OSError:
@@ -176,7 +179,7 @@ class Bridge:
                 self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1, since))
             else:
                 self._refuse(client)
-        except OSError:  # nobody listens
+        except OSError:  # no listener
             upstream.close()
             if time.monotonic() - since < self.patience:
                 self.loop.at(client, AWAY_SECONDS, lambda: self._connect(client, tries, since))

@@ -1,8 +1,8 @@
-"""The reply of a call, written by a forked child and sent on in parts.
+"""Replies to calls that a forked child writes and the server forwards in parts.
 
-Searching, patching and archiving may take long and touch many files: a fork does them, so that they hold up no other
-call. It does not know what the child writes. Invariant: a call ends in "ok" only if the child wrote all of it, exited
-with 0, and stayed within its limit of bytes.
+Searching, patching and archiving may take long and touch many files, so a fork does the work and holds up no other
+call. The module is independent of the content. Invariant: a call ends in "ok" only if the child wrote everything,
+exited with 0, and stayed within its limit of bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 OUTGOING_MAX = 4 << 20
-"""Bytes that wait for the host before the child's pipe is left alone for a while: a slow host must not make the server
-hold a whole archive in memory."""
+"""Bytes queued for the host from which reading the child's pipe pauses: a slow host must not make the server hold a
+whole archive in memory."""
 PAUSE_SECONDS = 0.005
 TOO_LARGE = 2
-"""The child's exit code when it found by itself that there is more than its limit."""
+"""Exit code of a child that detects too much data by itself."""
 
 
 class ChildReply:
-    """Runs `write(descriptor)` in a fork and sends what it writes.
+    """Runs `write(descriptor)` in a fork and forwards the output.
 
     `limit` is the maximum number of bytes. `failed` is the error's text when the child fails. A child that runs for
     more than `seconds` is killed.
@@ -92,7 +92,7 @@ class ChildReply:
         self._finish()
 
     def _finish(self) -> None:
-        """Answer once both the child's exit and the end of its pipe are known: they come in either order."""
+        """Reply once the child has exited and its pipe has ended. The two events come in either order."""
         if self.code is None or self.fd >= 0:
             return
         self.calls.loop.timers.pop((self, "limit"), None)
@@ -107,7 +107,7 @@ class ChildReply:
 
 
 def write_and_exit(write: Callable[[int], object], fd: int) -> None:
-    """In the child. Never returns."""
+    """Runs in the child. Never returns."""
     code = 1
     try:
         write(fd)

@@ -1,7 +1,7 @@
 """One command: started, given its input, limited in time, killed with its descendants, and reported.
 
-It does not know what asked for the command. Invariant: a stream of output takes at most 1.5 times its bound of memory,
-however much is written.
+The module is independent of the command's origin. Invariant: an output stream takes at most 1.5 times its bound of
+memory, however long the output is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 READS_AT_END = 16
-"""A pipe holds at most 1 MiB, and each read takes 256 KiB: so many reads empty it, and a program that goes on writing
-cannot keep the server here."""
+"""A pipe holds at most 1 MiB, and each read takes 256 KiB: this many reads empty the pipe, and a program that goes on
+writing cannot keep the server busy."""
 
 
 class Capture:
@@ -39,7 +39,7 @@ class Capture:
             data = data[room:]
         if data and self.half:
             self.tail += data
-            if len(self.tail) > 2 * self.half:  # not at every piece: that would copy the tail each time
+            if len(self.tail) > 2 * self.half:  # not at every piece, to avoid copying the tail each time
                 self._trim()
 
     def _trim(self) -> None:
@@ -69,7 +69,7 @@ class Drain:
         loop.watch(fd, POLL_READ, self.ready)
 
     def ready(self, events: int) -> bool:
-        """Read one piece. Returns whether there was any."""
+        """Read one piece. Returns whether there was any data."""
         data = read_ready(self.fd) if self.open else b""
         if data is None:
             self.open = False
@@ -80,7 +80,7 @@ class Drain:
         return bool(data)
 
     def finish(self) -> bytes:
-        """All that was written up to now."""
+        """Return all output until now."""
         for _ in range(READS_AT_END):
             if not self.ready(0):
                 break
@@ -88,7 +88,7 @@ class Drain:
 
 
 class Feed:
-    """Writes data into a pipe as its reader takes it, until all is written or nobody reads any more."""
+    """Writes data into a pipe as the reader takes them, until all are written or the pipe has no reader."""
 
     def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
         self.loop = loop
@@ -110,8 +110,8 @@ class Feed:
 
 
 class Command:
-    """One command from its start to the reply. Children that outlive it keep their pipes: what they still write is
-    read and dropped, so that they neither hang the call nor die of SIGPIPE."""
+    """One command from start to reply. Children that outlive the command keep the pipes. Their later output is read and
+    dropped, so that they neither hang the call nor are killed by SIGPIPE."""
 
     def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
         self.calls = calls
@@ -151,11 +151,11 @@ class Command:
         self.cancel()
 
     def cancel(self) -> None:
-        """Kill it with all its descendants. The reply goes out when its exit is seen."""
+        """Kill the command with all its descendants. The reply goes out when the exit is reaped."""
         kill_tree({self.pid}, self.mark)
 
     def answer(self, call: int) -> None:
-        """Answer another call in place of the one that started it, whose connection has ended."""
+        """Reply to another call in place of the original call, whose connection has ended."""
         self.calls.running.pop(self.call, None)
         self.call = call
         if self.done is None:

@@ -1,8 +1,8 @@
-"""The connection to the host: frames in and out without blocking, and the replies of the calls under way.
+"""The connection to the host: non-blocking frames in and out, and the replies to the calls under way.
 
-A frame holds one message (see msgpack.py). It does not know what the methods do. Invariants: frames leave in the order
-in which they were sent; a call is answered once with "ok" or "error", after any number of parts, unless the connection
-ends before.
+A frame holds one message (see msgpack.py). The module is independent of the methods. Invariants: frames leave in the
+order in which they were sent; each call gets exactly one "ok" or "error", after any number of parts, unless the
+connection ends first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Connection:
     """A stream of frames. `fd_in` and `fd_out` may be the same socket. `on_end` is called once, when either has ended,
-    and by default stops the loop; what is sent after that is dropped."""
+    and by default stops the loop. Later messages are dropped."""
 
     def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
         self.loop = loop
@@ -41,10 +41,10 @@ class Connection:
         if not self.open:
             return
         start = len(self.outgoing)
-        self.outgoing += b"\0\0\0\0"  # the length, known once the message is packed behind it
+        self.outgoing += b"\0\0\0\0"  # placeholder for the length, filled in after packing
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
-        if start == 0:  # otherwise the descriptor is full, and the loop waits for room already
+        if start == 0:  # otherwise the descriptor is full, and the loop already waits for room
             self._flush()
 
     def _watch(self) -> None:
@@ -95,8 +95,8 @@ class Connection:
 
 
 class Calls:
-    """What calls need of the server, and how they answer. `running` maps each call that can be cancelled to the
-    function that cancels it."""
+    """State shared by all calls, and the functions that reply to calls. `running` maps each cancellable call to its
+    cancel function."""
 
     def __init__(self, loop: Loop, connection: Connection) -> None:
         self.loop = loop
@@ -104,25 +104,26 @@ class Calls:
         self.running: dict[int, Callable[[], object]] = {}
         self.base_env: dict[str, str] = {}
         self.sandbox_mark = ""
-        """Tells this sandbox's processes from those of others on the host."""
+        """Distinguishes this sandbox's processes from others on the host."""
         self.python: list[str] = []
-        """The command that starts a Python where the sandbox has none of its own."""
+        """The command that starts Python where the sandbox has none."""
         self.known_shell = ""
 
     def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
-        """The environment of a program that `owner` starts: a call's number, or minus a shell's."""
+        """Return the environment of a program started by `owner`: a call's number, or minus a shell's."""
         env = dict(self.base_env)
         env.update(extra)
         env["OUTRIDER_CALL"] = f"{self.sandbox_mark}:{owner}"
         return env
 
     def mark(self, owner: int) -> bytes:
-        """The entry that `environment` adds. A time limit finds by it descendants that left both their session and
-        their parent: they are reparented to this server, and nothing else tells whose they were."""
+        """Return the environment entry added by `environment`. A time limit finds descendants by this entry after they
+        have left their session and their parent: they are reparented to this server, without any other trace of their
+        owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:
-        """The shell of this sandbox: bash, or sh where there is none. The PATH is searched once."""
+        """Return the shell of this sandbox: bash, or sh if there is no bash. The PATH is searched once."""
         if not self.known_shell:
             path = self.base_env.get("PATH", DEFAULT_PATH)
             self.known_shell = "bash" if find_program("bash", path) else "sh"

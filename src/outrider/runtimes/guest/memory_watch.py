@@ -1,9 +1,9 @@
-"""A bound on the memory of all of a sandbox's programs together, where no control group keeps one.
+"""A bound on the total memory of a sandbox's programs, where no control group sets a bound.
 
-It looks at /proc now and then and counts what processes have: their own pages, those that they share, their page
-tables, and what was swapped out. Memory that belongs to no process is refused them (see seccomp.py), and files have a
-bound of their own. Invariant: while the programs have more than the limit, the largest is killed, as the kernel does
-with a control group. What comes and goes between two looks is bounded for each process alone, by its rlimits.
+The watch scans /proc now and then and counts the memory of processes: private pages, shared pages, page tables and
+swap. Memory that belongs to no process is refused to programs (see seccomp.py), and files have their own bound.
+Invariant: while the programs exceed the limit, the largest is killed, as the kernel does in a control group. Memory
+that comes and goes between two scans is bounded for each process alone, by its rlimits.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 RATE = 4 << 30
-"""Bytes a second by which programs may grow: says how soon they can reach the limit, and so when to look again."""
+"""Assumed maximum growth of the programs in bytes per second. The rate gives the earliest time at which they reach the
+limit, and so the time of the next scan."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
-"""Bounds of the seconds between two looks."""
+"""Bounds of the seconds between two scans."""
 REST_FACTOR = 20
-"""A pause is at least 20 times as long as the look before it: reading the maps of many processes takes long."""
+"""A pause lasts at least 20 times as long as the scan before it: reading the maps of many processes takes long."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
-"""Lines of /proc/PID/status that add up to a process's memory, pages that it shares with forks in full."""
+"""Lines of /proc/PID/status that add up to a process's memory, with pages shared with forks in full."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that do so with shared pages divided among the processes that share them."""
+"""Lines of /proc/PID/smaps_rollup that add up to the same with shared pages divided among the sharing processes."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""What /proc/PID/maps calls memory that several processes share and that is no file."""
+"""Names in /proc/PID/maps of memory shared by several processes that is not a file."""
 
 
 class ProcessMemory:
-    """What one process has: `own` bytes, and `mapped` bytes beside them: libraries, address space that is only
-    reserved, and memory shared with others. Shared pages may exist that this process has not touched yet, so its own
-    counters do not show them."""
+    """The memory of one process: `own` bytes, and `mapped` bytes besides: libraries, reserved address space, and memory
+    shared with other processes. Shared pages that exist but have not been touched by this process yet are missing in
+    its own counters."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,8 +48,8 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Find shared memory by inode, each area up to the last byte that is mapped. A process whose maps nobody may
-        read is counted as if all that it maps were such memory."""
+        """Find shared memory by inode, each area up to its last mapped byte. If a process's maps are unreadable, all
+        its mapped memory counts as shared."""
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
@@ -60,7 +61,7 @@ class ProcessMemory:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Count a page that forks share as a fraction for each; in full, where the process may not be looked into."""
+        """Count a page shared by forks as a fraction for each; in full, if the process is not readable."""
         text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if text:
             self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
@@ -71,8 +72,8 @@ class ProcessMemory:
 
 
 class MemoryWatch:
-    """Looks as long as the loop runs. It kills only after two looks in a row: while a process forks to start a program,
-    all of its memory seems to be there twice."""
+    """Scans as long as the loop runs. Processes are killed only after two scans in a row above the limit: while a
+    process forks to start a program, all of its memory seems to exist twice."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         self.loop = loop
@@ -85,7 +86,7 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each step is more exact than what is known by then, and costs more: mostly none is needed.
+        # Each step is more exact than the previous one, and costs more. Mostly none is needed.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -99,7 +100,7 @@ class MemoryWatch:
 
 
 def total_memory(found: list[ProcessMemory]) -> int:
-    """Bytes of all processes, each shared area counted once."""
+    """Return the bytes of all processes, each shared area counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():
@@ -120,8 +121,8 @@ def status_of(pid: int) -> bytes:
 
 
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
-    """A file of /proc/PID. Where the process's first thread has ended, its file is empty or lacks `needed`, and that of
-    another thread is read."""
+    """Return a file of /proc/PID. If the process's first thread has ended, its file is empty or lacks `needed`, and the
+    file of another thread is returned."""
     text = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if text and needed in text else threads(pid):
         text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
@@ -131,6 +132,6 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """The sum of some of the lines `Name:  123 kB`, in bytes."""
+    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes."""
     lines = (line.partition(b":") for line in text.splitlines())
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

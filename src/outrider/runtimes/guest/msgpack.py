@@ -1,8 +1,9 @@
 """The wire format of the tool server: the part of msgpack that both ends use (no floats, no extensions).
 
-A frame is a u32 big-endian length and that many bytes of msgpack: `[call, method, {arguments}]` from the host,
-`[call, "ok" | "error" | "part", {fields}]` to the host. Text that is no UTF-8, such as file names, travels as surrogate
-escapes. It knows no methods. Invariant: what `pack` writes, `Unpacker` and msgspec read back unchanged. Pure.
+A frame is a u32 big-endian length and as many bytes of msgpack: `[call, method, {arguments}]` from the host, `[call,
+"ok" | "error" | "part", {fields}]` to the host. Text that is not UTF-8, such as file names, travels as surrogate
+escapes. The module is independent of the methods. Invariant: `Unpacker` and msgspec read every packed value back
+unchanged. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pack(value: Any, out: bytearray) -> None:
-    """Append a value. Lengths and numbers have the widest form each: the frames are small, and the code is short."""
+    """Append a value. Lengths and numbers always have the widest form: the frames are small, and the code is short."""
     kind = type(value)
     if kind is str:
         data = value.encode("utf-8", "surrogateescape")
@@ -43,7 +44,7 @@ def pack(value: Any, out: bytearray) -> None:
 
 
 class Unpacker:
-    """Reads one msgpack value out of a complete frame. Methods raise ValueError for a frame that is no such value."""
+    """Reads one msgpack value out of a complete frame. Methods raise ValueError for a malformed frame."""
 
     SIZED: ClassVar[dict[int, tuple[str, int]]] = {
         0xC4: ("b", 1),
@@ -71,7 +72,7 @@ class Unpacker:
         return int.from_bytes(self.take(count), "big", signed=signed)
 
     def message(self) -> tuple[int, str, dict[str, Any]]:
-        """The whole frame as a call: its number, method and arguments."""
+        """Return the whole frame as a call: its number, method and arguments."""
         call, method, args = self.value()
         return call, method, args
 

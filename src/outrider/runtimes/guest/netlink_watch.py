@@ -1,9 +1,9 @@
-"""A bound on what the kernel holds for the netlink sockets of a sandbox that has a network of its own.
+"""A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
 
-A program that asks the kernel and does not read the answers has the kernel keep up to a MiB for each socket. No control
-group counts that, of whatever version, and no limit of the kernel bounds it but that of open files. It knows no limits
-of the task. Invariant: while such sockets hold more than MOST bytes, all programs of the sandbox are killed: whose a
-socket is cannot always be seen, and no honest program comes near.
+If a program sends requests to the kernel and does not read the replies, the kernel holds up to a MiB for each socket.
+No control group of any version counts this memory, and only the limit on open files bounds it. The module is
+independent of the task's limits. Invariant: while the sockets hold more than MOST bytes, all programs of the sandbox
+are killed. The owner of a socket cannot always be determined, and no honest program comes near the bound.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from outrider.runtimes.guest.poll_loop import Loop
 
 SOCKETS = "/proc/self/net/netlink"
-"""One line for each netlink socket of this network, after a line of headings."""
+"""The kernel's table: a line of headings, then one line for each netlink socket of this network."""
 HELD = (4, 5)
 """The columns of bytes received and not read, and of bytes sent and not received."""
 MOST = 64 << 20
 PAUSE = 1.0
 REST_FACTOR = 20
-"""A pause is at least 20 times as long as the look before it: there may be many sockets."""
+"""A pause lasts at least 20 times as long as the scan before it, because there may be many sockets."""
 
 
 class NetlinkWatch:
-    """Looks as long as the loop runs."""
+    """Checks the sockets as long as the loop runs."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -42,5 +42,5 @@ class NetlinkWatch:
 
 
 def held_bytes(table: bytes) -> int:
-    """The sum of HELD over the lines of SOCKETS."""
+    """Return the sum of the HELD columns over the lines of SOCKETS."""
     return sum(int(words[place]) for words in map(bytes.split, table.splitlines()[1:]) for place in HELD)

@@ -1,8 +1,8 @@
-"""The wait for another host, in a sandbox that may outlive its own.
+"""The wait for the next host, in a sandbox that may outlive its host.
 
 The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to it,
-so the server proves itself with a secret that it was told by the host before. It does not know what goes on in the
-sandbox. Invariant: if no host answers in time, the loop is stopped, and with it the sandbox.
+so the server authenticates itself with a secret received from the previous host. The module is independent of the work
+in the sandbox. Invariant: if no host replies in time, the loop stops, and the sandbox ends with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class NextHost:
         self.seconds = seconds
 
     def look_for(self, newest_call: int, found: Callable[[Connection], object]) -> None:
-        """Call `found` with the connection to a host that has answered. It is told `newest_call`, because its own calls
-        need other numbers."""
+        """Call `found` with the connection to a host that has replied. `newest_call` is sent first, because the host's
+        own calls need other numbers."""
         deadline = time.monotonic() + self.seconds
 
         def look() -> None:
@@ -48,7 +48,7 @@ class NextHost:
                 return
             fd = end.detach()
             connection = Connection(self.loop, fd, fd)
-            # One that goes away before its first call was no host, or has died as well: the time runs on.
+            # A peer that disconnects before its first call was no host, or has exited as well: the time runs on.
             connection.on_end = lambda: self.loop.at(self, LOOK_EVERY, look)
             connection.on_frame = lambda frame: self._meet(connection, frame, found)
             connection.send([newest_call, "here", {"secret": self.secret}])

@@ -1,7 +1,7 @@
 """A poll loop for one thread: readiness of descriptors, timers, and exits of children.
 
-It does not know what it watches. asyncio would be the natural choice, but importing it takes several times as long as
-starting the interpreter. Invariant: every child that exits is reaped, adopted orphans included.
+The module is independent of the watched objects. asyncio would be the natural choice, but importing it takes several
+times as long as starting the interpreter. Invariant: every child that exits is reaped, adopted orphans included.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ else:
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
-"""Bytes of one read or write: large enough to be few calls, small enough that none of them holds up the loop."""
+"""Bytes of one read or write: large enough for few calls, small enough that no call holds up the loop."""
 
 
 class Loop:
-    """`handlers` are called with the events of their descriptor, `exits` with the exit code of their child, once.
+    """`handlers` are called with the events of their descriptor, `exits` once with the exit code of their child.
 
-    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has one timer at a time.
+    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has at most one timer.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Loop:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, Callable[[int], object]] = {}
         self.stopped = False
-        # SIGCHLD writes a byte into this pipe, which wakes `poll`: one that comes just before `poll` is not lost.
+        # SIGCHLD writes a byte into this pipe, which wakes `poll`. A signal just before `poll` is not lost.
         reader, writer = posix.pipe()
         posix.set_blocking(reader, False)
         posix.set_blocking(writer, False)
@@ -64,15 +64,15 @@ class Loop:
             soonest = float("inf")
             if self.timers:
                 soonest = min(deadline for deadline, _ in self.timers.values())
-                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5  # `poll` cuts to whole milliseconds
+                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5  # `poll` truncates to whole milliseconds
             for fd, events in self.poll.poll(timeout):
-                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed it
+                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed the entry
                 if handler is not None:
                     handler(events)
             now = time.monotonic()
             if soonest <= now:
                 for key, (deadline, action) in list(self.timers.items()):
-                    # An earlier action of this round may have removed it, or set it anew.
+                    # An earlier action of this round may have removed or replaced the timer.
                     if deadline <= now and self.timers.get(key) == (deadline, action):
                         del self.timers[key]
                         action()
@@ -86,9 +86,7 @@ class Loop:
                 return
             if pid == 0:
                 return
-            if posix.WIFSTOPPED(
-                status
-            ):  # it asked to be traced by its parent (PTRACE_TRACEME): nothing would resume it
+            if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing would resume it
                 send_signal(pid, _signal.SIGKILL)
                 continue
             watcher = self.exits.pop(pid, None)
@@ -97,8 +95,8 @@ class Loop:
 
 
 def read_ready(fd: int) -> bytes | None:
-    """What can be read now: b"" when there is nothing yet, None at the end. A terminal whose other end is closed gives
-    EIO, which is its end, too."""
+    """Return the data that can be read now: b"" if there is none yet, None at the end. A terminal whose other end is
+    closed gives EIO, which also counts as the end."""
     try:
         return posix.read(fd, CHUNK) or None
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Processes as /proc shows them: finding all that descend from one, killing them all, starting one.
+"""Processes as listed in /proc: find the descendants of a process, kill them, start a process.
 
-It does not know what processes are for. Invariant: what `kill_tree` does not return was not alive when it last looked
-at /proc.
+The module is independent of the purpose of processes. Invariant: a process that `kill_tree` does not return was not
+alive at the last scan of /proc.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 LOOKS = 200
-"""Times that `kill_tree` looks before it gives up: a process that forks faster than it is killed can win forever."""
+"""Maximum number of scans in `kill_tree`: a process that forks faster than it is killed can win forever."""
 
 
 class Process:
-    """A line of /proc/PID/stat. `zombie`: the process has ended. The kernel says the same of one whose first thread
-    alone has ended, while others go on; its number of threads tells the two apart."""
+    """A line of /proc/PID/stat. `zombie`: the process has ended. The kernel reports the same state if only the first
+    thread of a process has ended. The number of threads distinguishes the two cases."""
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
@@ -39,13 +39,13 @@ def processes() -> dict[int, Process]:
         if name.isdigit():
             stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
-                # Behind the last parenthesis: a program's name may have any character.
+                # The fields follow the last parenthesis: a program's name may have any character.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
 
 
 def read_or_empty(path: str) -> bytes:
-    """A file's content; b"" if it cannot be read. A process may end while it is looked at."""
+    """Return a file's content, or b"" if the file cannot be read. A process may end during the scan."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -54,7 +54,7 @@ def read_or_empty(path: str) -> bytes:
 
 
 def threads(pid: int) -> list[str]:
-    """The numbers of a process's threads; none if it has ended."""
+    """Return the ids of a process's threads; none if the process has ended."""
     try:
         return posix.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -62,7 +62,8 @@ def threads(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    """The environment that a process was started with. A first thread that has ended shows none, others do."""
+    """Return the environment that a process was started with. After the first thread has ended, only other threads show
+    it."""
     found = read_or_empty(f"/proc/{pid}/environ")
     for thread in () if found else threads(pid):
         found = found or read_or_empty(f"/proc/{pid}/task/{thread}/environ")
@@ -70,7 +71,7 @@ def environment_of(pid: int) -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """Those of `roots` and of everything below them that are alive."""
+    """Return the living processes among `roots` and everything below them."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -85,14 +86,14 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 
 def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
-    """Orphans that were reparented to this server and have `mark` in their environment: daemons leave their session and
-    their parent, but keep their environment."""
+    """Return the orphans that were reparented to this server and have `mark` in their environment: daemons leave
+    session and parent, but keep the environment."""
     me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
 
 
 def send_signal(pid: int, number: int) -> bool:
-    """False when there is no such process any more."""
+    """Send a signal. Returns False when the process no longer exists."""
     try:
         posix.kill(pid, number)
     except OSError:
@@ -101,8 +102,8 @@ def send_signal(pid: int, number: int) -> bool:
 
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
-    """Send SIGKILL to `roots`, to all below them and to all that has `mark`, until a look at /proc finds none of them.
-    Returns what is still alive after many looks: processes that the kernel holds, or that fork too fast."""
+    """Send SIGKILL to `roots`, to everything below and to adopted orphans with `mark`, until a scan of /proc finds
+    none. Returns the processes still alive after LOOKS scans: held by the kernel, or forking too fast."""
     victims: set[int] = set()
     for attempt in range(LOOKS):
         table = processes()
@@ -112,12 +113,12 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
             break
         for pid in victims:
             send_signal(pid, _signal.SIGKILL)
-        time.sleep(0 if attempt < 3 else 0.002)  # most have died by the second look
+        time.sleep(0 if attempt < 3 else 0.002)  # most have exited by the second scan
     return victims
 
 
 def exit_code(status: int) -> int:
-    """128 + N for a signal N, as shells have it."""
+    """128 + N for a signal N, as in shells."""
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
@@ -132,8 +133,8 @@ def offer_to_oom_killer() -> None:
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Fork, and execute a program in a session of its own with `fds` {target: source} and nothing else open. What goes
-    wrong in the fork is printed on its standard error; its exit code is 127 for a missing program, else 126."""
+    """Fork, and execute a program in its own session with `fds` {target: source} and nothing else open. An error in the
+    fork is printed on its standard error. The exit code is then 127 for a missing program, else 126."""
     pid = posix.fork()
     if pid:
         return pid
@@ -143,7 +144,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
-            # Python and this server ignore or catch these, and an ignored signal stays ignored in the program.
+            # Python and this server ignore or catch these signals, and an ignored signal stays ignored in the program.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
             posix.dup2(source, target)
@@ -158,7 +159,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         code = 127 if error.errno == errno.ENOENT else 126
         where = cwd if not is_folder(cwd) else argv[0]
         posix.write(2, (where + ": " + posix.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
-    except BaseException as error:  # whatever it is: this fork ends, and must not go on as the server
+    except BaseException as error:  # after any error this fork exits, and must not continue as the server
         posix.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
     finally:
         posix._exit(code)

@@ -1,11 +1,11 @@
-"""The tool server: the program of ours that runs inside each sandbox. Standard library only, Python 3.8 or newer.
+"""The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
-It answers calls from the host on one connection: commands, live shells, files, archives. It also bridges 127.0.0.1 to
-the model gateway's socket. It knows nothing of sessions or models, or of how the sandbox was isolated. Invariant: every
-child that it ever had, orphans included, is reaped here, and none outlives it.
+The server executes calls from the host on one connection: commands, live shells, files, archives. It also bridges
+127.0.0.1 to the model gateway's socket. The module is independent of sessions, models, and the sandbox's isolation.
+Invariant: all children of the server, adopted orphans included, are reaped here, and none outlives the server.
 
-`runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters:
-modules that take more than a millisecond to load are imported in the functions that need them.
+`runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
+Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """Its methods `do_NAME(call, arguments)` are what the host may call."""
+    """The host may call each of the methods `do_NAME(call, arguments)`."""
 
     def __init__(
         self, loop: Loop, connection: Connection, save_layers: Callable[[int], None] | None, gateway: int
@@ -58,11 +58,11 @@ class Server:
         self.shells: dict[int, Shell] = {}
         self.restores: dict[int, Restore] = {}
         self.kept: dict[str, Command] = {}
-        """The commands that outlive the host, by name."""
+        """Commands that outlive the host, by name."""
         self.newest_call = 0
         self.bridge: Bridge | None = None
         self.next_host: NextHost | None = None
-        """Who is waited for when the connection ends; nobody if None."""
+        """The host to wait for when the connection ends; None for no wait."""
         connection.on_frame = self.dispatch
         connection.on_end = self.lose_host
 
@@ -85,8 +85,8 @@ class Server:
         if args["subreaper"]:
             import ctypes
 
-            # A child that loses its parent becomes ours, so that it can still be found and killed. In a pid namespace
-            # the first process, which we are, has that without asking.
+            # Children that lose their parent are then adopted by this server, and can still be found and killed. The
+            # first process of a pid namespace adopts orphans without this call.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         for path, data in args["files"].items():
@@ -105,7 +105,7 @@ class Server:
         self.calls.reply(call, {})
 
     def expire(self) -> None:
-        """End the sandbox, which has come to the end of its lifetime. A node that was killed cannot do it."""
+        """End the sandbox at the end of its lifetime, even if its node was killed."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
@@ -120,7 +120,7 @@ class Server:
             self.kept[args["name"]] = Command(self.calls, call, args)
 
     def do_outlive(self, call: int, args: dict[str, Any]) -> None:
-        """From now on wait for another host when this one is gone."""
+        """From now on, wait for another host when this host is gone."""
         seconds = args["ms"] / 1000
         self.next_host = NextHost(self.loop, args["path"], args["secret"], seconds)
         if self.bridge is not None:
@@ -128,7 +128,7 @@ class Server:
         self.calls.reply(call, {})
 
     def lose_host(self) -> None:
-        """End with the host, or end all that is only of use to it and wait for the next."""
+        """End with the host, or end all work that only this host can use and wait for the next host."""
         if self.next_host is None:
             self.loop.stop()
             return
@@ -153,7 +153,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # A call's number is the shell's: no other shell of this connection has it. The shell answers the call itself.
+        # The call's number becomes the shell's, so numbers of shells are unique on this connection. The shell replies
+        # to the call.
         self.shells[call] = Shell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
@@ -177,7 +178,7 @@ class Server:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """The environment that this process was started with: the image's variables are in it."""
+        """Reply with the environment that this process was started with, including the image's variables."""
         self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
@@ -207,7 +208,7 @@ class Server:
         )
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
-        """All other processes are ended first, so that nothing changes while it is saved."""
+        """All other processes are killed first, so that nothing changes during the save."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no layer of its own")
         kill_all_below()
@@ -242,15 +243,15 @@ class Server:
 
 
 def kill_all_below() -> None:
-    """Kill everything below this process. Raises OSError when something stays alive."""
+    """Kill all processes below this one. Raises OSError when one stays alive."""
     left = kill_tree({posix.getpid()})
     if left:
         raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
 
 
 def preload() -> None:
-    """Import now what is otherwise imported where it is used: a process that is about to change its root will not find
-    its standard library there."""
+    """Import now the modules that are otherwise imported on use: the standard library is out of reach once the process
+    has changed its root."""
     import _socket
     import ctypes
     import fcntl
@@ -262,7 +263,7 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all that is left."""
+    """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all remaining processes."""
     one = same_file(0, 1)
     fd_in = posix.dup(0)  # descriptors 0 and 1 would be inherited by every program
     fd_out = fd_in if one else posix.dup(1)
@@ -275,8 +276,8 @@ def main() -> None:
 
 
 def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
-    """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, where it has
-    any; `gateway` is a descriptor of the gateway's socket, where no path inside leads to it."""
+    """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, if there are
+    any. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     loop = Loop()
     Server(loop, Connection(loop, fd_in, fd_out), save_layers, gateway)
@@ -285,7 +286,7 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all other descriptors: nothing that the host's process had open may reach a program in here."""
+    """Close all other descriptors: no descriptor of the host's process may reach a program in the sandbox."""
     start = 0
     for fd in sorted(kept):
         if start < fd:  # where the C library has close_range, closerange(0, 0) closes everything

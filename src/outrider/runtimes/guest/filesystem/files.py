@@ -1,9 +1,9 @@
 """Files of a sandbox, for the host: opened for reading, written with their folders, archived.
 
-An agent makes links as it likes, and the tool server is not in the agent's place: its `/proc/self` is another one, and
-the agent has no path to the descriptors that it holds. Links are followed, but never out of the sandbox's own files.
-Invariant: nothing is opened for reading before it is known what it is, so that no pipe is waited for and no device is
-touched.
+An agent makes links as it likes, and a path may lead the tool server elsewhere than the agent: the server has another
+`/proc/self`, and the agent has no path to the server's descriptors. Links are followed, but never out of the sandbox's
+own files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe blocks and no
+device is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ KERNEL_FOLDERS = ("/proc/", "/sys/")
 
 
 def open_file(path: str, follow: bool) -> int:
-    """A regular file's descriptor, for reading. Raises OSError, and ValueError for what is no regular file."""
+    """Return a descriptor of a regular file, for reading. Raises OSError, and ValueError for a file that is not
+    regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
         kind = posix.fstat(held).st_mode & 0o170000
@@ -28,15 +29,15 @@ def open_file(path: str, follow: bool) -> int:
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
         if kind != 0o100000:
             raise ValueError("not a regular file: " + path)
-        # By the descriptor, not again by the path, which may lead to something else by now.
+        # Opened by the descriptor: the path may lead elsewhere by now.
         return posix.open(f"/proc/self/fd/{held}", posix.O_RDONLY | posix.O_CLOEXEC)
     finally:
         posix.close(held)
 
 
 def hold(path: str, flags: int) -> int:
-    """A descriptor that only names the file at a path (O_PATH) and opens it for nothing. Raises PermissionError where
-    the file is not below the sandbox's root, or belongs to the kernel."""
+    """Return a descriptor that only names the file at a path (O_PATH). Raises PermissionError if the file is not below
+    the sandbox's root, or belongs to the kernel."""
     held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
     try:
         where = posix.readlink(f"/proc/self/fd/{held}")
@@ -49,8 +50,8 @@ def hold(path: str, flags: int) -> int:
 
 
 def is_at(where: str, held: int) -> bool:
-    """Whether a path leads to the file of a descriptor. For a file without a place below this root, such as one in
-    memory, the kernel gives text that only looks like a path."""
+    """Return whether a path leads to the file of a descriptor. For a file without a path below this root, such as one
+    in memory, the kernel gives text that only looks like a path."""
     try:
         return identity(posix.lstat(where)) == identity(posix.fstat(held))
     except OSError:
@@ -64,7 +65,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    """Create, replace or extend a file, with its folders. O_NONBLOCK: opening a pipe that nobody reads would block."""
+    """Create, replace or extend a file, with its folders. O_NONBLOCK: opening a pipe without a reader would block."""
     flags = posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
         fd = posix.open(path, flags, 0o666)
@@ -79,8 +80,8 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Archive `[path, name in the archive]` pairs, leaving out what is missing or vanishes. Raises OSError when that
-    cannot be known, and EFBIG when there are more than `limit` bytes."""
+    """Archive `[path, name in the archive]` pairs, leaving out paths that are missing or vanish. Raises OSError if this
+    cannot be determined, and EFBIG if there are more than `limit` bytes."""
     import tarfile  # slow to load; only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:

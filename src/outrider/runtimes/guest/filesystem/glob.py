@@ -1,7 +1,7 @@
 """Paths that match a pattern, for the host.
 
-It follows Python's `glob.glob(pattern, recursive=True)`: hidden names match only a part that begins with a dot.
-Invariant: a search ends, whatever links there are, because `**` does not go through them.
+The rules are those of Python's `glob.glob(pattern, recursive=True)`: hidden names match only a part that begins with a
+dot. Invariant: a search ends, whatever links there are, because `**` does not follow links.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WILD = "*?["
 
 
 def found_paths(root: str, pattern: str, limit: int) -> bytes:
-    """The paths below `root` that match, sorted, each with a NUL behind it. At most `limit` + 1 are returned, from
-    which the host sees that there are more."""
+    """Return the matching paths below `root`, sorted, each with a NUL behind it: at most `limit` + 1, so that the host
+    sees whether there are more."""
     found: set[str] = set()
     for path in matches(root, "", pattern.split("/")):
         found.add(path)
@@ -29,7 +29,7 @@ def found_paths(root: str, pattern: str, limit: int) -> bytes:
 
 
 def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
-    """`above` is "" or ends with a slash; an empty last part asks for folders."""
+    """Yield the matching paths. `above` is "" or ends with a slash. An empty last part matches only folders."""
     part, rest = parts[0], parts[1:]
     if part == "**":
         yield from matches_below(root, above, rest)
@@ -48,7 +48,7 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """`rest` here and in every folder below; without `rest`, all that is below."""
+    """Yield the matches of `rest` here and in every folder below; without `rest`, everything below."""
     waiting = [above]  # not by recursion: an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()

@@ -1,9 +1,9 @@
-"""A sandbox's writable layers saved as an archive, and restored: all that was written in it, wherever and by whom.
+"""A sandbox's writable layers, saved as an archive and restored: all files written in the sandbox, by any process.
 
-An archive is a tar whose members' names begin with the number of their layer. What a layer removes from the files below
-it is kept the way overlayfs keeps it: a character device 0:0 stands for a removed file, and an attribute marks a folder
-that hides the one below. Invariant: an archive, whatever is in it, is unpacked with the layer as the root, so that it
-reaches nothing else.
+An archive is a tar whose members' names begin with the number of their layer. Removals from the files below a layer are
+stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder that hides the
+one below. Invariant: an archive, whatever its content, is unpacked with the layer as the root, so that it reaches
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from outrider.runtimes.guest.filesystem.tree_writer import FolderCursor, make_fo
 from outrider.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-"""overlayfs's mark of a folder that hides the one below it, for mounts with the option `userxattr`."""
+"""overlayfs's mark of a folder that hides the one below, for mounts with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
-"""The same in an archive, as GNU tar and star write attributes."""
+"""The same mark in an archive, in the form of GNU tar and star."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. It changes
-    the working directory: call it in a fork."""
+    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. The
+    working directory changes: call in a fork."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
@@ -33,15 +33,15 @@ def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
     """Leave the owner out, and add overlayfs's mark of a folder."""
     member.uid = member.gid = 0
     if member.isdir():
-        os.fchdir(folder)  # no call for attributes takes a descriptor and a name
+        os.fchdir(folder)  # no attribute call takes a descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
             member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
-    """Fill the folders, which are empty, from the archive at a descriptor. Raises OSError.
+    """Fill the empty folders from the archive at a descriptor. Raises OSError.
 
-    A fork does it, because each folder becomes its root in turn: nothing in the archive can lead out of that.
+    A fork does the work, because each folder becomes its root in turn: nothing in the archive can lead out of the root.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -62,14 +62,14 @@ def restore_layers(source: int, folders: list[str]) -> None:
             unpack(source, f"{number}/")
             os.fchdir(old)
             os.chroot(".")  # a descriptor from outside is the way back out of a chroot
-    except BaseException as error:  # whatever it is, the parent raises it, and this fork ends
+    except BaseException as error:  # any error is raised by the parent, and this fork ends
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
 def unpack(source: int, prefix: str) -> None:
-    """Write the members below `prefix`, a name with a slash behind it, and the member of that name, to `/`."""
+    """Write to `/` the member named `prefix` without its trailing slash, and all members below."""
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     cursor = FolderCursor(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -82,7 +82,7 @@ def unpack(source: int, prefix: str) -> None:
 
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
-    """Write one member. It is left out if its path leads through something that is no folder, or upwards."""
+    """Write one member, unless its path leads upwards, or through anything but a folder."""
     parts = parts_of(member.name, prefix)
     above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:

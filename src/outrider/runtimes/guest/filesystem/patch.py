@@ -1,10 +1,10 @@
-"""Unified diffs: read, applied to the contents of files, and put in place.
+"""Unified diffs: parsed, applied to the contents of files, and put in place.
 
-It understands what git writes (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
-last newline) and what plain `diff -u` writes, but no binary patches and no submodules. As with `git apply`, lines must
-match byte for byte; a hunk may have moved, but one at a file's beginning or end must still be there. `plan_patch` is
-pure; only `patched_files` and what it calls touch files. Invariant: either all that the diff asks for is done, or
-nothing, and a Conflict says why.
+The module supports git's diffs (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
+last newline) and plain `diff -u`, but no binary patches and no submodules. As with `git apply`, lines must match byte
+for byte. A hunk may have moved, but a hunk at a file's beginning or end must still be there. `plan_patch` is pure. Only
+`patched_files` and its callees touch files. Invariant: a diff is applied completely or not at all, and then a Conflict
+gives the reason.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LINK_MODE = 0o120000
 PATCH_MODES = (0o100644, 0o100755, LINK_MODE)
 OLD_PREFIXES = ("a/", "i/", "w/", "c/", "o/", "1/")
 NEW_PREFIXES = ("b/", "w/", "i/", "c/", "o/", "2/")
-"""What git puts in front of names: a/ and b/, with `diff.mnemonicPrefix` the others, and 1/ and 2/ with --no-index."""
+"""Git's prefixes of names: a/ and b/, others with `diff.mnemonicPrefix`, 1/ and 2/ with --no-index."""
 ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13}
 LINE_SHOWN = 80
-"""Maximum number of bytes of a line that an error repeats."""
+"""Maximum number of bytes of a line quoted in an error."""
 
 
 class Conflict(Exception):
-    """Why a patch cannot be applied, with the file and the hunk."""
+    """The reason why a patch cannot be applied, with the file and the hunk."""
 
 
 class Entry:
-    """A file or symbolic link: its mode as git writes it, and its content or target."""
+    """A file or symbolic link: its mode in git's form, and its content or target."""
 
     def __init__(self, mode: int, data: bytes) -> None:
         self.mode = mode
@@ -42,8 +42,8 @@ class Entry:
 
 
 class Hunk:
-    """`old` and `new` are its lines before and after, with their ends. `leading` and `trailing` are the numbers of
-    context lines at its beginning and end."""
+    """`old` and `new` are the hunk's lines before and after, with their ends. `leading` and `trailing` are the numbers
+    of context lines at its beginning and end."""
 
     def __init__(self, old_start: int, new_start: int) -> None:
         self.old_start = old_start
@@ -55,9 +55,9 @@ class Hunk:
 
 
 class FilePatch:
-    """What a diff says of one file. `old` is None for a file that it creates, `new` for one that it deletes.
+    """The changes of one file in a diff. `old` is None for a created file, `new` for a deleted one.
 
-    `maybe_created`: plain `diff -u` does not say whether a file is new; it may be, if its only hunk has no old lines.
+    `maybe_created`: plain `diff -u` does not mark new files; a file may be new if its only hunk has no old lines.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ class FilePatch:
 
 
 def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, Entry | None]:
-    """What each path is to hold, None for a file to be deleted. `look` returns what is there. Raises Conflict."""
+    """Return the new entry of each path, None for a file to be deleted. `look` returns the current entry. Raises
+    Conflict."""
     patches = read_patch(text)
     if not patches:
         raise Conflict("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
@@ -79,7 +80,7 @@ def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, En
 
 
 class Planner:
-    """Applies the patches of a diff, one file after another; `after` is the result.
+    """Applies the patches of a diff, one file after another. `after` is the result.
 
     The source of a rename or copy is the file as it was before the whole diff: renames may go round in a circle.
     """
@@ -111,22 +112,22 @@ class Planner:
             self.after[one.new] = Entry(one.mode or (before.mode if before else PLAIN_MODE), data)
 
     def taken(self, path: str) -> bool:
-        """Whether there is a file at the path that no later part of the diff moves away."""
+        """Return whether the path has a file that no later part of the diff moves away."""
         return self.now(path) is not None and (path in self.after or path not in self.leaving)
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """The lines with their ends. Only a newline ends a line: `splitlines` knows others, and git does not."""
+    """Return the lines with their ends. Only a newline ends a line: `splitlines` splits at more characters than git."""
     lines = data.split(b"\n")
     last = lines.pop()
     return [line + b"\n" for line in lines] + ([last] if last else [])
 
 
 def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
-    """The content of a file after its hunks. Raises Conflict."""
+    """Return the content of a file after its hunks. Raises Conflict."""
     lines = lines_of(data)
     fresh = [False] * len(lines)
-    """Which lines an earlier hunk has put there: as with git, no later hunk matches them."""
+    """Marks the lines from earlier hunks: as with git, no later hunk matches them."""
     for number, hunk in enumerate(hunks, 1):
         at = hunk_place(hunk, lines, fresh)
         if at < 0:
@@ -140,12 +141,12 @@ def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
 
 
 def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
-    """The index of the hunk's lines that is nearest to where the hunk says they are; -1 when they are nowhere."""
+    """Return the index at which the hunk's lines match, nearest to the hunk's stated position; -1 for no match."""
     size = len(hunk.old)
     last = len(lines) - size
     expected = max(0, hunk.new_start - 1)
     at_start, at_end = hunk.old_start <= 1, not hunk.trailing
-    # The lines of a diff without context could be anywhere, so they are not searched for.
+    # Lines without context could be anywhere, so they are not searched for.
     bare = not at_start and not hunk.leading and not hunk.trailing
 
     def fits(at: int) -> bool:
@@ -167,7 +168,7 @@ def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
 
 
 def why_not_there(hunk: Hunk, lines: list[bytes]) -> str:
-    """The first difference at the place that the hunk names."""
+    """Describe the first difference at the hunk's stated position."""
     at = 0 if hunk.old_start <= 1 else max(0, hunk.new_start - 1)
     for offset, wanted in enumerate(hunk.old):
         if at + offset >= len(lines):
@@ -186,7 +187,8 @@ def shown_line(line: bytes) -> str:
 
 
 def read_patch(text: bytes) -> list[FilePatch]:
-    """The files of a diff, in its order. Text between them is skipped: mails and logs have some. Raises Conflict."""
+    """Return the files of a diff, in its order. Text between files is skipped: mails and logs have some. Raises
+    Conflict."""
     reader = PatchReader(lines_of(text if text.endswith(b"\n") else text + b"\n"))
     found = []
     while reader.at < len(reader.lines):
@@ -205,7 +207,7 @@ def read_patch(text: bytes) -> list[FilePatch]:
 
 
 class PatchReader:
-    """The lines of a diff, and the index of the next one to read."""
+    """The lines of a diff, and the index of the next line to read."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self.lines = lines
@@ -302,14 +304,14 @@ class PatchReader:
         return hunk
 
     def cut_newline(self, hunk: Hunk) -> None:
-        """For a line "\\ No newline at end of file", which is about the line before it."""
+        """Apply a line "\\ No newline at end of file", which refers to the previous line."""
         for lines, other in ((hunk.old, b"+"), (hunk.new, b"-")):
             if self.last != other and lines[-1].endswith(b"\n"):
                 lines[-1] = lines[-1][:-1]
 
 
 def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
-    """First line and number of lines before, then after; None if the line is no header of a hunk."""
+    """Return the first line and number of lines before, then after; None if the line is not a hunk header."""
     words = line.split(b" ", 3)
     if len(words) < 4 or words[0] != b"@@" or words[1][:1] != b"-" or words[2][:1] != b"+" or words[3][:2] != b"@@":
         return None
@@ -323,14 +325,14 @@ def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
 
 
 def plain_name(field: bytes) -> str:
-    """The name in a field of a diff: in quotes with backslashes, or up to a tab, behind which `diff -u` puts a date."""
+    """Return the name in a field: in quotes with backslashes, or up to a tab, behind which `diff -u` puts a date."""
     if not field.startswith(b'"'):
         return field.partition(b"\t")[0].decode("utf-8", "surrogateescape")
     return unquoted(field)[0]
 
 
 def unquoted(field: bytes) -> tuple[str, bytes]:
-    """The quoted name at the beginning of a field, and what follows it."""
+    """Return the quoted name at the beginning of a field, and the rest of the field."""
     out = bytearray()
     at = 1
     while at < len(field) and field[at : at + 1] != b'"':
@@ -347,10 +349,10 @@ def unquoted(field: bytes) -> tuple[str, bytes]:
 
 
 def names_of_header(field: bytes) -> tuple[str | None, str | None]:
-    """The names behind `diff --git`, (None, None) if they cannot be told apart.
+    """Return the names behind `diff --git`, (None, None) if they cannot be separated.
 
-    Names with blanks are not quoted, so a field without quotes is read only if both names are the same: where they
-    differ, git writes further lines that name each alone.
+    Names with blanks are not quoted, so a field without quotes is read only if both names are the same: for different
+    names, git writes further lines with one name each.
     """
     if field.startswith(b'"'):
         old, rest = unquoted(field)
@@ -365,7 +367,7 @@ def names_of_header(field: bytes) -> tuple[str | None, str | None]:
 
 
 def stripped_names(old: str | None, new: str | None) -> tuple[str | None, str | None]:
-    """The names without git's prefixes. Raises Conflict for a name that leads elsewhere."""
+    """Return the names without git's prefixes. Raises Conflict for a name that leads elsewhere."""
     if (old is None or old.startswith(OLD_PREFIXES)) and (new is None or new.startswith(NEW_PREFIXES)):
         old, new = old and old[2:], new and new[2:]
     return (old and safe_name(old), new and safe_name(new))
@@ -378,8 +380,8 @@ def safe_name(name: str) -> str:
 
 
 def patched_files(folder: str, text: bytes, size: int) -> bytes:
-    """Apply a patch below `folder`. Returns "+" and the paths with NULs between them, or "-" and why nothing was done.
-    A file of more than `size` bytes is refused."""
+    """Apply a patch below `folder`. Returns "+" and the paths with NULs between them, or "-" and the reason why nothing
+    was done. A file of more than `size` bytes is refused."""
     try:
         changes = plan_patch(text, lambda path: entry_at(folder, path, size))
         put_in_place(folder, changes)
@@ -392,7 +394,8 @@ def patched_files(folder: str, text: bytes, size: int) -> bytes:
 
 
 def entry_at(folder: str, path: str, size: int) -> Entry | None:
-    """What is at a path; None if there is nothing. As with git, no link on the way is followed. Raises Conflict."""
+    """Return the entry at a path, None if there is nothing. As with git, a link among the path's folders is not
+    followed. Raises Conflict."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         if is_link(folder + "/" + "/".join(parts[:count])):
@@ -414,8 +417,8 @@ def entry_at(folder: str, path: str, size: int) -> Entry | None:
 
 
 def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
-    """Write the new contents beside their places, move the old ones aside, move the new ones in, and only then delete
-    the old ones. All that can fail for want of space comes first, and each step can be undone. Raises OSError."""
+    """Write the new contents beside the old files, move the old files aside, move the new ones in, and only then delete
+    the old ones. All steps that can fail for lack of space come first, and each step can be undone. Raises OSError."""
     token = posix.urandom(4).hex()
     renames: list[tuple[str, str]] = []
     fresh: list[str] = []
@@ -452,7 +455,7 @@ def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
 
 
 def missing_folders(folder: str, path: str) -> list[str]:
-    """The folders above a file that do not exist, the deepest first."""
+    """Return the missing folders above a file, the deepest first."""
     missing = []
     above = folder_of(path)
     while above and not exists(folder + "/" + above):
@@ -462,7 +465,7 @@ def missing_folders(folder: str, path: str) -> list[str]:
 
 
 def temporary_name(folder: str, path: str, kind: str, token: str, number: int) -> str:
-    """A temporary name in a file's folder: a rename within a folder never crosses file systems."""
+    """Return a temporary name in a file's folder: a rename within a folder never crosses file systems."""
     return f"{folder_of(folder + '/' + path)}/.{kind}-{token}-{number}"
 
 
@@ -472,8 +475,8 @@ def move(source: str, target: str, renames: list[tuple[str, str]]) -> None:
 
 
 def write_entry(place: str, entry: Entry, like: str) -> None:
-    """Write a new file. Of the mode, git's diff says only whether it may be executed; the rest is that of the file at
-    `like`, which it replaces, and 644 without one."""
+    """Write a new file. The mode in git's diff only sets whether the file is executable. The rest is the mode of the
+    replaced file at `like`, and 644 without one."""
     if entry.mode == LINK_MODE:
         posix.symlink(entry.data.decode("utf-8", "surrogateescape"), place)
         return
@@ -481,14 +484,14 @@ def write_entry(place: str, entry: Entry, like: str) -> None:
     try:
         write_all(fd, entry.data)
         mode = posix.stat(like).st_mode & 0o7777 if exists(like) and not is_link(like) else 0o644
-        readers = (mode & 0o444) >> 2  # whoever may read may execute
+        readers = (mode & 0o444) >> 2  # every user who may read may execute
         posix.fchmod(fd, mode | readers if entry.mode == 0o100755 else mode & ~0o111)
     finally:
         posix.close(fd)
 
 
 def remove_empty(folder: str, path: str) -> None:
-    """Remove the folders that a deletion has left empty, as git does."""
+    """Remove the folders left empty by a deletion, as git does."""
     above = folder_of(path)
     while above:
         try:

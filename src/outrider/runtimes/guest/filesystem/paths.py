@@ -1,7 +1,6 @@
-"""Functions on paths and programs that `os` has and `posix` has not: importing `os` would add a sixth to the
-interpreter's start-up time.
+"""Path and program functions that `posix` lacks: importing `os` would add a sixth to the interpreter's start-up time.
 
-Invariant: each behaves as the function of `os` that its docstring names, or as its docstring says.
+Invariant: each function behaves like the function of `os` named in its docstring, or as its docstring describes.
 """
 
 from __future__ import annotations
@@ -9,17 +8,17 @@ from __future__ import annotations
 import posix
 
 DEFAULT_PATH = "/bin:/usr/bin"
-"""PATH for an environment that has none, as in `os.defpath`."""
+"""PATH for an environment without PATH, as in `os.defpath`."""
 
 
 def folder_of(path: str) -> str:
-    """`os.path.dirname`: what comes before the last slash, without slashes at its end; "" for a bare name."""
+    """`os.path.dirname`: the part before the last slash, without slashes at its end; "" for a bare name."""
     head = path[: path.rfind("/") + 1]
     return head.rstrip("/") or head
 
 
 def exists(path: str) -> bool:
-    """`os.path.lexists`: whether there is anything, be it a link that leads nowhere."""
+    """`os.path.lexists`: also True for a link that leads nowhere."""
     try:
         posix.lstat(path)
     except (OSError, ValueError):
@@ -44,7 +43,7 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """`os.makedirs(path, exist_ok=True)`, without recursion: it has no limit of depth."""
+    """`os.makedirs(path, exist_ok=True)` without recursion, and so without a limit of depth."""
     missing = [path]
     while missing:
         try:
@@ -55,27 +54,28 @@ def make_folders(path: str) -> None:
                 raise
             missing.append(above)
             continue
-        except OSError:  # macOS and read-only mounts do not say EEXIST for what exists
+        except OSError:  # macOS and read-only mounts do not report EEXIST for an existing folder
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
 
 
 def same_file(one: int, other: int) -> bool:
-    """`os.path.sameopenfile`: whether two descriptors are of the same file, socket or pipe."""
+    """`os.path.sameopenfile`: whether two descriptors refer to the same file, socket or pipe."""
     a, b = posix.fstat(one), posix.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def find_program(name: str, path: str) -> bool:
-    """Whether a program of that name on `path`, or at that path if it has a slash, can be executed."""
+    """Return whether `name` is an executable program in a folder of `path`, or, with a slash, a path of an executable
+    program."""
     if "/" in name:
         return posix.access(name, posix.X_OK)
     return any(posix.access((folder or ".") + "/" + name, posix.X_OK) for folder in path.split(":"))
 
 
 def execute(argv: list[str], env: dict[str, str]) -> None:
-    """`os.execvpe`: become the program, found by the PATH of `env`. Never returns; raises OSError."""
+    """`os.execvpe`: become the program, found by the PATH of `env`. Never returns. Raises OSError."""
     name = argv[0]
     if "/" in name:
         posix.execve(name, argv, env)

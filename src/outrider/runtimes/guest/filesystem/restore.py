@@ -1,10 +1,10 @@
-"""An archive of another sandbox's files, put back in this one by a forked child that reads it from a pipe.
+"""An archive of another sandbox's files, put back in this sandbox by a forked child that reads it from a pipe.
 
-The archive may have been made under an agent's hands, so it may write at its roots and nowhere else. Ownership,
-set-user-id bits, devices, sockets and pipes are left out, and so are symbolic links that lead out of the roots to
-anything but the system's own folders: through one, an agent could make the grader read, at a place that the agent
-names, what the grader keeps there. Invariant: nothing is written, linked to or removed except at and below the roots,
-and no link of the archive is ever followed.
+An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
+and pipes are left out, and so are symbolic links that lead out of the roots to anything but the system's own folders:
+through such a link, an agent could make the grader read the grader's own files at a path chosen by the agent.
+Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
+followed.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 BROKEN_ARCHIVE = 255
-"""Exit code of a child that could not read the archive. Others are the number of the error that stopped it."""
+"""Exit code of a child that could not read the archive. Other codes are the number of the error that stopped the
+child."""
 FIRST_SIGNAL = 128
-"""Exit codes from here on say that a signal ended the child."""
+"""First of the exit codes of a child that was ended by a signal."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
-"""Folders of the system that links in a restored folder may lead to: virtual environments have such."""
+"""System folders that links in a restored folder may lead to, as in virtual environments."""
 LEFT_OUT = (
     *MOUNTED,
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
 )
-"""Errors that are the fault of one member, which is left out. Any other ends the restore."""
+"""Errors caused by a single member, which is left out. Any other error ends the restore."""
 
 
 class Restore:
-    """The archive comes in any number of calls, one at a time. Each is answered when there is room for the next; the
-    last, when all of the archive is in its place."""
+    """One restore. The archive comes in any number of calls, one at a time. Each call gets its reply when there is room
+    for the next; the last, when all of the archive is in place."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -86,7 +87,7 @@ class Restore:
         except BlockingIOError:
             self.calls.loop.watch(self.fd, select.POLLOUT, self._push)
             return
-        except OSError:  # the child has given up; its exit code says why
+        except OSError:  # the child has stopped reading; its exit code gives the reason
             self.last = True
         self.calls.loop.forget(self.fd)
         if not self.last:
@@ -103,8 +104,8 @@ class Restore:
         self._finish()
 
     def _finish(self) -> None:
-        """Answer once the child has exited. It does so when it has seen the end of the pipe, or at an error, which
-        may come before the last call does: the next call then reports it."""
+        """Reply once the child has exited: at the end of the pipe, or at an error, possibly before the last call. The
+        next call then reports the error."""
         if self.code is None or self.call not in self.calls.running:
             return
         self.calls.running.pop(self.call)
@@ -118,7 +119,7 @@ class Restore:
 
 
 def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
-    """In the child: empty the roots, `[path, name in the archive]`, and fill them. Never returns."""
+    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child. Never returns."""
     code = BROKEN_ARCHIVE
     try:
         import tarfile  # slow to load; only a fork needs it
@@ -143,8 +144,8 @@ def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
 
 
 class Root:
-    """One root: its name, and a descriptor of the folder above it, which is opened before anything of the archive is
-    there that could lead elsewhere."""
+    """One root: its name, and a descriptor of the folder above, opened before any file of the archive could redirect
+    the path."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
@@ -155,8 +156,8 @@ class Root:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove what is at the root. Raises OSError for a symbolic link: what it leads to would be graded as it is
-        here, and not as the agent left it."""
+        """Remove everything at the root. Raises OSError for a symbolic link: the target's state here would be graded
+        instead of the state that the agent left."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -170,7 +171,7 @@ class Root:
 
 
 class RestoredRoots:
-    """The roots by their names in the archive: emptied at first, then filled member by member."""
+    """The roots by their names in the archive: first emptied, then filled member by member."""
 
     def __init__(self, roots: list[list[str]], limit: int) -> None:
         self.roots = {name: Root(path) for path, name in roots}
@@ -179,8 +180,7 @@ class RestoredRoots:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Write one member, unless it is of a kind that is left out. Its owner may always read and write it, so that
-        the grader can."""
+        """Write one member, unless its kind is left out. The owner, and so the grader, may always read and write it."""
         above = self.above(member.name)
         if above < 0:
             return
@@ -203,14 +203,14 @@ class RestoredRoots:
                 raise
 
     def finish(self) -> None:
-        """Remove the roots that the archive has nothing of: they did not exist in the other sandbox."""
+        """Remove the roots without a member in the archive, which did not exist in the other sandbox."""
         for place in self.roots.values():
             if not place.filled:
                 remove_below(place.above, place.name)
 
     def above(self, name: str) -> int:
-        """A descriptor of the folder that a member belongs in, made if it is missing. -1 for a member that is below no
-        root, or whose path leads through something that is no folder."""
+        """Return a descriptor of a member's folder, made if missing; -1 for a member below no root, or with a path
+        through anything but a folder."""
         parts = name.split("/")
         if not {"", ".", ".."}.isdisjoint(parts):
             return -1
@@ -222,8 +222,8 @@ class RestoredRoots:
         return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
-        """Whether a link leads to a place below a root, or to a folder of the system. `..` is allowed only at the
-        beginning of its target: further on it would be relative to wherever another link leads."""
+        """Return whether a link leads below a root, or to a folder of the system. `..` is allowed only at the beginning
+        of the target: further on it would be relative to the target of another link."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -235,7 +235,7 @@ class RestoredRoots:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """Make a hard link. Its source came out of this archive: nothing else is below the roots."""
+        """Make a hard link. The source comes from this archive, as does everything below the roots."""
         kept = posix.dup(above)  # finding the source's folder may close `above`
         try:
             source = self.above(member.linkname)

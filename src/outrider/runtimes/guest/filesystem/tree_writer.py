@@ -1,7 +1,7 @@
 """Folder trees written, emptied and removed by descriptors, however deep they are.
 
-It knows archives only by their members. Invariant: nothing is written, made or removed except in the folder whose
-descriptor is given and below it, and no link is followed.
+The module uses only the members of archives. Invariant: nothing is written, made or removed except in and below the
+folder whose descriptor is given, and no link is followed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors of removing what is mounted here. That is left: it is read-only and the same in every sandbox of the task."""
+"""Errors of removing a mount. Mounts are left: they are read-only and the same in every sandbox of the task."""
 
 
 class FolderCursor:
-    """Finds folders below a top by their parts, at any depth. It stays at the last one: the members of an archive
-    mostly follow each other in the same folder."""
+    """Finds folders below a top by their parts, at any depth. The cursor stays at the last folder: successive members
+    of an archive are mostly in the same folder."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -30,8 +30,8 @@ class FolderCursor:
         self.parts: list[str] = []
 
     def to(self, parts: list[str]) -> int:
-        """A descriptor of the folder, valid until the next call. Missing folders are made. -1 where something that is
-        no folder is in the way."""
+        """Return a descriptor of the folder, valid until the next call. Missing folders are made. Returns -1 if
+        anything but a folder is in the way."""
         shared = len(self.parts) if self.parts == parts[: len(self.parts)] else 0
         while shared < min(len(self.parts), len(parts)) and self.parts[shared] == parts[shared]:
             shared += 1
@@ -48,7 +48,7 @@ class FolderCursor:
 
 
 def new_folder(above: int, name: str) -> bool:
-    """Make a folder. False where there is something of that name."""
+    """Make a folder. Returns False if the name is taken."""
     try:
         posix.mkdir(name, 0o755, dir_fd=above)
     except FileExistsError:
@@ -57,7 +57,7 @@ def new_folder(above: int, name: str) -> bool:
 
 
 def make_folder(above: int, name: str, mode: int) -> int:
-    """A folder's descriptor. A file or link of that name is replaced by the folder."""
+    """Return the descriptor of a folder, made if missing. A file or link of the same name is replaced."""
     try:
         folder = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
@@ -84,7 +84,7 @@ def put_file(archive: tarfile.TarFile, member: tarfile.TarInfo, above: int, name
 
 
 def set_date(fd: int, member: tarfile.TarInfo) -> None:
-    """Set the time of change: build tools compare it. A time that the file system cannot hold is ignored."""
+    """Set the modification time, which build tools compare. A time that the file system cannot hold is ignored."""
     try:
         posix.utime(fd, (member.mtime, member.mtime))
     except (OSError, OverflowError, ValueError):
@@ -92,7 +92,7 @@ def set_date(fd: int, member: tarfile.TarInfo) -> None:
 
 
 def put_link(source: int, base: str, above: int, name: str) -> None:
-    """Give a regular file another name. Does nothing if there is no such file."""
+    """Give a regular file another name. Does nothing if the file is missing or not regular."""
     try:
         if posix.lstat(base, dir_fd=source).st_mode & 0o170000 != 0o100000:
             return
@@ -103,7 +103,7 @@ def put_link(source: int, base: str, above: int, name: str) -> None:
 
 
 def remove_entry(above: int, name: str) -> None:
-    """Remove a file, a link or an empty folder, if there is one."""
+    """Remove a file, a link or an empty folder, if it exists."""
     try:
         posix.unlink(name, dir_fd=above)
     except FileNotFoundError:
@@ -113,7 +113,8 @@ def remove_entry(above: int, name: str) -> None:
 
 
 class Level:
-    """A folder that is being emptied: its name, the names still in it, and whether all could be removed so far."""
+    """A folder being emptied: its name, the names still in the folder, and whether everything could be removed so
+    far."""
 
     def __init__(self, name: str, fd: int) -> None:
         self.name = name
@@ -122,8 +123,8 @@ class Level:
 
 
 def empty_folder(folder: int) -> bool:
-    """Remove all that is in a folder, and close its descriptor. Returns False if something mounted had to be left.
-    Raises OSError."""
+    """Remove everything in a folder, and close its descriptor. Returns False if a mount had to be left. Raises
+    OSError."""
     try_chmod(folder, 0o755)
     descent = Descent(folder)
     try:
@@ -150,7 +151,7 @@ def empty_folder(folder: int) -> bool:
 
 
 def remove_below(above: int, name: str) -> bool:
-    """Remove what has that name, with all below it. Returns False if something mounted had to be left."""
+    """Remove a name and everything below it. Returns False if a mount had to be left."""
     try:
         inner = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
@@ -159,7 +160,7 @@ def remove_below(above: int, name: str) -> bool:
 
 
 def removed(above: int, name: str) -> bool:
-    """`remove_entry`; False for what is mounted."""
+    """Call `remove_entry`. Returns False for a mount."""
     try:
         remove_entry(above, name)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
 
-It does not know what an archive is for. Whoever made a tree may still be changing it. Invariants: no link is followed,
-and nothing that could block is read. What is missing, may not be read or changes meanwhile is left out or filled up
-with zeros, and spoils nothing else. Any other reason why something cannot be read is an error: nothing is left out
+The module is independent of the archive's purpose. Other processes may change a tree during the walk. Invariants: no
+link is followed, and no file that could block is read. Files that are missing, unreadable or changing are left out or
+padded with zeros, and spoil nothing else. Any other reason for an unreadable file is an error: nothing is left out
 silently.
 """
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
 PLAIN_FILE = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
-"""Flags for opening a file that was regular a moment ago: if it is a pipe by now, opening it must not block."""
+"""Flags for opening a file that was regular a moment ago: if the file is a pipe by now, opening it must not block."""
 KIND = 0o170000
 REGULAR, LINK, DEVICES = 0o100000, 0o120000, (0o020000, 0o060000)
 KINDS = {REGULAR: b"0", LINK: b"2", 0o020000: b"3", 0o060000: b"4", 0o040000: b"5", 0o010000: b"6"}
-"""The type of a tar member, by the type bits of the file's mode. There is none for sockets."""
+"""The type of a tar member, by the type bits of the file's mode. Sockets have none."""
 
 ABSENT = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.EINVAL, errno.ESRCH),
 )
-"""Errors that say that one file is gone or may not be read: EINVAL that it was a link a moment ago, ESRCH that it
-belonged to a process that has ended. Others, such as too many open descriptors or no memory, say nothing about the
-file: leaving it out for them would lose it silently."""
+"""Errors which mean that one file is gone or unreadable. EINVAL: the file was a link a moment ago. ESRCH: the file's
+process has ended. Other errors, such as too many open descriptors or no memory, are independent of the file: leaving
+the file out would lose it silently."""
 
 
 def must_be_absent(error: OSError) -> None:
@@ -44,21 +44,21 @@ def identity(status: posix.stat_result) -> tuple[int, int]:
 
 
 class Descent:
-    """A position in a tree: `fd` is a descriptor of the current folder.
+    """A position in a tree. `fd` is a descriptor of the current folder.
 
-    It goes up by `..`, so that it holds one descriptor at any depth. Others may move folders meanwhile: it remembers
-    each folder above by its inode, and goes up only if `..` still leads there.
+    The way up is `..`, so that one descriptor is enough at any depth. Other processes may move folders meanwhile. The
+    inodes of the folders above are therefore stored, and `up` succeeds only if `..` still leads to the same folder.
     """
 
     def __init__(self, fd: int) -> None:
-        """`fd` is of the top; the instance owns it from now on."""
+        """Start at the top, the folder `fd`. The instance owns the descriptor from now on."""
         self.fd = fd
         self.here = identity(posix.fstat(fd))
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Enter a folder, after giving it `mode` unless that is 0. Returns False where there is no folder, or none that
-        `..` leads back from. Raises OSError when that cannot be known."""
+        """Enter a folder, after setting its mode unless `mode` is 0. Returns False if there is no folder, or if `..`
+        does not lead back. Raises OSError on errors unrelated to the folder."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -79,8 +79,8 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Return to the folder above. False when `..` leads elsewhere by now: the walk cannot go on. Raises OSError
-        when that cannot be known."""
+        """Return to the folder above. Returns False if `..` leads elsewhere by now, so that the walk cannot go on.
+        Raises OSError on errors unrelated to the folder."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -99,7 +99,7 @@ class Descent:
 
 
 def try_chmod(fd: int, mode: int) -> None:
-    """Failure is ignored: if the mode was needed, the next use of the folder fails and says so."""
+    """Failure is ignored: if the mode was needed, the next use of the folder fails."""
     try:
         posix.fchmod(fd, mode)
     except OSError:
@@ -107,7 +107,7 @@ def try_chmod(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """The names in a folder in reverse order, for `pop`; none if it may not be read."""
+    """Return the names in a folder in reverse order, for `pop`; none if the folder is unreadable."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
     except OSError as error:
@@ -116,8 +116,8 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield all below the current folder of `descent`, parents first: the name in what is the current folder then, and
-    its path, which begins with `above`."""
+    """Yield everything below the current folder of `descent`, parents first: the name in the folder that is current
+    then, and the path, which begins with `above`."""
     # Not by recursion: a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
@@ -138,9 +138,8 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 class Packer:
     """Adds trees to an archive.
 
-    `adjust(member, folder, name)` may change a member before it is added. A file larger than what is left of `limit`
-    bytes raises EFBIG before any of it is read: a sparse file takes no room on the disk, but its full size in an
-    archive.
+    `adjust(member, folder, name)` may change a member before it is added. A file larger than the rest of `limit` bytes
+    raises EFBIG before any of it is read: a sparse file takes no room on the disk, but its full size in an archive.
     """
 
     def __init__(
@@ -150,11 +149,11 @@ class Packer:
         self.left = limit
         self.adjust = adjust
         self.linked: dict[tuple[int, int], str] = {}
-        """The archive's names of files that have several names, by inode: the next name becomes a hard link."""
+        """Archive names of files with several names, by inode: the next name becomes a hard link."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """Add what is called `name` in a folder, and all below it, as `path`. "." is the folder itself. The folder's
-        descriptor is closed."""
+        """Add the entry `name` of a folder, and everything below, as `path`. "." is the folder itself. Closes the
+        folder's descriptor."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):
@@ -181,8 +180,8 @@ class Packer:
         self.archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever added
 
     def describe(self, member: tarfile.TarInfo, status: posix.stat_result, folder: int, name: str) -> bool:
-        """Fill in a member; False for what an archive cannot hold. tarfile's own `gettarinfo` reads the names of users
-        from the sandbox's files, which an agent may have made slow or endless."""
+        """Fill in a member. Returns False for a file that an archive cannot hold. tarfile's own `gettarinfo` reads the
+        names of users from the sandbox's files, which an agent may have made slow or endless."""
         kind = status.st_mode & KIND
         if kind not in KINDS:
             return False
@@ -199,7 +198,7 @@ class Packer:
         return True
 
     def add_file(self, member: tarfile.TarInfo, fd: int) -> None:
-        """Add a regular file with its size of this moment, and close its descriptor."""
+        """Add a regular file with its current size, and close the descriptor."""
         try:
             status = posix.fstat(fd)
             if status.st_mode & KIND != REGULAR:
@@ -216,8 +215,8 @@ class Packer:
 
 
 class PaddedFile:
-    """A file that returns as many bytes as are asked for, zeros behind its end: it may shrink while it is archived, and
-    the member's header has named its size already."""
+    """A file that returns as many bytes as requested, with zeros behind its end: the file may shrink while it is
+    archived, after the member's header has stated the size."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

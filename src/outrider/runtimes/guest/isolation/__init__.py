@@ -1,1 +1,1 @@
-"""How a new process becomes a confined sandbox: namespaces, mounts, seccomp and Landlock."""
+"""Confinement of a new process as a sandbox: namespaces, mounts, seccomp and Landlock."""

@@ -1,10 +1,10 @@
-"""The last steps of confinement in a container, before the tool server in it takes any call.
+"""The last steps of confinement in a container, before the tool server takes any call.
 
-Container engines differ in what they leave to a container's programs; after these steps they have what those of a
-namespace sandbox have. Apptainer leaves the most: its first process has all capabilities of the user namespace, a
-writable /proc, and file systems as large as half of the host's memory. This module knows no session. Invariant: once
-`enter` has returned, nothing that this process does or starts can undo any of it. It is not joined with the tool
-server's modules, but loaded before them (see `confined` in runtimes/tool_server/bundle.py).
+Container engines differ in the rights of a container's programs. After these steps the programs have the same rights as
+in a namespace sandbox. Apptainer grants the most: its first process has all capabilities of the user namespace, a
+writable /proc, and file systems as large as half of the host's memory. The module is independent of sessions.
+Invariant: once `enter` has returned, neither this process nor any descendant can undo a step. The module is not joined
+with the tool server's modules, but loaded before them (see `confined` in runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from outrider.runtimes.guest.isolation import seccomp, syscalls
 
 MS_REMOUNT = 32
 WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | syscalls.MS_NODEV))
-"""Apptainer's file systems in memory. That of /dev is also the one behind all other writable folders."""
+"""Apptainer's file systems in memory. The file system of /dev is also behind all other writable folders."""
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as `RLIMIT_DATA=1024`, and with Apptainer
-    `bytes=N` and `files=N`, how much may be written."""
+    """Confine this process. `arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as
+    `RLIMIT_DATA=1024`, and with Apptainer `bytes=N` and `files=N`, the maximum that may be written."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
     by_apptainer = "files" in options
@@ -36,9 +36,9 @@ def enter(arguments: list[str]) -> None:
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
-    """Bound the file systems, replace /proc, and bring the loopback up. Returns whether System V's shared memory is
-    bounded and may be left to programs."""
-    from outrider.runtimes.guest.isolation import isolate  # other engines' bundles do not hold it
+    """Bound the file systems, replace /proc, and bring the loopback up. Returns whether programs may use System V's
+    shared memory: it is bounded, or memory is not counted."""
+    from outrider.runtimes.guest.isolation import isolate  # missing in other engines' bundles
 
     for target, flags in WRITABLE:
         size = f"size={options['bytes']},nr_inodes={options['files']}"

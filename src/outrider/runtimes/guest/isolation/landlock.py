@@ -1,9 +1,9 @@
 """Confinement of a tool server by Landlock, for a host that allows no user namespaces.
 
-It keeps a process and all that it starts to some folders, to one TCP port, and to themselves, as far as the running
-kernel's Landlock goes. It knows no session. Invariant: once `enter` has returned, nothing that this process does or
-starts can undo any of it. It is not joined with the tool server's modules, but loaded before them (see `confined` in
-runtimes/tool_server/bundle.py). Numbers and structures are those of linux/landlock.h.
+The process and all its descendants are confined to some folders, to one TCP port, and to each other, as far as the
+running kernel's Landlock goes. The module is independent of sessions. Invariant: once `enter` has returned, neither
+this process nor any descendant can undo a step. The module is not joined with the tool server's modules, but loaded
+before them (see `confined` in runtimes/tool_server/bundle.py). Numbers and structures are from linux/landlock.h.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""The rights to files that each version of the interface introduced. A ruleset with an unknown one is refused."""
+"""The file rights that each version of the interface introduced. The kernel refuses a ruleset with an unknown right."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
@@ -33,14 +33,14 @@ SCOPES = 1 | 2
 
 
 def version() -> int:
-    """The version of the kernel's Landlock; 0 if it has none."""
+    """Return the version of the kernel's Landlock; 0 if there is none."""
     number = syscalls.LIBC.syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_VERSION)
     return int(max(0, number))
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are the only TCP port that may be connected to, then words such as `read=/usr`, `write=/tmp/x`,
-    `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=1`. Missing paths are skipped."""
+    """Confine this process. `arguments` are the only TCP port that may be connected to, then words such as `read=/usr`,
+    `write=/tmp/x`, `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=1`. Missing paths are skipped."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
@@ -63,7 +63,7 @@ def enter(arguments: list[str]) -> None:
 
 
 def create(have: int, rights: int) -> int:
-    """A new ruleset for the kernel's version `have`. Older kernels refuse the later fields of its structure."""
+    """Create a ruleset for the kernel's version `have`. Older kernels refuse the later fields of the structure."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
     fields = (rights, network, scopes)[: 3 if have >= SCOPES_SINCE else 2 if have >= NETWORK_SINCE else 1]

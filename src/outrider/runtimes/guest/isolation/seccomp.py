@@ -1,7 +1,8 @@
-"""The filter of system calls: what a sandbox's programs may not ask of the kernel.
+"""The filter of system calls: the calls that a sandbox's programs may not make.
 
-The list follows what container engines deny by default, plus what they leave to capabilities. It knows nothing of who
-is confined. Invariant: a call with the numbers of another machine is never let through. Pure, except for `confine`.
+The list follows the calls that container engines deny by default, plus the calls that they restrict by capabilities.
+The module is independent of the confined process. Invariant: a call with the numbers of another machine is never
+allowed. Pure, except for `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's arguments in `struct seccomp_data`: the lower half of each; the upper half is UPPER behind it."""
+"""Offsets of a call's arguments in `struct seccomp_data`: the lower half of each. The upper half is UPPER bytes
+further."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""From this number on, calls on x86-64 are those of the x32 interface: the same calls, which the filter would miss."""
+"""The first number of the x32 interface on x86-64: the same calls under numbers that the filter would miss."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The families of sockets that are allowed. Others, such as vsock between a virtual machine and its host, ignore
-network namespaces."""
+"""The allowed families of sockets. Others, such as vsock between a virtual machine and its host, ignore network
+namespaces."""
 ASKED = (0, 4, 15, 16)
-"""The protocols of netlink that are allowed: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. Over them programs ask the
-kernel. Over USERSOCK they could send to each other, also to programs of the host where the network is the host's."""
+"""The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. Over USERSOCK
+programs could send to each other, also to programs of the host where the network is the host's."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
-"""MSG_FASTOPEN: sending with this flag connects, and Landlock sees only `connect`."""
+"""MSG_FASTOPEN: sending with this flag connects, and Landlock checks only `connect`."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""Whoever opens a file with a lease on it waits 45 seconds for its holder, and the owner of a file may lease it: also
-one of the host's that sandboxes are shown."""
+"""Lease commands. Opening a leased file waits 45 seconds for the holder, and the owner of a file may lease it,
+including a file of the host that is shown in sandboxes."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -100,14 +102,14 @@ HOST_WIDE = {
     "aarch64": (*range(180, 197),),
 }
 """System V's shared memory, semaphores and messages, and POSIX's messages: outside of namespaces all programs of the
-host share them, and they outlive their makers. `shmdt` is not among them: it only lets go of memory."""
+host share these objects, which outlive their makers. `shmdt` is excluded, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: they make memory that belongs to a descriptor or
-pipe, or that a process has without /proc showing it, so that memory_watch.py cannot count it."""
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: the memory from these calls belongs to a descriptor
+or pipe, or is missing in the process's /proc, so that memory_watch.py cannot count it."""
 
 CLONE3 = 435
-"""Its flags are in memory, where a filter cannot look. With ENOSYS for it, the C library falls back to `clone`."""
+"""The flags of clone3 are in memory, which a filter cannot read. After ENOSYS the C library falls back to `clone`."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -219,39 +221,39 @@ DENIED = {
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction of the classic BPF machine; the jumps count the instructions to skip."""
+    """Return one instruction of the classic BPF machine. The jumps count the instructions to skip."""
     return struct.pack("HBBI", code, then, otherwise, value)
 
 
 REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
 SKIPPED = step(RETURN, ERRNO | 0)
-"""The call does nothing, and its caller is told that it succeeded."""
+"""The call does nothing and returns success."""
 SIZE = len(PASSED)
 
 
 def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
-    """Refuses a call whose argument at `at` is one of the values."""
+    """Steps that refuse a call if the argument at `at` matches a value."""
     return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
 
 
 def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Refuses a call unless its argument at `at` is one of the values."""
+    """Steps that refuse a call unless the argument at `at` is among the values."""
     tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
     return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
 
 
 def accept(at: int, value: int) -> bytes:
-    """Lets a call through, whatever its other arguments are."""
+    """Steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """Goes through the steps if a call's argument at `at` is that value."""
+    """The given steps, applied only to a call whose argument at `at` is the value."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
-    """The steps for each call of LOOKED_AT. A call that its steps do not refuse is let through."""
+    """Return the steps for each call of LOOKED_AT. Calls not refused by their steps are allowed."""
     asks = b"".join(accept(THIRD, protocol) for protocol in ASKED) + step(RETURN, ERRNO | EPROTONOSUPPORT)
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
@@ -272,7 +274,7 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    # Without a new limit it only asks. That of core dumps stays what `core_limit` says: 0 would be worse.
+    # Without a new limit the call only reads. The limit of core dumps stays `core_limit`: 0 would be worse.
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -280,13 +282,13 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
 
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """The filter, a BPF program, for a machine by its name of `uname -m`.
+    """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
     Process 1 and `server` can be neither slowed down nor limited. `tcp_only` is for programs among the host's own: they
-    can do that to no process but themselves, have sockets only for TCP and for asking the kernel, and nothing that all
-    programs of the host share. `counted`: the memory of processes is counted and bounded, so there is none that belongs
-    to no process. Without `ipc` there is nothing of System V's or POSIX's that outlives its maker. Raises KeyError for
-    a machine without a list.
+    can slow down or limit no process but themselves, have sockets only for TCP and for queries to the kernel, and share
+    nothing with all programs of the host. `counted`: the memory of processes is counted and bounded, so calls that make
+    memory outside of processes are refused. Without `ipc`, objects of System V and POSIX that outlive their maker are
+    refused. Raises KeyError for a machine without a list.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -307,20 +309,20 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def core_limit() -> int:
-    """The RLIMIT_CORE of programs that nobody trusts: a byte, which is too few for any core dump. With 0 the kernel
-    would still start the host's program for core dumps, where /proc/sys/kernel/core_pattern names one: outside of the
-    sandbox and as root, for each crash in it. Where this process may not have a byte, it is 0."""
+    """Return the RLIMIT_CORE of untrusted programs: one byte, too few for any core dump. With 0 the kernel would still
+    start the host's program for core dumps, where /proc/sys/kernel/core_pattern names one: outside of the sandbox and
+    as root, for each crash in the sandbox. The limit is 0 where this process may not have a byte."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # no limit is -1
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Put the filter on this process, the tool server, and on all that it starts, for good. Raises OSError, and
+    """Install the filter on this process, the tool server, and on all its descendants, for good. Raises OSError, and
     KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
 
 
 def install(code: bytes) -> None:
-    """Put a filter on this process, and on all that it starts, for good. Raises OSError."""
+    """Install a filter on this process and on all its descendants, for good. Raises OSError."""
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,7 +1,7 @@
-"""The system calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
+"""System calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
 
-It knows no sandbox. It needs Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function either does what it
-says or raises OSError with the name of the call.
+The module requires Linux 5.12 or newer, on x86-64 or arm64, and is independent of sandboxes. Invariant: every function
+but `file_type` either succeeds or raises OSError with the name of the call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 
-# New calls have the same number on every architecture; the two old ones below have not.
+# New calls have the same number on every architecture. The two old calls in BY_MACHINE do not.
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
 FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC, FSCONFIG_CMD_CREATE = 1, 1, 6
@@ -90,8 +90,8 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def clone_tree(path: str, attributes: int = 0) -> int:
-    """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere:
-    it keeps what it shows when the root changes. What is mounted on demand is not asked for."""
+    """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere
+    and keeps its content when the root changes. Automounts are not triggered."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     if attributes:
@@ -100,8 +100,8 @@ def clone_tree(path: str, attributes: int = 0) -> int:
 
 
 def open_plain(path: str) -> int:
-    """A descriptor of what is at an absolute path. Raises OSError where a part of the path is a symbolic link: one may
-    have been put there after the path was resolved and checked."""
+    """Return a descriptor of the file at an absolute path. Raises OSError if a part of the path is a symbolic link: the
+    link may have been created after the path was resolved and checked."""
     held = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for part in filter(None, path.split("/")):
         try:
@@ -116,7 +116,7 @@ def open_plain(path: str) -> int:
 
 
 def clone_plain(path: str, attributes: int) -> int:
-    """As `clone_tree`, of a path no part of which may be a symbolic link."""
+    """Copy mounts like `clone_tree`, at a path without symbolic links."""
     held = open_plain(path)
     try:
         flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT | AT_EMPTY_PATH
@@ -128,13 +128,13 @@ def clone_plain(path: str, attributes: int) -> int:
 
 
 def clone_bare(path: str, attributes: int) -> int:
-    """Copy the mount at a path as `clone_tree` does, without what is mounted below: there, the copy has what the mounts
-    hide. Only for a process with privileges over its mount namespace, and mounts that are its own: the kernel hides
-    such things from others."""
+    """Copy the mount at a path like `clone_tree`, but without the mounts below: the copy has the files under these
+    mounts. Only for a process with privileges over its mount namespace and for mounts of that namespace: from other
+    processes the kernel hides such files."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     try:
-        # Private, so that what the host mounts below the path later does not come to be mounted in the copy, too.
+        # Private, so that later mounts of the host below the path do not appear in the copy, too.
         set_attributes(tree, path, attributes, 0, MS_PRIVATE)
     except OSError:
         os.close(tree)
@@ -149,8 +149,8 @@ def set_attributes(tree: int, path: str, attributes: int, recursive: int, propag
 
 
 def file_type(path: str) -> int:
-    """The type bits of the mode of what is at a path, 0 where nothing is or it cannot be seen. What is mounted there is
-    not asked, because it might never answer; nor is anything mounted on demand."""
+    """Return the type bits of the mode of the file at a path, 0 if it is missing or invisible. A file system mounted
+    there is not queried, because it might never reply, and automounts are not triggered."""
     found = ctypes.create_string_buffer(STATX_BYTES)
     flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
     if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
@@ -159,7 +159,7 @@ def file_type(path: str) -> int:
 
 
 def new_mount(kind: str, attributes: int) -> int:
-    """Make a new file system of that kind. Returns a descriptor of it; it is attached nowhere."""
+    """Make a new file system of the given kind. Returns its descriptor; the mount is attached nowhere."""
     context = syscall(f"fsopen {kind}", SYS_FSOPEN, kind.encode(), FSOPEN_CLOEXEC)
     try:
         syscall(f"fsconfig {kind}", SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, 0, 0, 0)
@@ -169,19 +169,19 @@ def new_mount(kind: str, attributes: int) -> int:
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount what `clone_tree` or `new_mount` returned, and close its descriptor."""
+    """Mount the result of `clone_tree` or `new_mount`, and close its descriptor."""
     syscall(f"mount on {target}", SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
     os.close(tree)
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities and drop all others for good. Out of the bounding set, they do not come back when a
-    program with file capabilities, or of root, is executed."""
+    """Keep these capabilities and drop all others for good. Out of the bounding set, a capability does not come back
+    when a program with file capabilities, or of root, is executed."""
     for capability in range(64):
         if capability in kept:
             continue
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break  # the kernel knows no capability of this number, nor of higher ones
+            break  # the kernel has no capability of this number or higher
     low = sum(1 << capability for capability in kept)
     header = struct.pack("II", CAPABILITY_VERSION_3, 0)
     checked("capset", LIBC.capset(header, struct.pack("6I", low, low, 0, 0, 0, 0)))
@@ -192,7 +192,7 @@ def set_host_name(name: bytes) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring `lo` up: in a new network namespace it is down."""
+    """Bring `lo` up: in a new network namespace the interface is down."""
     import _socket
     import fcntl
 
@@ -202,8 +202,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Overwrite the command line, which `ps` shows of this process and its forks: it contains paths of the host.
-    Fields 48 and 49 of proc(5)'s stat are where it lies in memory."""
+    """Overwrite the command line, which contains paths of the host, as `ps` shows it for this process and its forks.
+    Fields 48 and 49 of proc(5)'s stat give the position in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

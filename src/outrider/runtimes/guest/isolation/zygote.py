@@ -1,12 +1,12 @@
-"""The process that all sandboxes of a node are forked from: a tool server that is loaded already, and not yet confined.
+"""The zygote, from which all sandboxes of a node are forked: a tool server that is loaded but not yet confined.
 
-A fork of it costs less than starting any program, needs no interpreter in the sandbox, and shares its memory. It is a
-program of its own, started by `python -I -S -c` with one end of a socket as its standard input; its environment is
-empty except for its node's mark. It knows no session. Invariants: it has one thread and never runs anything of a
-sandbox; when its socket ends, or it dies, every sandbox that came from it dies with it.
+A fork of the zygote costs less than starting any program, needs no interpreter in the sandbox, and shares the zygote's
+memory. The zygote is a separate program, started by `python -I -S -c` with one end of a socket as its standard input.
+Its environment is empty except for its node's mark. It is independent of sessions. Invariants: the zygote has one
+thread and never runs a sandbox's programs; when its socket ends or the zygote exits, all its sandboxes are killed.
 
-A request is one message: its number, with three descriptors: of a file with the plan (see isolate.py), of the tool
-server's connection, and of the file for its standard error. The answer is `[number, pid, error]`, with a pidfd unless
+A request is one message: a number, with three descriptors: of a file with the plan (see isolate.py), of the tool
+server's connection, and of the file for its standard error. The reply is `[number, pid, error]`, with a pidfd unless
 there is an error.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 FAILED = 125
-"""Exit code of a child that could not become a sandbox. Its standard error says why."""
+"""Exit code of a child that could not become a sandbox. The child's standard error gives the reason."""
 
 
 class Zygote:
-    """Answers requests, one after another, and reaps what it forked."""
+    """Handles requests, one after another, and reaps the forked children."""
 
     def __init__(self, loop: Loop, control: _socket.socket) -> None:
         self.loop = loop
@@ -62,7 +62,7 @@ class Zygote:
         plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
-        # The child waits on this pipe: only we, outside of its user namespace, can give it several users.
+        # The child waits on this pipe: only the zygote, outside of the child's user namespace, can map several users.
         mapped_reader, mapped_writer = os.pipe()
         try:
             pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
@@ -88,7 +88,7 @@ class Zygote:
         return pid
 
     def _answer(self, number: int, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)  # the number is still its own: the loop, which reaps, runs later
+        pidfd = os.pidfd_open(pid)  # the pid is still valid: the loop, which reaps, runs later
         try:
             self._say([number, pid, ""], pidfd)
         finally:
@@ -102,8 +102,8 @@ class Zygote:
 
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
-    """Map several users into the child's user namespace. Root may write the maps; for others, newuidmap and newgidmap
-    do so as /etc/subuid and /etc/subgid allow. Raises OSError; the child then sees the end of its pipe."""
+    """Map several users into the child's user namespace. Root may write the maps. For others, newuidmap and newgidmap
+    write them as /etc/subuid and /etc/subgid allow. Raises OSError; the child then reads the end of its pipe."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -119,10 +119,10 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
 def become_sandbox(
     plan: dict[str, Any], connection: int, log: int, bare: dict[int, int], mapped_reader: int, mapped_writer: int
 ) -> None:
-    """In the child, the first process of its pid namespace: confine it, and serve as its tool server. Never returns."""
+    """Confine the child, the first process of its pid namespace, and serve as its tool server. Never returns."""
     code = FAILED
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the sandbox dies with the zygote
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the sandbox is killed with the zygote
         os.setsid()
         null = os.open("/dev/null", os.O_RDWR)
         for source, target in ((null, 0), (null, 1), (log, 2)):
@@ -137,7 +137,7 @@ def become_sandbox(
         layers = isolate.enter(plan, bare)
         serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
-    except BaseException as error:  # whatever it is, this process must not go on as a second zygote
+    except BaseException as error:  # after any error this process must not continue as a second zygote
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
     finally:
         os._exit(code)
@@ -146,7 +146,7 @@ def become_sandbox(
 def main() -> None:
     """Serve the socket on descriptor 0 until it ends."""
     preload()
-    # Cached here, so that the forks find it made; with the arguments exactly as `confine` passes them.
+    # Cached here for the forks, with the arguments exactly as `confine` passes them.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
@@ -157,5 +157,5 @@ def main() -> None:
     loop = Loop()
     Zygote(loop, control)
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, every page that it shares with us
+    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     loop.run()

@@ -1,8 +1,9 @@
 """The program of a live IPython: it runs inputs as a notebook would, without Jupyter and its messages.
 
-It is joined to python_program.py and started the same way. Output is plain text without colours. Values that have other
-forms than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home folder, and no history is
-kept. Invariant: the rich results of one input are at most DISPLAY_MAX bytes; larger ones are replaced by a note.
+The file is joined to python_program.py and started the same way. Output is plain text without colours. Values with
+richer forms than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home folder, and no
+history is kept. Invariant: the rich results of one input are at most DISPLAY_MAX bytes; larger results are replaced by
+a note.
 """
 
 import binascii
@@ -27,22 +28,23 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
-"""Bytes of all displays of one input. The tool server takes result frames of up to 10 MiB."""
+"""Maximum bytes of all displays of one input. The tool server accepts result frames of up to 10 MiB."""
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""Displays of an input, forms of a display, characters of a MIME type: few enough for the host to decode at once."""
+"""Maximum displays of an input, forms of a display, and characters of a MIME type: few enough for the host to decode at
+once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches where a text may have IPython's own syntax. Where it does not match, the text is plain Python, unless it is
-the name of a magic or alias alone."""
+"""Matches where a text may have IPython's own syntax. A text without a match is plain Python, unless it is only the
+name of a magic or alias."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
 
 def plain_data(mime: str, value: Any) -> Any:
-    """A display's value as str or bytes: pictures as bytes, JSON as text."""
+    """Return a display's value as str or bytes: pictures as bytes, JSON as text."""
     if mime in BINARY and isinstance(value, str):
         try:
             return binascii.a2b_base64(value)
@@ -82,13 +84,13 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Shows the value of a last expression without IPython's `Out[n]:`. It remembers only `_`, `__` and `___`:
-    IPython keeps every result in `Out`, which grows without end in a long session."""
+    """Shows the value of a last expression without IPython's `Out[n]:`. Only `_`, `__` and `___` are kept: IPython
+    keeps every result in `Out`, which grows without end in a long session."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
     def learn_plain_types(self) -> None:
-        """Note the printers of plain types, to see later whether an input has registered others."""
+        """Record the printers of plain types, to detect later whether an input has registered others."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
         self.text_printers = text
@@ -99,7 +101,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """A shortcut for plain values, which have no form but text: IPython would ask a dozen formatters."""
+        """A shortcut for plain values, which have no form but text: IPython would try a dozen formatters."""
         kind = type(result)
         if (
             kind in self.plain
@@ -110,7 +112,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """A name that the user took is the user's."""
+        """Update the kept results, unless the user has assigned one of their names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
@@ -136,7 +138,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
-    """Takes what inputs display: the rich forms for the gallery, the plain text as output."""
+    """Receives the displays of inputs: rich forms go to the gallery, plain text to the output."""
 
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
@@ -155,14 +157,14 @@ class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
 
 
 class NoProfile:
-    """Stands for the profile folder, of which there is none."""
+    """Stands in for the profile folder, which does not exist."""
 
     location = ""
 
 
 class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
-    """IPython's shell without its files in the home folder. IPython makes the one instance itself, so the session and
-    the gallery are set on the class."""
+    """IPython's shell without its files in the home folder. IPython makes the single instance itself, so the session
+    and the gallery are set on the class."""
 
     session: Session
     gallery: Gallery
@@ -171,10 +173,10 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     kept: dict[str, Any] = {}  # noqa: RUF012  # there is one shell in the process
 
     def init_ipython_dir(self, ipython_dir: object) -> None:
-        """IPython's own would make a folder in the home folder."""
+        """Do nothing: IPython's method would make a folder in the home folder."""
 
     def init_profile_dir(self, profile_dir: object) -> None:
-        """As `init_ipython_dir`."""
+        """Do nothing, like `init_ipython_dir`."""
 
     def init_virtualenv(self) -> None:
         pass
@@ -196,7 +198,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception without being interrupted: it takes longer than the pause between two interrupts."""
+        """Show an exception without interrupts: showing takes longer than the pause between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -205,8 +207,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs through IPython's own steps, and skips those that would change nothing: they take most of the time
-    of a short input."""
+    """Runs inputs through IPython's own steps, and skips steps that would change nothing: they take most of the time of
+    a short input."""
 
     def __init__(self, session: Session) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -218,12 +220,12 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.learn_plain_types()
-        self.shell.builtin_trap.__enter__()  # never left: threads of an input outlive it
+        self.shell.builtin_trap.__enter__()  # never exited: threads of an input outlive the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
     def run(self, source: str, number: int) -> int:
-        """As `PlainEngine.run`."""
+        """Execute one input, like `PlainEngine.run`."""
         self.gallery.clear()
         self.session.interruptible = True
         self.shell.source = source
@@ -231,7 +233,8 @@ class RichEngine:
         return left_with(error) if isinstance(error, SystemExit) else int(error is not None)
 
     def execute(self, source: str) -> object:
-        """`InteractiveShell.run_cell`, without its history; the exception that ended the input."""
+        """Run an input like `InteractiveShell.run_cell`, without history. Returns the exception that ended the
+        input."""
         shell = self.shell
         cell, failed = source, None
         if self.may_be_special(source):
@@ -255,7 +258,7 @@ class RichEngine:
             shell.events.trigger("post_run_cell", result)
 
     def may_be_special(self, source: str) -> bool:
-        """Whether IPython would transform the text."""
+        """Return whether IPython may transform the text."""
         if SPECIAL.search(source) or self.count_transformers() != self.transformers:
             return True
         word = WORD.match(source)
@@ -269,14 +272,14 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
-        """Extensions may add some, and then every input has to go through them."""
+        """Count the input transformers. Once an extension adds any, every input has to go through them."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)
 
 
 def finished(work: object) -> object:
-    """The result of a coroutine that awaits nothing, without a loop."""
+    """Return the result of a coroutine that awaits nothing, without a loop."""
     try:
         work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
     except StopIteration as stop:
@@ -287,7 +290,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9, which makes a folder for it
+    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9; PickleShareDB would make a folder
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

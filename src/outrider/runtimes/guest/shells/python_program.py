@@ -1,10 +1,10 @@
 """The program of a live Python: it reads one input after another, keeps its variables, and echoes a last expression.
 
-Standard library only, Python 3.8 or newer, in one file; the tool server starts it as `python3 -c SOURCE`. Inputs come
-on descriptor 3 as u32 length, u32 number, source. What they print goes to standard output as it comes. Each ends with a
-frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and the rich results (see
-`packed`). A first frame, of number 0, says that the program is ready. It knows nothing of time limits: SIGINT raises
-KeyboardInterrupt in the input that runs, and nowhere else.
+Standard library only, Python 3.8 or newer, in one file. The tool server starts the program as `python3 -c SOURCE`.
+Inputs come on descriptor 3 as u32 length, u32 number, source. Their output goes to standard output at once. Each input
+ends with a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and the rich
+results (see `packed`). A first frame, of number 0, signals that the program is ready. The program has no time limits.
+SIGINT raises KeyboardInterrupt in the running input, and nowhere else.
 """
 
 import ast
@@ -21,12 +21,12 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of a last expression's value that travel in the frame. A longer one is printed: the tool server
-cuts long output in the middle, but not frames."""
+"""Maximum characters of a last expression's value in the frame. A longer value is printed: the tool server cuts long
+output in the middle, but not frames."""
 
 
 class Session:
-    """What the running input has shown so far, besides what it printed."""
+    """The results of the running input so far, besides its printed output."""
 
     def __init__(self) -> None:
         self.echo = ""
@@ -46,14 +46,14 @@ class Session:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Set our handler of SIGINT, again where an input has set its own. Programs that an input starts get the
+        """Set our handler of SIGINT, again after an input has set its own. Programs started by an input get the
         default: the kernel resets handlers when a program is executed, and would keep an ignored signal ignored."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
 
 class PlainEngine:
-    """Runs inputs as Python itself would at its prompt."""
+    """Runs inputs like Python's own prompt."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -65,20 +65,20 @@ class PlainEngine:
 
     def display(self, value: object) -> None:
         if value is not None:
-            builtins._ = value  # type: ignore[attr-defined]  # as the interactive shell does
+            builtins._ = value  # type: ignore[attr-defined]  # as in the interactive shell
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
-        """Execute one input. Returns 0 if it went well, 1 after an exception, else what it passed to `exit`."""
+        """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
         name = f"<input {number}>"
-        # From here a traceback takes the input's lines.
+        # Tracebacks take the input's lines from here.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # raised by the input: it is shown
+        except BaseException as error:  # raised by the input, and shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
@@ -90,7 +90,7 @@ class PlainEngine:
         tree = ast.parse(source, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # an Expr, as was just seen
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # an Expr, as checked above
         self.session.interruptible = True
         if tree.body:
             exec(compile(tree, name, "exec"), self.scope)
@@ -99,7 +99,7 @@ class PlainEngine:
 
 
 def left_with(stop: SystemExit) -> int:
-    """The status of an input that called `exit`."""
+    """Return the status of an input that called `exit`."""
     if stop.code is None or isinstance(stop.code, int):
         return (stop.code or 0) & 0xFF
     sys.stderr.write(f"{stop.code}\n")
@@ -107,7 +107,7 @@ def left_with(stop: SystemExit) -> int:
 
 
 class Inputs:
-    """Reads inputs from a descriptor, mostly with one call each. Raises EOFError at the end."""
+    """Reads inputs from a descriptor, mostly with one system call each. Raises EOFError at the end."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -123,14 +123,14 @@ class Inputs:
         return data
 
     def next(self) -> tuple[int, str]:
-        """The next input's number and text."""
+        """Return the next input's number and text."""
         head = self.take(8)
         text = self.take(int.from_bytes(head[:4], "big"))
         return int.from_bytes(head[4:], "big"), text.decode("utf-8", "replace")
 
 
 def packed(displays: list[dict[str, Any]]) -> bytes:
-    """Displays, dictionaries of text and bytes, as msgpack; b"" when there are none."""
+    """Encode displays, dictionaries of text and bytes, as msgpack; b"" when there are none."""
     if not displays:
         return b""
     out = b"\xdd" + len(displays).to_bytes(4, "big")
@@ -163,9 +163,9 @@ def flush() -> None:
 def serve(engine: type) -> None:
     sys.argv = [""]
     for fd in (INPUTS, RESULTS):
-        os.set_inheritable(fd, False)  # a program that an input starts must neither read nor answer
+        os.set_inheritable(fd, False)  # an input's programs must neither read inputs nor write results
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # they are text streams here
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams
     session = Session()
     session.watch_interrupts()
     runner = engine(session)

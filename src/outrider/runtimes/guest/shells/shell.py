@@ -1,8 +1,8 @@
 """Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
 
-It knows no more of the shell's language than POSIX has, and of Python the frames of python_program.py, not what is in
-their rich results. Invariants: whatever an input does, a shell takes the next one within two seconds of its time limit,
-or is gone; a shell of Python is reported as open only when it has shown that it runs.
+Apart from PRELUDES, the module uses only POSIX features of the shell's language, and of Python only the frames of
+python_program.py, without decoding their rich results. Invariants: whatever an input does, a shell takes the next input
+within two seconds of the time limit, or is gone; a Python shell is reported as open only after its first frame.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 INTERRUPT_EVERY = 0.1
-"""Seconds between two interrupts of an input that goes on."""
+"""Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""Interrupts before what the input started is killed."""
+"""Number of interrupts from which the programs started by the input are killed, too."""
 RESTART_AFTER = 20
-"""Interrupts before the shell itself is killed and started anew: two seconds. The sh of busybox needs it now and then:
-SIGINT may catch it in its memory allocator, whose lock it then waits for in vain."""
+"""Number of interrupts after which the shell itself is killed and restarted: two seconds. The sh of busybox needs a
+restart now and then: SIGINT may arrive in its memory allocator, and sh then waits in vain for the allocator's lock."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -42,27 +42,26 @@ PRELUDES = {
 }
 """Commands that make a shell print nothing of its own: no prompts, no history, no `!` expansion."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Sets `$?` before each input: the first input sees 0, each other the status of the one before."""
+"""Sets `$?` before each input: 0 for the first input, the previous input's status for each other."""
 GREETING_MAX = 1 << 16
-"""Bytes that a shell may print before its first marker. Past that, the marker is not waited for any longer."""
+"""Bytes that a shell may print before its first marker. After more bytes, the marker is no longer awaited."""
 STATUS_MAX = 8
-"""Bytes of a marker's status with what ends it."""
+"""Maximum bytes of a marker's status with its terminator."""
 TERMIOS_SIZE = 64
-"""More than a `struct termios` of any architecture."""
+"""Bytes, more than a `struct termios` of any architecture."""
 
 FRAME_MAX = 10 << 20
-"""More than any result's frame has. A longer one is what an input wrote to the descriptor itself."""
+"""Bytes, more than the frame of any result. A longer frame was written to the descriptor by an input itself."""
 WHY_MAX = 2000
-"""Bytes kept of what an interpreter printed when it did not start."""
+"""Maximum bytes kept of the output of an interpreter that did not start."""
 
 
 class Shell:
-    """A live shell's life: one program that takes one input at a time. What it prints between two inputs is shown with
-    the next.
+    """A live shell: one program that takes one input at a time. Output between two inputs is shown with the next
+    input's.
 
-    `program` knows how the program is started, given an input and read. The shell is opened by the first of its
-    commands that works; `opening` is the call that asked for it, 0 once that is answered. `ticks` counts the interrupts
-    of the running input.
+    `program` starts the program, sends inputs and reads output. The first command that works opens the shell. `opening`
+    is the call that requested the shell, 0 after the reply. `ticks` counts the interrupts of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -105,12 +104,12 @@ class Shell:
         self.calls.loop.exits[self.pid] = self._exited
 
     def opened(self) -> None:
-        """The program has shown that it runs."""
+        """Report the shell as open: its program runs."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
     def _give_up(self) -> None:
-        """Report that there is no such shell: no command is left to try, or the host has cancelled the call."""
+        """Report that the shell does not exist: no command is left to try, or the host has cancelled the call."""
         if self.commands:
             self.close()
         self.dead = True
@@ -161,7 +160,7 @@ class Shell:
             self.program.take(data)
 
     def drain(self) -> None:
-        """Read all that was printed up to now."""
+        """Read all output until now."""
         for _ in range(READS_AT_END):
             data = read_ready(self.output)
             if not data:
@@ -169,7 +168,7 @@ class Shell:
             self.program.take(data)
 
     def finish(self, code: int | None) -> None:
-        """Answer the running input's call."""
+        """Reply to the running input's call."""
         call, self.call = self.call, 0
         self.calls.running.pop(call, None)
         self.calls.loop.timers.pop(self, None)
@@ -193,7 +192,7 @@ class Shell:
             return
         table = processes()
         group, members = self.program.victims(table)
-        # Programs in a process group of their own do not get the group's interrupt.
+        # Programs in their own process group do not get the group's interrupt.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, _signal.SIGKILL)
@@ -201,7 +200,7 @@ class Shell:
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
-        """Kill the shell and start a new one. The input's result says that the state is lost."""
+        """Kill the shell and start a new one. The input's result reports that the state is lost."""
         self._kill()
         self.note = b"\n[" + reason + b" and was started anew: its state is lost]\n"
         self._open()
@@ -235,7 +234,7 @@ class Shell:
             posix.close(fd)
 
     def close(self) -> None:
-        """Kill the shell and the children it still has."""
+        """Kill the shell and its remaining children."""
         if not self.dead:
             self._kill()
             self.dead = True
@@ -245,12 +244,12 @@ class Shell:
 
 
 class Bash:
-    """A live bash, or the sh that a sandbox without bash has, on a raw terminal.
+    """A live bash, or sh in a sandbox without bash, on a raw terminal.
 
-    Inputs come on a pipe and not on the terminal: there the sh of busybox edits lines, and each would take a detour
-    through the kernel's terminal. A marker behind its output ends an input,
-    ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``: on the same terminal, so that all output has come before it. What a shell
-    prints before its first marker, number 0, is no output.
+    Inputs come on a pipe and not on the terminal: there the sh of busybox edits lines, and each input would take a
+    detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the output of each
+    input, on the same terminal, so that all output precedes the marker. Text that a shell prints before its first
+    marker, number 0, is not output.
     """
 
     def __init__(self, shell: Shell) -> None:
@@ -264,7 +263,7 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. It counts as open at once: what is wrong with it, its first input shows."""
+        """Start the program. The shell counts as open at once: its first input shows any problem."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -288,7 +287,7 @@ class Bash:
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
         # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. /dev/null, because the
-        # input's programs would read the next input.
+        # input's programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.send(line + self._report(self.shell.sequence) + b"\n")
 
@@ -296,7 +295,7 @@ class Bash:
         return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % sequence
 
     def take(self, data: bytes) -> None:
-        """Use a piece of output."""
+        """Process a piece of output."""
         self.pending += data
         if not self.begun:
             _, begun, rest = self.pending.partition(b"\x1e%s.0:0\x1e" % self.token)
@@ -316,19 +315,19 @@ class Bash:
                     self.shell.finish(int(status))
                 return
             if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
-                return  # the rest of the marker has not come yet
+                return  # the rest of the marker has not arrived yet
             self._print(start + 1)
             start = self.pending.find(marker)
         last = self.pending.rfind(b"\x1e", -len(marker))
         self._print(len(self.pending) if last < 0 else last)
 
     def _print(self, size: int) -> None:
-        """The first `size` bytes of what has come are output."""
+        """Capture the first `size` pending bytes as output."""
         self.shell.capture.add(bytes(self.pending[:size]))
         del self.pending[:size]
 
     def ended(self) -> None:
-        """The program has exited: what looked like the beginning of a marker was output."""
+        """Capture the pending bytes: after the program's exit, the apparent beginning of a marker is output."""
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
@@ -341,7 +340,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """The process group to interrupt, the terminal's foreground, and what to kill if that does not help."""
+        """Return the process group to interrupt, the terminal's foreground, and the processes to kill if interrupts
+        fail."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -349,13 +349,13 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Ask for another marker: an interrupt makes the shell drop the rest of the line, and with it the marker."""
+        """Request another marker: an interrupt makes the shell drop the rest of the line, including the marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.send(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw: output as programs write it, no echo. Returns its mode, a `struct termios`."""
+    """Make a terminal raw: output as written by programs, no echo. Returns the terminal's mode, a `struct termios`."""
     import fcntl  # only bash needs these
     import termios
 
@@ -367,7 +367,7 @@ def raw_terminal(fd: int) -> bytes:
 
 
 def keep_terminal(fd: int, mode: bytes) -> None:
-    """Restore a terminal's mode if a program has changed it. Looking costs a tenth of setting."""
+    """Restore a terminal's mode if a program has changed it. Reading the mode costs a tenth of setting it."""
     import fcntl
     import termios
 
@@ -376,7 +376,7 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython: what it prints comes on a pipe, and the end of an input as a frame on another."""
+    """A live Python or IPython. Output comes on a pipe, and the end of an input as a frame on another."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -384,7 +384,7 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """The sandbox's own Python, then what the host has mounted in here."""
+        """Return the commands to try: the sandbox's own Python, then the interpreter that the host has mounted."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
@@ -392,7 +392,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, which says in a frame of number 0 that it runs."""
+        """Start the program, which sends a frame of number 0 once it runs."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -414,7 +414,7 @@ class Interpreter:
         self.shell.send(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
 
     def take(self, data: bytes) -> None:
-        """Use a piece of output."""
+        """Process a piece of output."""
         self.shell.capture.add(data)
 
     def _answered(self, events: int) -> None:
@@ -445,14 +445,14 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """The program has exited."""
+        """Do nothing: no output is pending here."""
 
     def clean(self, out: bytes) -> bytes:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """The process group to interrupt, the program's own, and what to kill if that does not help."""
+        """Return the process group to interrupt, the program's own, and the processes to kill if interrupts fail."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """The program answers by a frame, as always."""
+        """Do nothing: the program sends a frame, as always."""
