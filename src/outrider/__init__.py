@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing's own takes a while to import, in which Ctrl-C would end the command line in a traceback
+TYPE_CHECKING = False  # importing typing is slow, and Ctrl-C meanwhile would end the command line in a traceback
 if TYPE_CHECKING:
     from outrider.client import AsyncClient, Client
 
@@ -10,7 +10,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    """The clients are imported when they are asked for: not every program of this package is one."""
+    """Import the clients on first use: not every program of this package is a client."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider import client

@@ -1,8 +1,7 @@
 """Training rows as trajectories of ATIF 1.8, Harbor's interchange format. Pure.
 
-A trajectory is one row; the rows of a session have its `session_id`. It knows no service and no file. Invariant: a
-step with metrics is one model call, and its ids and log-probabilities are those that were sampled: nothing is
-tokenized again.
+A trajectory is one row; the trajectories of one session have its `session_id`. Invariant: a step with metrics is one
+model call, and its ids and log-probabilities are the sampled ones: nothing is tokenized again.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from outrider.trajectory import ChatRow, LogprobKind, Sample
 
 SCHEMA = "ATIF-v1.8"
 MEDIA_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
-"""Those that the format has."""
+"""Media types of images that the format supports."""
 SOURCES = {Role.SYSTEM.value: "system", Role.USER.value: "user"}
 Trajectory = dict[str, Any]
 
 
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
-    """The trajectory of a row: `sample` and `row` are the same row as ids and as messages.
+    """Convert a row to a trajectory. `sample` and `row` are the same row, as ids and as messages.
 
-    A reply that the row does not train, and one that was not sampled, is copied context. An image whose type the format
-    does not have becomes a text with its place.
+    A reply that the row does not train, or that was not sampled, is copied context. An image of a type that the format
+    does not support becomes a text with the image's path or URL.
     """
     media = iter(image.media_type for image in sample.images)
     spans = iter(sample.turn_spans)
@@ -40,7 +39,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
                 step["is_copied_context"] = True
             steps.append(step)
         elif message["role"] == Role.TOOL.value:
-            if not steps or steps[-1]["source"] != "agent":  # its call is not in the row
+            if not steps or steps[-1]["source"] != "agent":  # the tool's call is not in the row
                 steps.append({"source": "agent", "message": "", "llm_call_count": 0, "is_copied_context": True})
             step = steps[-1]
             calls = {call["tool_call_id"] for call in step.get("tool_calls", ())}
@@ -80,7 +79,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
 
 
 def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """What a reply has besides its text. Arguments that are no object are one with their text."""
+    """Fields of a reply besides its text. Arguments other than objects become an object with their text."""
     fields: dict[str, Any] = {}
     if (reasoning := message.get("reasoning_content")) is not None:
         fields["reasoning_content"] = reasoning
@@ -99,7 +98,7 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """The ids of one model call. Log-probabilities are there where this row trains the call and the engine had any."""
+    """The ids of one model call, with log-probabilities if the row trains the call and the engine reported any."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
@@ -113,7 +112,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """A message's content; `media` are the types of the row's images, from the next one on."""
+    """A message's content in ATIF's form. `media` yields the media types of the row's images, starting with the next
+    one."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

@@ -1,9 +1,10 @@
-"""The signatures of callbacks, and of what graders outside are sent: made by the service, verified by the receiver.
+"""Signatures of callbacks and of requests to external graders: the service makes them, the receiver verifies them.
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
-They follow the Standard Webhooks specification (https://www.standardwebhooks.com), for which there are libraries in
-other languages. It knows no transport. Invariant: `verify` returns only what the holder of the secret has signed.
+The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
+other languages. The module does no transport. Invariant: `verify` returns only bodies signed by the holder of the
+secret.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TIMESTAMP = "webhook-timestamp"
 SIGNATURE = "webhook-signature"
 SCHEME = "v1,"
 ENCODED = "whsec_"
-"""Prefix of a secret that is written in base64."""
+"""Prefix of a secret in base64."""
 MIN_SECRET = 16
-"""Characters of a secret. Shorter ones can be guessed from one signature."""
+"""Minimum characters of a secret. A shorter secret can be guessed from one signature."""
 TOLERANCE_SECONDS = 300.0
 
 
@@ -45,8 +46,8 @@ def verify(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> GroupView:
-    """The group in a callback that carries a valid signature; for the arguments and Unauthorized see `check_signature`.
-    Raises RequestError for a body that is no group."""
+    """Return the group in a callback with a valid signature. Raises RequestError for any other body. For the arguments
+    and Unauthorized see `check_signature`."""
     check_signature(headers, body, secret, tolerance=tolerance, now=now)
     try:
         return msgspec.json.decode(body, type=GroupView)
@@ -62,11 +63,11 @@ def check_signature(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> None:
-    """Whether the holder of the secret has sent this. `body` is the body as it came, in bytes.
+    """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
 
     Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
-    of the receiver may differ; it also bounds for how long a recorded request can be sent again. Raises Unauthorized
-    for one that is not signed, signed with another secret, changed, or too old.
+    of the receiver may differ. It also bounds how long a recorded request can be replayed. Raises Unauthorized for a
+    request that is not signed, signed with another secret, changed, or too old.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -78,13 +79,13 @@ def check_signature(
     secrets = [secret] if isinstance(secret, str) else secret
     expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
     given = [_bytes(one) for one in signatures.split()]
-    # In constant time, so that nothing about the right signature can be learnt from how long it takes.
+    # In constant time, so that the duration reveals nothing about the right signature.
     if not any(hmac.compare_digest(one, right) for one in given for right in expected):
         raise Unauthorized(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
         )
     clock = time.time() if now is None else now
-    # Now that it is known who wrote it: the timestamp is a number.
+    # The timestamp is a number, because the holder of the secret wrote it.
     if abs(clock - int(timestamp)) > tolerance:
         raise Unauthorized(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",
@@ -112,7 +113,7 @@ def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
 
 
 def _bytes(header: str) -> bytes:
-    """What a stranger sends may hold characters that UTF-8 has no bytes for."""
+    """Encode a header's text. Headers from outside may hold characters that UTF-8 cannot encode."""
     return header.encode("utf-8", "backslashreplace")
 
 

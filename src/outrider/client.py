@@ -5,9 +5,9 @@
         for done in client.follow():
             ...
 
-Replies are the structs of schemas.py. Every method raises the error that the service answers with (InvalidField,
-NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried but a
-submission that the service refuses because its queue is full, and a stream of events that is cut off.
+Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
+...), and ServiceError if the service cannot be reached or the client is not open. Two things are retried: a submission
+to a busy service, and a stream of events after its connection is lost.
 """
 
 from __future__ import annotations
@@ -74,23 +74,25 @@ Watch = Callable[[Sequence[GroupView]], None]
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 TOTAL_SECONDS = 300.0
-"""Seconds that a request and its reply may take."""
+"""Maximum seconds of a request and its reply."""
 PULL_SECONDS = 3600.0
-"""The same for getting an image on all machines."""
+"""Maximum seconds of a request to get an image on all machines."""
 LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
-"""Seconds between two looks at watched groups: WATCH_PAUSE, but this many for each of them, to bound the requests."""
+"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH per group if longer, to bound the
+requests."""
 
 
 SILENCE = 60.0
-"""Seconds without a byte after which a stream of events counts as lost. The service sends one every 15 seconds."""
+"""Seconds without a byte after which a stream of events counts as lost. The service sends a byte at least every 15
+seconds."""
 
 RETRIES = Backoff(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` lets the service be out of reach, as while it is restarted, and `submit` its queue be
-full."""
+"""Seconds for which `patiently` retries while the service cannot be reached, as during a restart, and `submit` while
+the service is busy."""
 
 
 class _Reply(NamedTuple):
@@ -101,8 +103,8 @@ class _Reply(NamedTuple):
 class AsyncClient:
     """`async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the authority of one that is not known to
-    this machine.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority, unless this
+    machine has it installed.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -130,16 +132,16 @@ class AsyncClient:
             await session.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
-        """Submit a group. It is stored when this returns. While the service's queue is full, it is submitted again as
-        the service asks, for up to `patience` seconds; then Busy is raised: QueueFull,
-        or too much of the same token is under way."""
+        """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
+        full or too much of the same token is under way, the group is submitted again after the requested wait. After
+        `patience` seconds Busy is raised (QueueFull for a full queue)."""
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
         self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> GroupView:
-        """Grade the sessions of a group again, or one session; the new group, which runs no agent. `asked` may name
-        another evaluator. The rest is as for `submit`."""
+        """Grade the sessions of a group again, or one session. Returns the new group, which runs no agent. `asked` may
+        name another evaluator. For `patience` see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
         return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
 
@@ -150,7 +152,7 @@ class AsyncClient:
             try:
                 return await self._call("POST", path, GroupView, body=body)
             except Busy as busy:
-                # Not all that were refused come back at the same time.
+                # Random, so that refused clients do not come back all at the same time.
                 wait = busy.retry_after * random.uniform(1.0, 1.25)
                 if asyncio.get_running_loop().time() + wait > give_up_at:
                     raise
@@ -158,12 +160,12 @@ class AsyncClient:
                 await asyncio.sleep(wait)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """A group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
+        """Return a group as soon as it is done, or in its state after `wait` seconds (at most 60)."""
         query = {"wait": str(wait), "samples": _flag(samples)}
         return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
 
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
-        """Newest first, without their sessions."""
+        """Return groups, newest first, without their sessions."""
         query = {"limit": str(limit)} | ({"state": state} if state else {})
         return (await self._call("GET", "/v1/groups", GroupList, query=query)).groups
 
@@ -171,7 +173,7 @@ class AsyncClient:
         return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
 
     async def cancel_session(self, session_id: str) -> SessionView:
-        """Cancel one session; the others of its group go on."""
+        """Cancel one session; the rest of its group goes on."""
         return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
 
     async def results(
@@ -183,11 +185,12 @@ class AsyncClient:
         limit: int = 100,
         samples: bool = False,
     ) -> ResultsPage:
-        """Done groups after a cursor; waits up to `wait` seconds (at most 60) for the first. There may be more than the
-        page holds: ask again with its cursor until a page is empty.
+        """Return the done groups after a cursor, waiting up to `wait` seconds (at most 60) for the first. There may be
+        more than the page holds: call again with the page's cursor until a page is empty.
 
-        Without a cursor, from the first group on; or, for a named `consumer`, after those that it has acknowledged
-        (`ack`). A new consumer begins at the cursor. Raises Forbidden for a consumer with a token that only reads.
+        Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that it
+        has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden for a consumer with a token that
+        only reads.
         """
         query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         query |= {} if after is None else {"after": str(after)}
@@ -197,8 +200,9 @@ class AsyncClient:
     async def follow(
         self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
     ) -> AsyncIterator[GroupView]:
-        """Done groups as they finish, without end; for the arguments see `results`. For a consumer, a group is
-        acknowledged when the next one is asked for: whatever ends the loop's body, the group comes again."""
+        """Yield done groups as they finish, without end; for the arguments see `results`. For a consumer, a group is
+        acknowledged when the next one is requested: if the loop's body ends early, for any reason, the group comes
+        again."""
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
@@ -208,47 +212,47 @@ class AsyncClient:
             after = page.cursor
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
-        """Acknowledge the groups up to a cursor, once what was made of them is safe. A consumer that is further stays
-        there; with `rewind` it goes back, and gets groups again. An admin may name the `tenant` whose it is."""
+        """Acknowledge the groups up to a cursor, once the data made from them is safe. A consumer that is further stays
+        there; with `rewind` it goes back and gets groups again. An admin may name the consumer's `tenant`."""
         body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
         path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
         return await self._call("POST", path, ConsumerView, body=body, query=query)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
-        """Those of the token's tenant; all of them, for an admin."""
+        """Return the consumers of the token's tenant, or all consumers for an admin."""
         return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
 
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
-        """Forget a consumer; those that are left. Groups are no longer kept for it. An admin may name the `tenant`
-        whose it is."""
+        """Remove a consumer, and return the rest. Groups are no longer kept for it. An admin may name the consumer's
+        `tenant`."""
         path, query = f"/v1/consumers/{quote(name, safe='')}", {} if tenant is None else {"tenant": tenant}
         return (await self._call("DELETE", path, ConsumerList, query=query)).consumers
 
     async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
-        """Callbacks that were given up, the newest first."""
+        """Return the callbacks that were given up, newest first."""
         query = {"limit": str(limit)}
         return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query=query)).callbacks
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Try the callback of a group anew, or all callbacks that were given up; how many."""
+        """Retry the callback of a group, or all callbacks that were given up. Returns their number."""
         place = "redeliver" if group_id is None else f"{quote(group_id, safe='')}/redeliver"
         return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
-        """Discard a callback that was given up; those that are left."""
+        """Discard a callback that was given up, and return the rest."""
         return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
 
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
         """Remove finished groups that ended more than `days` ago, and the oldest until the rest takes no more than
-        `size_mb` MiB; without either, as the service's settings say. It removes for about 20 seconds: ask again while
-        there is `more`."""
+        `size_mb` MiB; without either, by the service's settings. One call removes for about 20 seconds: call again
+        while there is `more`."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """These groups, in the order given, once all of them are done. `watch` is called with all of them at first, at
+        """Return these groups in the order given, once all are done. `watch` is called with all of them at first, at
         the end, and about every 0.2 seconds between (less often for more than ten groups)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
@@ -263,8 +267,8 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Every change after a cursor, without end. A connection that is lost is made again, for up to PATIENCE; after
-        that, or if there is none at first, ServiceError is raised."""
+        """Yield every change after a cursor, without end. A lost connection is made again, for up to PATIENCE seconds.
+        ServiceError is raised after that, or if the first connection fails."""
         clock = asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
@@ -296,20 +300,20 @@ class AsyncClient:
         return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
 
     async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
-        """Its samples as conversations."""
+        """Return a session's samples as conversations."""
         return (await self._call("GET", f"/v1/sessions/{session_id}/chat", ChatList)).rows
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
-        """The artifacts of an attempt: by default the newest that has any."""
+        """Return the artifacts of an attempt, by default of the newest that has any."""
         return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
-        """The bytes of an artifact, by its path in the sandbox."""
+        """Return the bytes of an artifact, by its path in the sandbox."""
         place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
         return (await self._fetch("GET", place, query=_attempt(attempt))).data
 
     async def image(self, digest: str) -> Image:
-        """An image of a sample, with its bytes. Raises NotFound for an image that was sent as a URL."""
+        """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL."""
         answer = await self._fetch("GET", f"/v1/images/{digest}")
         return image_from_bytes(answer.media_type, answer.data)
 
@@ -323,7 +327,8 @@ class AsyncClient:
         return (await self._call("GET", "/v1/nodes", NodeList)).nodes
 
     async def pull_image(self, reference: str, name: str, *, seconds: float = PULL_SECONDS) -> PulledImages:
-        """Have every machine that runs sessions get an image from a container registry; what became of it on each."""
+        """Get an image from a container registry on every machine that runs sessions. Returns the result for each
+        machine."""
         body = _encoded({"reference": reference, "name": name})
         return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
 
@@ -356,8 +361,8 @@ class AsyncClient:
         max_queued: int | None = None,
         expires_days: float | None = None,
     ) -> NewToken:
-        """The reply has the token's text, which nobody can be told again. Tokens of one `tenant` see each other's
-        groups; by default it is the token's own name."""
+        """Create a token. Only this reply has the token's text. Tokens of one `tenant` see each other's groups; by
+        default the tenant is the token's own name."""
         body = {"name": name, "role": role, "tenant": tenant, "max_queued": max_queued, "expires_days": expires_days}
         return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
 
@@ -368,12 +373,12 @@ class AsyncClient:
         return await self._call("GET", "/v1/policy", PolicyStatus)
 
     async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
-        """Returns when nothing is being generated any more, however long that takes."""
+        """Pause the policy. Returns when nothing is being generated any more, however long that takes."""
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
     async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
-        """Generate again; `version` is that of the weights that the engines have now, if they changed. `go_back`: it
-        may be lower than the policy's, which undoes a version that was set by mistake."""
+        """Resume generation. `version` is the version of the engines' weights, if they changed. `go_back` allows a
+        version lower than the policy's, to undo a wrong version."""
         body = _encoded({"version": version, "go_back": go_back})
         return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
 
@@ -386,8 +391,8 @@ class AsyncClient:
         cancel_older_than: int | None = None,
         go_back: bool = False,
     ) -> PolicyStatus:
-        """Pause, have the engines load `weights` (a file or folder) if they are given, set the version, and resume.
-        Returns when the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
+        """Pause, make the engines load `weights` (a file or folder) if given, set the version, and resume. Returns when
+        the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
@@ -445,8 +450,8 @@ class AsyncClient:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-    """Call the service; while it is out of reach, again after a wait, for so many seconds. For calls that may be
-    repeated: reads, and submissions with an idempotency key."""
+    """Call the service, and call again after a wait while it cannot be reached, for up to `patience` seconds. For
+    repeatable calls: reads, and submissions with an idempotency key."""
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + patience
     tries = 0
@@ -461,8 +466,8 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
-    """Raise ServiceError when the service has lost a group that it had accepted. To be asked of `AsyncClient.group`
-    when no results come: nobody else tells that a group will never be done."""
+    """Raise ServiceError if the service has lost an accepted group. Call this with `AsyncClient.group` when no results
+    come: nothing else shows that a group will never be done."""
     try:
         await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -508,9 +513,9 @@ def _blocking_iterator(
 class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
-    While it is open (`with Client(url) as client`) it runs an AsyncClient, `asynchronous`, on an event loop in a thread
-    of its own, so it also works in a notebook, where the caller's thread already runs a loop. `run` and `open` let
-    other asynchronous code, such as a `DynamicSampler`, use the same connections.
+    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in its own
+    thread, so it also works in a notebook, where the caller's thread already runs a loop. `run` and `open` let other
+    asynchronous code, such as a `DynamicSampler`, use the same connections.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -531,7 +536,7 @@ class Client:
             loop.__exit__(None, None, None)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine, which runs on the client's event loop."""
+        """Run a coroutine on the client's event loop, and wait for its result."""
         if self._loop is None:
             work.close()
             raise _not_open()
@@ -591,8 +596,8 @@ def _not_open() -> ServiceError:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """Raises InvalidField for what JSON cannot represent."""
-    try:  # with json: orjson and msgspec write NaN as null, which the service would take for "not given"
+    """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
+    try:  # with json: orjson and msgspec write NaN as null, which the service would read as "not given"
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
@@ -617,5 +622,5 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
-            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone does not say what to change
+            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone lacks the field and the hint
     return error

@@ -1,7 +1,8 @@
-"""The configuration: one frozen tree, merged once from flags over environment over file over defaults.
+"""The configuration: one frozen tree, merged once. Flags override the environment, the environment overrides the file,
+and the file overrides the defaults.
 
-The environment variable of a setting is `OUTRIDER_` and its path in capitals, with `__` between levels: OUTRIDER_PORT,
-OUTRIDER_LANES__RUN.
+The environment variable of a setting is `OUTRIDER_` and the setting's path in capitals, with `__` between levels:
+OUTRIDER_PORT, OUTRIDER_LANES__RUN.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ OWN_VARIABLES = (
     "OUTRIDER_SLIME",
     "OUTRIDER_VERL",
 )
-"""Variables that are read, but are not settings of a service."""
+"""Variables that Outrider reads, apart from the settings of a service."""
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")
 )
-"""Variables that Outrider sets for programs in a sandbox. Another Outrider may be started there and must not warn."""
+"""Variables that Outrider sets for programs in a sandbox. An Outrider started in a sandbox must not warn about them."""
 
 
 class Section(BaseModel):
@@ -48,7 +49,7 @@ class LanesConfig(Section):
     """Maximum number of sessions in each stage at once on this node.
 
     `init`: being prepared. `ready`: being prepared, or prepared and waiting for a run slot (None: twice `init`).
-    `evaluation_share`: the part of the run slots that evaluations get before all others, as long as some wait.
+    `evaluation_share`: the fraction of the run slots that waiting evaluations get before all other sessions.
     """
 
     init: Annotated[int, Field(ge=1)] = 16
@@ -59,8 +60,8 @@ class LanesConfig(Section):
 
 
 class QueueConfig(Section):
-    """`sessions`: how many may wait; while as many do, new groups are refused. `expires_seconds`: how long a session
-    may wait to be started, if its group does not say (None: for ever)."""
+    """`sessions`: maximum number of waiting sessions; while this many wait, new groups are refused. `expires_seconds`:
+    how long a session may wait to be started, if its group does not set a limit (None: for ever)."""
 
     sessions: Annotated[int, Field(ge=1)] = 100_000
     expires_seconds: Seconds | None = None
@@ -70,15 +71,15 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 
 
 class SandboxesConfig(Section):
-    """What tasks may use of this node.
+    """Resources of this node that tasks may use.
 
-    `allow`: files and folders of the host that tasks may name, with everything below them (see
-    sandboxes/host_paths.py for what it may not hold). `cpus` and `memory_mb`:
-    how much all sandboxes together may reserve (None: all that the machine has). `gpus`: names of the GPUs that they
-    may use, plain for NVIDIA's (an index or a UUID), `vendor/class=device` for others (None: the NVIDIA GPUs of the
-    machine that CUDA_VISIBLE_DEVICES, if it is set, lets this process see). `warm`: how many sandboxes of each
-    recently used kind are started ahead of time, within `warm_memory_mb` in all. `runtimes`: the kinds that tokens of
-    the role submit may use. `images`: how the names of images begin that tasks may use (None: of all that are here).
+    `allow`: files and folders of the host for tasks, with everything below them (see sandboxes/host_paths.py for paths
+    that must not be in them). `cpus` and `memory_mb`: maximum that all sandboxes together may reserve (None: all of the
+    machine). `gpus`: names of the GPUs for sandboxes: an index or a UUID for NVIDIA's, `vendor/class=device` for others
+    (None: the machine's NVIDIA GPUs, or those in CUDA_VISIBLE_DEVICES if set). `warm`: number of sandboxes of each
+    recently used kind that are started ahead of time, within `warm_memory_mb` MiB in all. `runtimes`: the kinds allowed
+    for tokens of the role submit. `images`: prefixes of the names of images that tasks may use (None: all images of
+    this machine).
     """
 
     allow: tuple[Path, ...] = ()
@@ -101,7 +102,7 @@ class SandboxesConfig(Section):
     @field_validator("gpus")
     @classmethod
     def _single(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Each name must be that of one GPU, and no two of the same one."""
+        """Check that each name is the name of one GPU, and that no GPU is named twice."""
         devices = [name.rpartition("=")[2] for name in value or ()]
         if wide := {"all", "none", "void"}.intersection(devices):
             raise ValueError(f"{wide.pop()!r} is not the name of one GPU: name each")
@@ -126,7 +127,7 @@ class ModelConfig(Section):
 
 
 class FrozenConfig(Section):
-    """A model beside the policy that agents call under its `name`, and that is never trained.
+    """A model beside the policy, which agents call under its `name`. It is never trained.
 
     `tokenizer`, `renderer` and `context_tokens` are as for the policy; without a tokenizer the policy's is used.
     `turns` and `response_tokens` are limits of each session attempt.
@@ -142,12 +143,12 @@ class FrozenConfig(Section):
 
 
 class GraderConfig(Section):
-    """A model that judges, or a service that grades, at a place of the operator's. Tasks name it and give no address.
+    """A judge model or a grading service at an address set by the operator. Tasks refer to it by name and give no
+    address.
 
-    `url`: of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: what a judge is asked for.
-    `key_variable`: the variable, in the environment of the service and of its nodes, that has its API key.
-    `secret_variable`: such a variable that has the key of the signatures of what a grader is sent; without it nothing
-    is signed.
+    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
+    requests. `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
+    `secret_variable`: the variable with the key for signing requests to a grader; without it nothing is signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -169,25 +170,26 @@ class GraderConfig(Section):
     @field_validator("key_variable", "secret_variable")
     @classmethod
     def _inherited(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith(PREFIX):  # which processes of nodes do not inherit
+        if value is not None and value.startswith(PREFIX):  # node processes do not inherit such variables
             raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
         return value
 
 
 class PluginsConfig(Section):
-    """Python that may be named as `package.module:attribute`, and runs inside the service.
+    """Python objects that may be named as `package.module:attribute` and run inside the service.
 
-    `allow`: a package or module, with all in it, or one whole path. "*" allows all Python that can be imported.
+    `allow`: packages or modules, each with all its contents, or single full paths. "*" allows all importable Python.
     """
 
     allow: tuple[str, ...] = ("outrider.demo.task",)
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without one they are not signed.
+    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without it they are not signed.
 
-    `allow`: where they may go: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8; without any,
-    everywhere but to link-local addresses, and to this machine if others can reach it.
+    `allow`: permitted destinations: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
+    destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
+    addresses if other machines can reach the service.
     """
 
     secret: SecretStr | None = None
@@ -213,8 +215,8 @@ class CallbacksConfig(Section):
 
 
 class RetentionConfig(Section):
-    """Bounds beyond which the service removes finished groups, the oldest first: `days` since their end, and `size_mb`
-    (MiB) that all of them take."""
+    """Bounds beyond which the service removes finished groups, the oldest first: `days` since the group's end, and
+    `size_mb`, the size of all finished groups in MiB."""
 
     days: Annotated[float, Field(gt=0)] | None = None
     size_mb: Annotated[int, Field(ge=1)] | None = None
@@ -223,9 +225,9 @@ class RetentionConfig(Section):
 class TlsConfig(Section):
     """TLS of the service's address.
 
-    `certificate`: PEM file with the certificate and those between it and its authority. `key`: PEM file of its private
-    key (None: it is in the certificate's file). `insecure`: listen beyond this machine without TLS, because a proxy in
-    front has it, or because nobody else is on the network.
+    `certificate`: PEM file with the certificate and its intermediate certificates. `key`: PEM file of its private key
+    (None: the key is in the certificate's file). `insecure`: listen beyond this machine without TLS, because a proxy in
+    front terminates TLS, or because nobody else is on the network.
     """
 
     certificate: Path | None = None
@@ -234,10 +236,9 @@ class TlsConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service. `processes`: how many run sessions; one is the service's own, several are beside it,
-    and without any only nodes that join run some. `files`: the folder out of which tasks may upload (None: they may
-    not).
-    `stop_seconds`: how long sessions under way may go on after a signal to stop."""
+    """All settings of a service. `processes`: number of processes that run sessions. One is the service's own, several
+    are separate, and with 0 only nodes that join run sessions. `files`: the folder for uploads by tasks (None: no
+    uploads). `stop_seconds`: how long running sessions may continue after a signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
@@ -263,12 +264,12 @@ class Config(Section):
 
     @property
     def read_from(self) -> Path | None:
-        """The file that the settings were read from, which tasks may not read; None without one. It is no setting, and
-        not in the JSON of the settings."""
+        """The file of the settings, None without one. Tasks may not read the file. It is not a setting, and is not in
+        the JSON of the settings."""
         return self._read_from
 
     def as_read_from(self, file: Path | None) -> Self:
-        """The same settings, read from that file."""
+        """A copy of the settings with `file` as their source."""
         copy = self.model_copy()
         copy._read_from = file
         return copy
@@ -282,12 +283,12 @@ class Config(Section):
 
     @property
     def public(self) -> bool:
-        """Whether other machines can reach the service."""
+        """True if other machines can reach the service."""
         return not is_local(self.host)
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address can only refer to this machine."""
+    """True if a host name or address can only refer to this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -297,8 +298,8 @@ def is_local(host: str) -> bool:
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
     """Merge flags (None = not given; nested mappings allowed), environment, file and defaults.
 
-    Raises InvalidField naming the setting and where its value came from. (That is why the merge is not left to
-    pydantic-settings: its errors do not tell which source had the value.)
+    Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
+    because its errors do not name the source.)
     """
     merged: dict[str, Any] = {}
     sources: list[tuple[str, dict[str, Any]]] = []
@@ -307,12 +308,12 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     from_environment: dict[str, Any] = {}
     for name, text in sorted(variables().items()):  # sorted: OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
         levels = name.removeprefix(PREFIX).lower().split("__")
-        # An empty variable counts as not set: in shells and compose files that is the usual way to unset one.
+        # An empty variable counts as not set: that is the usual way to unset a variable in shells and compose files.
         if not name.startswith(PREFIX) or levels[0] not in Config.model_fields or not text:
             continue
-        setting: Any = text  # which pydantic converts, except that lists and objects are JSON
+        setting: Any = text  # pydantic converts the text, except that lists and objects are JSON
         if text[0] in "[{":
-            with suppress(ValueError, RecursionError):  # which pydantic then refuses as a text
+            with suppress(ValueError, RecursionError):  # pydantic then refuses the text
                 setting = json.loads(text)
         for level in reversed(levels):
             setting = {level: setting}
@@ -331,7 +332,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
 
 
 def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were given."""
+    """The given flags."""
     given: dict[str, Any] = {}
     for name, value in flags.items():
         if isinstance(value, Mapping):
@@ -351,7 +352,7 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _has_value(values: Any, location: Sequence[int | str]) -> bool:
-    """Whether a source of settings has a value at `location`, or for something that contains it."""
+    """True if a source of settings has a value at `location`, or a plain value in place of one of its parents."""
     for part in location:
         if not isinstance(values, Mapping):
             return True
@@ -373,8 +374,8 @@ class UnknownVariable(NamedTuple):
 
 
 def unknown_variables() -> list[UnknownVariable]:
-    """OUTRIDER_* variables in the environment that are not settings. (A wrong name within a section is refused by
-    `load_config`.)"""
+    """OUTRIDER_* variables in the environment that are not settings. (`load_config` refuses a wrong name within a
+    section.)"""
     known = [*_variables(Config), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []

@@ -1,7 +1,7 @@
-"""The form that a reply must have: structured output, guided decoding or a response format, as clients call it.
+"""The form that a reply must have. Clients call it structured output, guided decoding or a response format.
 
-A dialect reads it, an engine enforces it and a turn records it. It does not know whether an expression or a grammar
-compiles: only the engine does. Invariant: the size of `text` is bounded, and the text of a JSON schema is valid JSON.
+A dialect parses the constraint, an engine enforces it and a turn records it. Only the engine can determine whether an
+expression or a grammar compiles. Invariant: the size of `text` is bounded, and the text of a JSON schema is valid JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # In the syntax that the engine's grammar library reads: Lark or GBNF.
+    # In the syntax of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
 
 

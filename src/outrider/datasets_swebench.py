@@ -1,7 +1,7 @@
 """Tasks of SWE-bench's rows: reads files of rows, and the task repositories of swebench 5.x.
 
-It runs nothing and downloads nothing. A row's columns grade it (`evaluators/swebench`), and its gold patch is the known
-solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
+The module runs nothing and downloads nothing. `evaluators/swebench` grades with a row's columns, and the row's gold
+patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILES = {
     "eval_script": "eval.sh",
     "problem_statement": "problem_statement.md",
 }
-"""Columns that a task repository has as files of their own."""
+"""Columns that a task repository has as separate files."""
 COLUMNS = ("instance_id", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS")
 FOLDER = "/testbed"
-"""Where the images of SWE-bench have the repository."""
+"""The repository's folder in the images of SWE-bench."""
 TESTS = "{tests}"
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 SECONDS = 1800
-"""Of an evaluation: swebench's own time limit of a test run."""
+"""Seconds of an evaluation: swebench's own time limit of a test run."""
 
 
 def swebench_examples(
@@ -52,10 +52,10 @@ def swebench_examples(
 ) -> list[Example]:
     """The tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
 
-    `image` is the image of every task, in which `{row.NAME}` is a column; without it, that of the row. `template` is a
-    part of a task that goes over what is made here: prepare steps, what is carried. Rows of 4.x do not say how tests
-    run: `test_command` does, in which `{tests}` is the test patch's files. `tasks` chooses some by `instance_id`.
-    Raises InvalidField.
+    `image` is the image of every task, in which `{row.NAME}` is a column; without it, the row's image is used.
+    `template` is a part of a task that overrides the one made here: prepare steps, carried paths. Rows of 4.x have no
+    test command: `test_command` provides it, with `{tests}` for the test patch's files. `tasks` chooses some by
+    `instance_id`. Raises InvalidField.
     """
     rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
@@ -78,7 +78,7 @@ def swebench_example(
     test_command: str | None = None,
     where: str = "the row",
 ) -> Example:
-    """The task of one row. Raises InvalidField, in which `where` tells which row it is."""
+    """The task of one row. Raises InvalidField, in which `where` names the row."""
     for column in COLUMNS:
         if row.get(column) is None:
             raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
@@ -96,7 +96,7 @@ def swebench_example(
     options |= {"test_patch": row["test_patch"]} if changed else {}
     if command is not None:
         run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-        run = [file for file in run if file.endswith(".py")] or run  # such as the data that a Python test reads
+        run = [file for file in run if file.endswith(".py")] or run  # leaves out files such as data of a Python test
         options |= {"test_command": command.replace(TESTS, shlex.join(run)), "test_patch": row["test_patch"]}
     elif row.get("eval_script"):
         options["eval_script"] = row["eval_script"]
@@ -119,7 +119,7 @@ def swebench_example(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a task repository, by the names of its tasks. Raises InvalidField for one that is broken."""
+    """The rows of a task repository, by the names of its tasks. Raises InvalidField for a broken repository."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
@@ -128,7 +128,7 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
         try:
             row = dict(yaml.safe_load((place / "task.yaml").read_text("utf-8")))
             for column, name in FILES.items():
-                # As bytes, because text mode would change the ends of lines in a patch.
+                # Read as bytes, because text mode would change the ends of lines in a patch.
                 row[column] = (place / name).read_bytes().decode("utf-8")
             row |= json.loads((place / "tests.json").read_text("utf-8"))
             check_depth(row)
@@ -138,7 +138,7 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def over(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A task with a part of one over it: objects are merged, and anything else is replaced."""
+    """A task with a part of a task laid over it: objects are merged, and anything else is replaced."""
     both = {
         name: over(made[name], value) if isinstance(value, Mapping) and isinstance(made.get(name), dict) else value
         for name, value in given.items()

@@ -1,7 +1,7 @@
-"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
+"""Checks this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
 
-In a sandbox of each kind that needs no image it runs a command, as a session would. It starts nothing that outlives it.
-Invariant: every finding that is not ok says what to do about it.
+The check runs a command in a sandbox of each kind that needs no image, as a session would, and leaves nothing running.
+Invariant: every finding that is not ok has a remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "pos
 """Packages that an engine, a format or a store needs beyond the core. The key is also the extra that installs them."""
 
 TRIED = frozenset({"namespace", "process", "process-landlock"})
-"""Runtimes whose sandboxes need no image: one of each is started."""
+"""Runtimes whose sandboxes need no image: one sandbox of each is started."""
 TRIAL_SECONDS = 30.0
 HINTS = {
     "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
@@ -53,11 +53,11 @@ SERVERS = {
     "vllm": ", started with --enable-scale-out --enable-prompt-tokens-details",
     "vllm-router": "",
 }
-"""Kinds of engines that have a URL, and how their servers do best."""
+"""Kinds of engines that have a URL, and the recommended flags of their servers."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether one thing works on this machine, and what to do where it does not."""
+    """The result of one check of this machine, with a remedy if the check failed."""
 
     name: str
     ok: bool
@@ -66,8 +66,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """`ok` says whether sessions can run here: a runtime other than `memory` works. `versions` has None for a package
-    that is not installed."""
+    """`ok`: sessions can run here, because a runtime other than `memory` works. `versions` has None for a package that
+    is not installed."""
 
     ok: bool
     versions: dict[str, str | None]
@@ -82,7 +82,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything. Blocks for a few seconds."""
+    """Run all checks. Blocks for a few seconds."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -121,7 +121,7 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """What comes of commands in a new sandbox."""
+    """Run commands in a new sandbox, and return the availability according to their results."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -138,7 +138,7 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
 
 
 async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
-    """Run commands in a sandbox whose node has this folder. Returns whether /usr can be written to. Raises
+    """Run commands in a sandbox whose node has this folder. Returns True if /usr can be written to. Raises
     OutriderError."""
     async with Host(folder) as host:
         context = SandboxContext(
@@ -155,7 +155,7 @@ async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
             ran = await sandbox.exec("true", seconds=TRIAL_SECONDS)
             if ran.exit_code != 0:
                 raise RuntimeFailure(f"`true` ends with exit code {ran.exit_code}", log_tail=ran.log_tail())
-            # A process sandbox has the host's own /usr, where nothing is tried.
+            # A process sandbox has the host's own /usr, to which the check does not write.
             return name == "namespace" and (await sandbox.exec(WRITE_IN_USR, seconds=TRIAL_SECONDS)).exit_code == 0
         finally:
             await sandbox.stop()
@@ -206,7 +206,7 @@ def _open_files() -> Finding:
 
 
 def _gpus() -> tuple[Finding, ...]:
-    """Those that sandboxes may use by default."""
+    """The GPUs that sandboxes may use by default."""
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
     if not (there := NVIDIA.gpus()):
@@ -220,7 +220,7 @@ def _gpus() -> tuple[Finding, ...]:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers set it: without it a port counts as taken for a minute after a server on it has ended.
+        # Servers set this option, too: without it a port counts as taken for a minute after its server has ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,7 +1,5 @@
-"""The environment of this process: the only module that reads it.
-
-Settings of a service are made of it in `config.py`.
-"""
+"""The environment of this process. Only this module reads the environment; `config.py` builds a service's settings from
+it."""
 
 from __future__ import annotations
 

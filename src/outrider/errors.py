@@ -1,4 +1,4 @@
-"""The error tree, and the record an error becomes.
+"""The error tree, and the record of an error.
 
     OutriderError                     boundary    http  retried
     ├── RequestError                  request     400   no      the caller sent something wrong
@@ -8,18 +8,18 @@
     │   ├── NotFound                  request     404   no
     │   ├── Conflict                  request     409   no
     │   ├── TooLarge                  request     413   no
-    │   └── QuotaExceeded             request     429   no      the token has as many sessions as it may have
+    │   └── QuotaExceeded             request     429   no      the token has reached its maximum number of sessions
     ├── EngineError                   engine      502   yes
     │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
     │   ├── EngineRejected            engine      400   no      the engine refused the request itself
     │   ├── EngineUnavailable         engine      503   yes     no engine, or it went away
-    │   │   └── EngineSilent          engine      503   yes     it gives nothing, far longer than it usually takes
-    │   ├── EngineMisbehaved          engine      502   yes     it sent an invalid reply
+    │   │   └── EngineSilent          engine      503   yes     no output, far longer than usual
+    │   ├── EngineMisbehaved          engine      502   yes     the engine sent an invalid response
     │   └── ModelMismatch             engine      409   no      engine and tokenizer are of different families
     ├── RuntimeFailure                runtime     500   yes     the sandbox failed
     │   └── RuntimeUnavailable        runtime     501   no      this machine cannot run that kind
     ├── HarnessError                  harness     500   yes     the agent program failed
-    │   └── HarnessUnavailable        harness     501   no      its program is not installed
+    │   └── HarnessUnavailable        harness     501   no      the agent program is not installed
     ├── EvaluatorError                evaluator   500   yes
     ├── UnreadableTask                service     409   no      a stored task cannot be read, or not with this key
     └── ServiceError                  service     500   yes
@@ -27,8 +27,8 @@
             └── QueueFull             service     429   yes     too many sessions wait
 
 A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. This module knows nothing of HTTP except the status codes. Invariant: `error_from` of a
-record has the class of the error that the record was made from.
+never turned into a reward. Status codes are all that this module has of HTTP. Invariant: `error_from` of a record has
+the class of the error from which the record was made.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from typing import ClassVar, overload
 import msgspec
 
 MAX_TEXT = 8192
-"""Characters of an error's message, hint or field that a record keeps."""
+"""Maximum characters of an error's message, hint or field in a record."""
 MAX_LOG_TAIL = 65_536
-"""Characters of a log's end that a record keeps."""
+"""Maximum characters of a log's end in a record."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that it cannot decode: text that is no UTF-8, and lists or maps that are nested too
-deeply, raise errors of Python's own."""
+"""Errors of msgspec for bytes that it cannot decode. Invalid UTF-8, and lists or maps nested too deeply, raise errors
+of Python's own."""
 
 
 class Boundary(StrEnum):
-    """The boundary that a failure crossed, in order of rank: if several fail in one session, the first one listed here
-    is reported as the cause."""
+    """The boundary that a failure crossed, in order of rank: if several failures occur in one session, the boundary
+    listed first is reported as the cause."""
 
     ENGINE = "engine"
     REQUEST = "request"
@@ -61,14 +61,14 @@ class Boundary(StrEnum):
 
 
 NO_THREAD = "can't start new thread"
-"""What Python's RuntimeError says then."""
+"""Text of Python's RuntimeError when no thread can be started."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An error as data: in the store, in results, in HTTP replies.
 
-    `code` names the class of the error, `hint` says what to do next, `field` is the path of the wrong field of a
-    request, and `log_tail` is the end of the failed program's output (at most a few kB).
+    `code` names the class of the error, `hint` is the next thing to do, `field` is the path of the wrong field of a
+    request, and `log_tail` is the end of the failed program's output (at most 65,536 characters).
     """
 
     boundary: Boundary
@@ -232,7 +232,7 @@ class EvaluatorError(OutriderError):
 
 
 class UnreadableTask(OutriderError):
-    """No `ServiceError`: to ask the store again is of no use."""
+    """Not a `ServiceError`, because reading the task from the store again does not help."""
 
     code = "unreadable_task"
     http_status = 409
@@ -269,7 +269,7 @@ class QueueFull(Busy):
 
 
 def lacks_means(error: BaseException) -> bool:
-    """Whether this is what working code raises on a machine that lacks something: disk, descriptors, memory, threads,
+    """True for an error of correct code on a machine without enough disk, descriptors, memory or threads, or without
     the database."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
         isinstance(error, RuntimeError) and str(error) == NO_THREAD
@@ -284,8 +284,8 @@ def described(error: BaseException) -> str:
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """The record of any exception. One that is not an OutriderError, and does not come of what the machine lacks, is a
-    bug in Outrider, and is recorded as one."""
+    """The record of any exception. An exception that is neither an OutriderError nor due to missing resources of the
+    machine is a bug in Outrider, and is recorded as a bug."""
     if isinstance(error, OutriderError):
         return error.record()
     if lacks_means(error):
@@ -303,8 +303,8 @@ def record_of(error: BaseException) -> ErrorRecord:
 
 
 def bounded(record: ErrorRecord) -> ErrorRecord:
-    """The record with its texts cut: a message keeps its beginning, a log its end. Engines, nodes and plugins say what
-    they like, and every text of an error is searched for secrets, stored and shown."""
+    """The record with its texts cut: a message keeps its beginning, a log its end. Engines, nodes and plugins can send
+    texts of any length, and every text of an error is searched for secrets, stored and shown."""
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
@@ -330,7 +330,7 @@ def storable(text: object) -> str | None:
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
-    """The exception that a record was made from; a ServiceError if no class has its code (another version wrote it)."""
+    """Rebuild the exception from its record. A code without a class (of another version) becomes a ServiceError."""
     # A subclass without a code of its own must not replace the class that it inherits the code from.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)

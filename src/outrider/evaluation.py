@@ -4,8 +4,8 @@
         found = await evaluate(client, held_out, samples=4, seed=0)
         print(found.reward.mean, found.reward.pass_at[4], found.failures)
 
-It speaks the control API and knows no trainer. Invariant: a session that was not graded is counted under its failure
-and in no mean.
+The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted
+under its failure and in no mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, TaskSpec
 
 PRIORITY = 100
-"""Above that of training groups, unless these have one: a trainer that waits for the figures is not kept waiting."""
+"""Priority above training groups, unless these have one: a trainer that waits for the figures is not kept waiting."""
 LARGEST_SEED = (1 << 63) - 1
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -40,11 +40,11 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of the reward or of a metric.
 
     mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
-    standard_error: of that mean, from the spread between tasks; None with fewer than two.
-    interval: of that mean with 95 % confidence, by bootstrap over tasks (RESAMPLES of them, the same ones each time);
+    standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two.
+    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples, the same each time);
         None with fewer than two.
-    pass_at: by k, the chance that at least one of k samples of a task passes, without bias (Chen et al. 2021, section
-        2.1), as a mean over the tasks with k graded samples or more.
+    pass_at: by k, the probability that at least one of k samples of a task passes, without bias (Chen et al. 2021,
+        section 2.1), as a mean over the tasks with k graded samples or more.
     tasks, samples: how many have a value.
     """
 
@@ -57,10 +57,10 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of an evaluation.
+    """The result of an evaluation.
 
-    `failures` counts the sessions that were not graded, by their error's code, or their stop reason where they have no
-    error. `versions` are the policy's before and after. `groups` are in the order of the tasks, without their samples.
+    `failures` counts the ungraded sessions, by error code, or by stop reason if they have no error. `versions` are the
+    policy's before and after. `groups` are in the order of the tasks, without their samples.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...]
 
     def figures(self) -> dict[str, float]:
-        """All of them by name, as loggers take them, such as `evaluation/reward/pass@4`."""
+        """All figures by name, in the form for loggers, such as `evaluation/reward/pass@4`."""
         found: dict[str, float] = {}
         for name, score in {"reward": self.reward, **self.metrics}.items():
             found[f"{name}/mean"] = score.mean
@@ -99,17 +99,17 @@ async def evaluate(
 ) -> Evaluation:
     """Run `samples` sessions of each task, and wait for all of them.
 
-    Task i has the seed `seed` + i, in place of its own, so that each call of each sample draws the same every time on
-    an engine that repeats itself; None leaves the tasks' seeds alone. A sample passes with `passed` or more, of the
-    reward and of each metric. The groups have the label `outrider.evaluation`, with `name` as its value.
+    Task i has the seed `seed` + i instead of its own, so that each call of each sample draws the same tokens every time
+    on a deterministic engine; None leaves the tasks' seeds alone. A sample passes if its reward, or its value of a
+    metric, is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
 
-    With `policy_version`, that version must be the policy's from the beginning to the end. With `run`, a name, whatever
-    was submitted under it is taken up: the same call after an interruption runs only what is missing. `watch`: see
+    With `policy_version`, the policy must have this version from the beginning to the end. With `run`, a name, groups
+    already submitted under it are used: the same call after an interruption runs only the missing groups. `watch`: see
     `AsyncClient.wait`.
 
-    Raises InvalidField for tasks that the service refuses and where the policy has another version, Conflict for a
-    `run` of other tasks, ServiceError when the service is gone, the version changed meanwhile, or no session was
-    graded. What still runs then is cancelled, unless it has a `run` to be taken up by.
+    Raises InvalidField for tasks that the service refuses and if the policy has another version, Conflict for a `run`
+    of other tasks, ServiceError if the service is gone, the version changed meanwhile, or no session was graded. Groups
+    that still run then are cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -133,9 +133,9 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # cancelled, too
+    except BaseException:  # cancellation, too
         for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # the error that ended the evaluation is the one to see
+            with suppress(OutriderError):  # must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version
@@ -151,7 +151,7 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """A copy of the task whose groups are labelled as an evaluation's: exports for training leave them out."""
+    """A copy of the task with the label of evaluations: exports for training leave its groups out."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
     if seed is not None:
@@ -160,12 +160,12 @@ def evaluation_task(
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """The chance that k of `samples` samples, `passes` of which pass, hold one that does."""
+    """The probability that k of `samples` samples, `passes` of which pass, include one that passes."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """Of their mean, by percentiles of the means of resamples; None for fewer than two."""
+    """Confidence interval of the mean of `means`, by percentiles of the means of resamples; None for fewer than two."""
     if len(means) < 2:
         return None
     draw = random.Random(0)
@@ -211,7 +211,7 @@ def _evaluation(
 
 
 def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
-    """Of the values of each task, at least one of which has one."""
+    """The figures of `values`, a list for each task. At least one task must have a value."""
     graded = [of_task for of_task in values if of_task]
     means = [fmean(of_task) for of_task in graded]
     chances: dict[int, float] = {}

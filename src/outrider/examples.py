@@ -1,4 +1,5 @@
-"""An example: a row of a dataset as a task, with what is known of its solution. It knows no source of examples."""
+"""An example: a row of a dataset as a task, with its known solution. The module is independent of the sources of
+examples."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import msgspec
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A known solution of a task: `patch` is a diff of its working directory, `run` a command for its sandbox, `reply`
-    what the agent says in the end. `files`, in the form of prepare steps that write, are there and `env` is set when
-    the command runs. `then` are the solutions of the task's later steps."""
+    the agent's last reply. For the command, `files` (prepare steps that write) are written and `env` is set. `then`
+    holds the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None
@@ -21,8 +22,8 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a dataset. `id` is unique in it. `task` is the task of a group, or the part of it that is the row's own.
-    `row` has the columns that it was made from. `gold` is for `outrider task check`: no agent is given it."""
+    """A row of a dataset. `id` is unique in the dataset. `task` is the task of a group, or the row's part of it. `row`
+    has the columns from which the task was made. `gold` is for `outrider task check` and is given to no agent."""
 
     id: str
     task: dict[str, Any]

@@ -1,8 +1,8 @@
-"""How many files and connections this process may have open, and how they are divided among their users.
+"""The maximum number of files and connections of this process, and their division among their users.
 
-It knows no server and no sandbox. Invariant: clients outside and clients in sandboxes together can use only part of the
-descriptors; the rest is left for what the service itself opens (store, engines, sandboxes). So a client that opens all
-the connections it can does not stop anybody else.
+The module uses no server and no sandbox. Invariant: clients outside and clients in sandboxes together can use only part
+of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that opens all the
+connections it can stops nobody else.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""Descriptors that a service takes if the hard limit allows so many."""
+"""Descriptors that a service takes if the hard limit allows."""
 LEAST = 4096
-"""With fewer, a full node runs short of connections: a session holds about six descriptors, and each of its model calls
+"""Descriptors below which a full node runs short of connections: a session holds about six, and each of its model calls
 two more."""
 FEWEST = 64
-"""With fewer, the event loop or the store cannot be opened."""
+"""Descriptors below which the event loop or the store cannot be opened."""
 SESSIONS = 8
-"""How many sessions, or tokens, can use their maximum of connections at once before the others find none."""
+"""Number of sessions, or of tokens, that can use their maximum of connections at once before the others find none."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Bounds of the maximum of one session, or of one token."""
+"""Bounds of the maximum of one session. The lower bound also applies to one token."""
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`),
-    and maximum model calls of one `session`, and calls of the control API with one `token`, at once."""
+    """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`).
+    Maximum concurrent model calls of one `session`, and control API calls with one `token`."""
 
     sandboxes: int
     control: int
@@ -37,7 +37,7 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 def raise_limit() -> int:
-    """Raise the soft limit, usually 1024, to WANTED or to the hard limit; the number of descriptors there are then."""
+    """Raise the soft limit, usually 1024, to WANTED or to the hard limit. Returns the new number of descriptors."""
     soft, hard = (WANTED if limit == resource.RLIM_INFINITY else limit for limit in _limits())
     if soft < (wanted := min(hard, WANTED)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, _limits()[1]))
@@ -45,7 +45,7 @@ def raise_limit() -> int:
 
 
 def check_enough() -> None:
-    """Raises ServiceError where a service could not even start."""
+    """Raise ServiceError if there are too few descriptors to start a service."""
     if (descriptors := available()) < FEWEST:
         raise ServiceError(
             f"this process may have only {descriptors} files open", hint=f"allow it {LEAST} or more: ulimit -n {WANTED}"
@@ -61,7 +61,7 @@ def shares(descriptors: int) -> Shares:
 
 
 def available() -> int:
-    """How many descriptors a service started here would have."""
+    """Number of descriptors of a service started here."""
     hard = _limits()[1]
     return WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
 

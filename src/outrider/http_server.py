@@ -1,12 +1,13 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-(The way of ASGI, waiting for `http.disconnect`, needs a second task for every request.) It knows no route. Invariants:
-an application that asks is told once that its client has left, whether that was before or after it asked; what a client
-sends outside of bodies, or leaves unfinished, costs a bounded amount of memory and time; there are never more
+(The way of ASGI, waiting for `http.disconnect`, needs a second task for every request.) The module has no routes.
+Invariants: an application's callback is called once when the client has left, even if the client left before the
+callback was set; data outside of bodies, or left unfinished, costs bounded memory and time; there are never more
 connections at once than the server allows; and one client cannot use up the connections of all others.
 
-It subclasses two classes of uvicorn and uses attributes that uvicorn does not document. tests/test_http_server.py lists
-them and checks them against the installed version; pyproject.toml allows only tested versions.
+The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
+tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
+tested versions.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCONNECT = "outrider.disconnect"
 CONNECTION = "outrider.connection"
 BACKLOG = 2048
-"""Connections that wait in the kernel to be accepted."""
+"""Connections waiting in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""So many of them are accepted before the event loop does anything else: a new client is read before so many others
-come that it would have to make room for them."""
+"""Connections accepted before the event loop does anything else. With a small number, a new client is read before its
+connection could be closed to make room for others."""
 ACCEPTING = "accept connections"
-"""In the list of what fails."""
+"""The name of this work in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
-"""How asyncio's event loop says so."""
+"""The message of asyncio's event loop when accepting fails."""
 ACCEPT_SECONDS = 5.0
 MAX_HEAD = 64 << 10
-"""Maximum bytes of a request before its body, between two chunks of it, or after it. Clients send a few thousand."""
+"""Maximum bytes of a request before its body, between two chunks of the body, or after it. Clients send a few thousand.
+"""
 MAX_PIPELINED = 16
-"""Maximum number of requests that a client may send ahead on one connection. The clients we know send none."""
+"""Maximum number of requests sent ahead on one connection. Common clients send none."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 BUSY = b"this server has reached its maximum number of connections: try again\n"
 TOO_MANY = (
@@ -56,19 +58,20 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Bytes of a WebSocket that are parsed at once: 1,400 of the smallest frames, in 15 ms."""
+"""Bytes of a WebSocket parsed at once: 1,400 of the smallest frames, in 15 ms."""
 MAX_FRAGMENTS = 16_384
-"""Maximum number of frames of one WebSocket message. Clients send one; proxies may cut it into some of a few KiB."""
+"""Maximum number of frames of one WebSocket message. Clients send one; proxies may split it into frames of a few KiB.
+"""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that decide about access and about where a request ends. If one is there twice, a proxy before us may use the
-one and we the other, so such a request is refused."""
+"""Headers that decide about access and about where a request ends. A request with two of the same is refused, because a
+proxy before us may use the first and we the second."""
 
 
 class Timeouts(NamedTuple):
-    """When a connection is closed, in seconds. Each is checked every `head` / 2 seconds.
+    """Timeouts in seconds after which a connection is closed. Each is checked every `head` / 2 seconds.
 
-    `head`: a request's head takes longer than this, or nothing of its body arrives for so long. `idle`: no request
-    follows a reply. `unread`: the client reads nothing of its reply.
+    `head`: a request's head is incomplete, or nothing of its body arrives, for this long. `idle`: no request follows a
+    reply. `unread`: the client reads nothing of its reply.
     """
 
     head: float = 60
@@ -80,7 +83,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """Whether the client of one request has disconnected, with a callback for when it does."""
+    """The disconnection of one request's client, with a callback."""
 
     __slots__ = ("_callback", "gone")
 
@@ -89,7 +92,7 @@ class Disconnect:
         self._callback: Callable[[], object] | None = None
 
     def notify(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` when the client disconnects, at once if it has; None removes the callback."""
+        """Call `callback` when the client disconnects, at once if it already has. None removes the callback."""
         self._callback = callback
         if self.gone and callback is not None:
             callback()
@@ -103,11 +106,12 @@ class Disconnect:
 class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
-    Every connection has an owner: the one that the application named with `claim`, and until then the address that it
-    comes from. Where there are too many, one is closed for the new one: the one on which the client has sent nothing
-    for the longest time, of the owner that has the most. Half of the connections are for claimed ones, half for the
-    others, and whichever of both has more than its half gives one up. So a client with many loses its own, even if it
-    shares an address with others, and a new client is always let in. An address has at most a quarter without a claim.
+    Every connection has an owner: the name given by the application with `claim`, and until then the client's address.
+    If there are too many connections, one is closed for the new one: of the owner with the most connections, the one
+    with the longest silence. Half of the connections are for claimed ones and half for the others, and the kind that
+    exceeds its half gives one up. So a client with many connections loses its own, even if it shares an address with
+    others, and a new client is let in as long as any connection may be closed. An address has at most a quarter of the
+    connections without a claim.
     """
 
     def __init__(self, most: int) -> None:
@@ -117,7 +121,7 @@ class ConnectionLimit:
         self._others = _Closable()
 
     def enter(self, connection: _Protocol, address: str) -> bool:
-        """Count a new connection; whether it may stay."""
+        """Count a new connection. Returns False if it must be closed."""
         self.open += 1
         if self._others.count(address) >= max(1, self.most // 4):
             self._others.longest_silent(address).abort()
@@ -130,11 +134,11 @@ class ConnectionLimit:
         return True
 
     def active(self, connection: _Protocol) -> None:
-        """The client has sent something."""
+        """Record that the client has sent data."""
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Make `owner` the owner. With `keep`, the connection is not closed before its reply is complete."""
+        """Set the owner. With `keep`, the connection is not closed before its reply is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -142,11 +146,12 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """The connection has no request any more."""
+        """Record that the connection has no request any more."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """The connection becomes a WebSocket, which is never closed for another one. It ends with `leave_upgraded`."""
+        """Record that the connection becomes a WebSocket, which is never closed for another connection and ends with
+        `leave_upgraded`."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:
@@ -166,15 +171,15 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """Connections that may be closed for others, by owner. Those of an owner are in the order in which their clients
-    sent something last."""
+    """Connections that may be closed for others, by owner. Each owner's connections are in the order of their clients'
+    last data."""
 
     def __init__(self) -> None:
         self.size = 0
         self._by_owner: dict[str, dict[_Protocol, None]] = {}
 
     def add(self, connection: _Protocol) -> None:
-        """A connection that is there already stays where it is."""
+        """Add a connection. A connection already there keeps its position."""
         owned = self._by_owner.setdefault(connection.owner, {})
         if connection not in owned:
             owned[connection] = None
@@ -201,7 +206,7 @@ class _Closable:
         return max(self._by_owner, key=self.count)
 
     def longest_silent(self, owner: str) -> _Protocol:
-        """Takes it out."""
+        """Remove and return the owner's connection whose client has been silent for longest."""
         longest = next(iter(self._by_owner[owner]))
         self.discard(longest)
         return longest
@@ -247,10 +252,11 @@ class _Protocol(HttpToolsProtocol):
         self._timeouts = timeouts
         self._limit = limit
         self.owner = ""
-        """See `ConnectionLimit`; `claimed`: the application has named the owner."""
+        """See `ConnectionLimit`. `claimed`: the application has named the owner."""
         self.claimed = False
         self._answered: RequestResponseCycle | None = None
-        """The request that is answered now; uvicorn's `cycle` is the last that was sent, perhaps ahead."""
+        """The request that is being answered; uvicorn's `cycle` is the latest request, which may have been sent ahead.
+        """
         self._head = 0
         self._past_head = False
         self._pieces = 0
@@ -274,7 +280,7 @@ class _Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def claim(self, owner: str, *, keep: bool) -> None:
-        """See `claim`, below."""
+        """See the function `claim`."""
         self._limit.claim(self, owner, keep=keep)
 
     def data_received(self, data: bytes) -> None:
@@ -296,7 +302,7 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._past_head:  # a field behind the body decides nothing: it is not even checked by `ONCE`
+        if not self._past_head:  # fields after the body have no effect, and are not checked by `ONCE`
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -308,7 +314,7 @@ class _Protocol(HttpToolsProtocol):
         if len(named) != len(set(named)):
             if self._busy:
                 self.transport.abort()
-            raise ValueError("a header is there twice")  # uvicorn answers a parser error with a 400
+            raise ValueError("a header is there twice")  # uvicorn replies to a parser error with a 400
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -329,7 +335,7 @@ class _Protocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self.cycle.body = bytearray()  # free what was received of a body that the application did not read
+        self.cycle.body = bytearray()  # free the received part of a body that the application did not read
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -348,7 +354,7 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._limit.leave(self)
-        self.pipeline.clear()  # what was sent ahead is not answered any more
+        self.pipeline.clear()  # requests that were sent ahead get no reply any more
         super().connection_lost(exc)
         if (cycle := self._answered) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -357,7 +363,7 @@ class _Protocol(HttpToolsProtocol):
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is being answered."""
+        """True while a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _check_later(self) -> None:
@@ -386,9 +392,9 @@ class _Protocol(HttpToolsProtocol):
 class _WebSocket(WebSocketsSansIOProtocol):
     """uvicorn's protocol of a WebSocket, with the limits of this module.
 
-    It reads the next message when the application has taken the last. What an application sends in answer to silence is
-    its own affair: it takes heartbeats for that, and not pings. What comes is taken in pieces, between which others
-    have their turn: the parser, in Python, takes 0.3 s for the frames that one read may have.
+    The protocol reads the next message when the application has taken the last. Reactions to silence are left to the
+    application, which uses heartbeats instead of pings. Received data is parsed in pieces, between which other
+    connections have their turn: the parser, in Python, takes 0.3 s for the frames of one read.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -397,7 +403,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
         self._limit = limit
         self._unread: asyncio.TimerHandle | None = None
         self._rest = bytearray()
-        """What came and was not parsed yet. Nothing is read meanwhile."""
+        """Data that was received and not parsed yet. Nothing is read meanwhile."""
 
     def data_received(self, data: bytes) -> None:
         if not self._rest and len(data) <= WEBSOCKET_PIECE:
@@ -432,18 +438,18 @@ class _WebSocket(WebSocketsSansIOProtocol):
         if self.curr_msg_data_type == "text":
             try:
                 b"".join(self.frames).decode()
-            except UnicodeDecodeError:  # uvicorn logs a traceback for it
+            except UnicodeDecodeError:  # uvicorn would log a traceback
                 self.transport.abort()
                 return
         super().send_receive_event_to_app()
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # empty ones, perhaps, which no bound of bytes ends
+        if len(self.frames) > MAX_FRAGMENTS:  # frames may be empty, which no bound of bytes ends
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The client does not read: it has `unread` seconds to begin again."""
+        """Close the connection if the client, which has stopped reading, does not read within `unread` seconds."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
 
@@ -455,7 +461,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
-        else:  # pings of a client that does not read its pongs, which would be kept
+        else:  # the client does not read its pongs, which would pile up
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -466,14 +472,14 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
 
 def disconnect_of(scope: Scope) -> Disconnect:
-    """Raises KeyError under another server."""
+    """Return the request's `Disconnect`. Raises KeyError under another server."""
     found: Disconnect = scope["extensions"][DISCONNECT]
     return found
 
 
 def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
-    """Say who uses the connection of a request, for the `ConnectionLimit`. With `keep`, the connection is not closed
-    for others before the reply is complete. Has no effect on WebSockets."""
+    """Set the owner of a request's connection, for the `ConnectionLimit`. With `keep`, the connection is not closed for
+    others before the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
         connection.claim(owner, keep=keep)
@@ -496,8 +502,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """The owner of a connection that nobody has claimed. An IPv6 address stands for the 2**64 of its network, all of
-    which one client may have."""
+    """The owner of a connection without a claim. An IPv6 address stands for the 2**64 addresses of its network, which
+    one client may have."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -508,10 +514,10 @@ def _address(client: tuple[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
-    """Note in `failures`, while the block runs, when connections cannot be accepted, for want of descriptors or memory,
+    """While the block runs, note in `failures` that connections cannot be accepted for lack of descriptors or memory,
     until that has not happened for ACCEPT_SECONDS. asyncio's event loop tries again every second, and calls its
-    exception handler up to BACKLOG times for each try, each time with a traceback in the log. (uvloop accepts with a
-    descriptor that is kept for this, and closes the connection.)"""
+    exception handler up to ACCEPTED_AT_ONCE times for each try, each time with a traceback in the log. (uvloop keeps a
+    spare descriptor, with which it accepts and closes the connection.)"""
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None
@@ -560,7 +566,7 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts so many at once; the kernel is told BACKLOG by `api.server`
+        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts this many at once; `api.server` sets the kernel's BACKLOG
         server_header=False,
         date_header=False,
     )

@@ -1,6 +1,7 @@
 """The states of sessions and groups, the legal moves between them, and the reasons why a session ended, as data.
 
-How a session ended is a `StopReason`, never a state. It knows no store. Invariant: no move leads out of `DONE`.
+The reason why a session ended is a `StopReason`, never a state. The module does not use the store. Invariant: no move
+leads out of `DONE`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import StrEnum
 
 
 class SessionState(StrEnum):
-    """`READY`: its sandbox is prepared, and it waits for a run slot."""
+    """`READY`: the sandbox is prepared, and the session waits for a run slot."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"
@@ -28,7 +29,7 @@ class GroupState(StrEnum):
 
 class StopReason(StrEnum):
     """Why a session ended. All but CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR carry a verdict.
-    EARLY_STOP: enough other sessions of its group had one. EXPIRED: it waited for too long to be started."""
+    EARLY_STOP: enough other sessions of the group had a verdict. EXPIRED: the session waited too long to be started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -46,8 +47,8 @@ class StopReason(StrEnum):
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
     # A move back to QUEUED is a retry as a new attempt. A move straight to DONE is a cancellation, a timeout or the
-    # error of the last attempt. A session whose agent is not run, because an earlier run is graded again, is evaluated
-    # at once.
+    # error of the last attempt. A session that grades an earlier run again runs no agent, and goes from INITIALIZING to
+    # EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(
         {SessionState.READY, SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}

@@ -1,8 +1,8 @@
-"""Messages in one shape: every dialect reads its conversations into it, every renderer gets them in it.
+"""Messages in one form: every dialect parses its conversations into this form, and every renderer reads it.
 
-It knows no wire format and no token. Invariant: a message holds all that a template may print of it. Tool specs stay in
-OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key order,
-because templates print them verbatim.
+The module uses no wire format and no tokens. Invariant: a message holds all that a template may print of it. Tool specs
+stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key
+order, because templates print them verbatim.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# A request may have tens of thousands of some structs, here and in the dialects. These are declared with gc=False: they
-# cannot be part of a cycle, and a pass of the garbage collector stops all threads while it visits its objects.
+# A request may contain tens of thousands of some structs, here and in the dialects. These have gc=False: they cannot be
+# part of a cycle, and a pass of the garbage collector stops all threads while it visits its objects.
 
 
 class Role(StrEnum):
@@ -44,8 +44,8 @@ class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
     """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
 
-    `media_type` is what the client said; `size` is in bytes; `data` is empty once the image is stored. Of an image that
-    the client sent as an address, `digest` is that of the address, and media type and size are empty.
+    `media_type` is as sent by the client; `size` is in bytes; `data` is empty once the image is stored. For an image
+    sent as a URL, `digest` is the digest of the URL, `media_type` is empty and `size` is 0.
     """
 
     media_type: str
@@ -63,13 +63,13 @@ def image_from_bytes(media_type: str, data: bytes) -> Image:
 
 
 def image_from_url(url: str) -> Image:
-    """An image that the engine is to fetch."""
+    """An image for the engine to fetch."""
     return Image("", hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest(), url=url)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One message. `content` is its text, "" where there is none; `reasoning` is the model's thinking, if any. `parts`
-    is empty unless there are images: then it holds text and images in order, and `content` all the text."""
+    """One message. `content` is its text, "" if it has none; `reasoning` is the model's thinking, if any. `parts` is
+    empty unless the message has images: then `parts` holds text and images in order, and `content` all the text."""
 
     role: Role
     content: str = ""
@@ -96,7 +96,7 @@ IMAGE_EXTENSIONS = {
 
 
 def image_file(image: Image) -> str:
-    """The name of its file in an export."""
+    """File name of an image in an export."""
     return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
 
 
@@ -114,12 +114,12 @@ def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
 
 
 class WireMessages(Protocol):
-    """A request's messages, each parsed only when asked for: a long history is compared by its bytes.
+    """A request's messages, each parsed only on demand: a long history is compared by its bytes.
 
-    - `raw(i)` is any byte string that determines message `i`, and `head(n)` any that determines the first `n`. They are
-      compared within a session, which may speak several dialects.
+    - `raw(i)` is any byte string that determines message `i`, and `head(n)` any byte string that determines the first
+      `n`. Both are compared within a session, which may use several dialects.
     - `size(i)` is about how many bytes `parse(i)` reads: callers do long work in pieces.
-    - `parse(i)` raises RequestError naming the message if it is malformed.
+    - `parse(i)` raises RequestError naming the message if the message is malformed.
     """
 
     def __len__(self) -> int: ...
@@ -152,10 +152,11 @@ class ParsedMessages:
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of a stream adds: visible text, reasoning, and sampled tokens with their log-probabilities.
+    """The content added by one step of a stream: visible text, reasoning, and sampled tokens with their
+    log-probabilities.
 
-    Tokens come with the step that sampled them, text when it can no longer be part of a tool call: the two need not
-    match within a step, but do over a whole stream.
+    Tokens come with the step of their sampling, text once it cannot be part of a tool call any more. Text and tokens
+    need not match within a step, but do over a whole stream.
     """
 
     text: str = ""

@@ -1,7 +1,7 @@
 """Finds the class or function that a name in a spec stands for: a built-in, an entry point, or a dotted path
 `package.module:attribute`.
 
-It knows nothing of what it loads. Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
+The module depends on no plugin. Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class PluginFailure(Exception):
 
 @contextlib.contextmanager
 def plugin_code() -> Iterator[None]:
-    """Turns SystemExit, and a CancelledError that nobody requested, from a plugin's code into a PluginFailure.
+    """Turn SystemExit, and a CancelledError that nobody requested, from a plugin's code into a PluginFailure.
 
-    Otherwise a plugin that calls sys.exit() would end the service, and one that cancels itself would end its session
-    without a result.
+    Otherwise a plugin that calls sys.exit() would end the service, and a plugin that cancels itself would end its
+    session without a result.
     """
     try:
         yield
@@ -84,7 +84,7 @@ def names(kind: str) -> list[str]:
 
 
 def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
-    """The object that `name` stands for. Raises InvalidField, with the known names, if there is none."""
+    """Return the object that `name` stands for. Raises InvalidField, with the available names, if there is none."""
     if ":" in name:
         return load(name, field=field)
     if path := BUILTINS.get(kind, {}).get(name) or _entry_points(kind).get(name):

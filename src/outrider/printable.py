@@ -1,6 +1,6 @@
-"""Foreign text made safe to show: what an agent or a task wrote must not control a terminal, or forge a line of a log.
+"""Foreign text made safe to show: text from an agent or a task must not control a terminal, or forge a line of a log.
 
-It knows no terminal and no log. Invariant: what `printable` returns has no control character but tab and newline.
+The module writes to neither. Invariant: text returned by `printable` has no control character but tab and newline.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 
 _CONTROL = re.compile(
     "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1: escape sequences begin with one of these
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of writing: text is not what is seen
-    "\u2028\u2029"  # further ends of lines
-    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # are not seen at all
-    "\ud800-\udfff"  # halves of characters, which cannot be written
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1: escape sequences begin with a control character
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the writing direction: shown and real text differ
+    "\u2028\u2029"  # more line ends
+    "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # invisible characters
+    "\ud800-\udfff"  # lone surrogates, which cannot be encoded
     "]"
 )
 
@@ -29,7 +29,7 @@ def printable_json(text: str) -> str:
 
 
 def indented(text: str) -> str:
-    """Printable text whose first line alone begins at the margin, so that no text within looks like another record."""
+    """Printable text with all lines but the first indented, so that no text within looks like another record."""
     return printable(text).replace("\n", "\n    ")
 
 

@@ -1,6 +1,7 @@
-"""Takes secrets out of text that people and programs read: errors, events, the status, the log.
+"""Removes secrets from text that people and programs read: errors, events, the status, the log.
 
-It knows how Outrider's own keys look, and where others usually stand. Samples and artifacts do not pass through it.
+The module recognises Outrider's own keys by their form, and other secrets by their place in the text. Samples and
+artifacts are not redacted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""How tokens of the control API and keys of sessions begin, so that they are found wherever they are printed."""
+"""Prefix of control API tokens and session keys, so that they are found wherever they are printed."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
@@ -21,7 +22,7 @@ _PLACES = re.compile(
 )
 _NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Shorter values are not taken for secrets: `1` or `true` would be taken out of every text."""
+"""Minimum length of a secret. Shorter values, such as `1` or `true`, would be removed from every text."""
 
 
 def without_keys(text: str) -> str:
@@ -30,7 +31,7 @@ def without_keys(text: str) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without keys of Outrider, these secrets, and what stands where secrets stand."""
+    """The text without keys of Outrider, the given `secrets`, and values in the usual places of secrets."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return _PLACES.sub(
@@ -39,6 +40,6 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:
-    """The values that are secrets by the names of their variables, the longest first: one may be part of another."""
+    """Values of variables whose names suggest a secret, the longest first because one value may be part of another."""
     found = {value for name, value in variables if len(value) >= SHORTEST and _NAMES_OF_SECRETS.search(name)}
     return sorted(found, key=len, reverse=True)

@@ -1,7 +1,7 @@
 """Writes training rows to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
 
-It knows no service. Invariants: both formats of samples have the same rows, with the fields of `trajectory.Sample`; a
-file appears complete or not at all.
+The module does not use the service. Invariants: both formats of samples have the same rows, with the fields of
+`trajectory.Sample`; a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
-    """`jsonl` and `parquet` are for samples, `chat` is JSON lines of chat rows, `atif` of trajectories."""
+    """`jsonl` and `parquet` hold samples, `chat` is JSON lines of chat rows, `atif` JSON lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -121,14 +121,15 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """The digests of the images in samples whose bytes the service has, each once. (It does not fetch image URLs.)"""
+    """The digests of the images in samples whose bytes the service has, each once. (The service does not fetch image
+    URLs.)"""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path` when the block ends without an error: until then it has another name."""
+    """A file that appears at `path` when the block ends without an error. Until then the file has another name."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

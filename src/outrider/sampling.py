@@ -1,16 +1,16 @@
 """Batches of rollouts for a trainer, without the prompts that teach nothing (the dynamic sampling of DAPO).
 
 A group whose samples all have the same reward has no advantage and no gradient. The sampler keeps groups running, keeps
-those that are informative, replaces the others at once, and gives a batch as soon as it has enough. A group that failed
-is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the data. It speaks the
-control API and knows no trainer.
+the informative groups, replaces the others at once, and returns a batch as soon as it has enough. A group that failed
+is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the data. The sampler uses
+the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
 Invariant: a prompt that was taken from the source is waiting, running or ready until it is delivered or dropped, and
-each drop is counted under its reason. `state()` has all prompts that are not delivered or dropped.
+each drop is counted under its reason. `state()` has all prompts that are neither delivered nor dropped.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ Source = Sequence[Task] | Callable[[int], Task]
 Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "finished", "cancel"]
 Choice = bool | Literal["again"]
-"""What to do with a group: keep it, drop its prompt, or submit the prompt again."""
+"""The decision about a group: keep it, drop its prompt, or submit the prompt again."""
 
 SAME = 1e-9
-"""Rewards that differ by no more than this are the same."""
+"""Rewards that differ by no more than this count as equal."""
 FAILED_IN_A_ROW = 16
-"""So many prompts whose first group has no grade, and none with one between, mean that something is broken for all."""
+"""The sampler fails after this many consecutive prompts without a grade in their first group: the cause affects all."""
 FRUITLESS_BATCHES = 20
-"""A batch that is not full after so many times its groups were graded is given up: the tasks do not fit the policy."""
+"""A batch is given up if it is not full after this many times its groups were graded: the tasks do not fit the policy.
+"""
 
 
 class Rollouts(Protocol):
-    """What the sampler needs of a service; `client.AsyncClient` is one."""
+    """The methods of a service that the sampler calls; `client.AsyncClient` has them."""
 
     async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView: ...
@@ -66,13 +67,13 @@ class Rollouts(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What became of groups. `submitted` = informative + uninformative + retried + given_up + stale + stopped + those
+    """The outcomes of groups. `submitted` = informative + uninformative + retried + given_up + stale + stopped + groups
     that run or are ready for a later batch.
 
-    `informative` groups were given out. The prompt of an `uninformative` group is dropped. That of a group that failed
-    is submitted again (`retried`), or dropped where it was the last try (`given_up`); `reasons` counts both by the code
-    of the error that most of the group's failed sessions have. The prompt of a `stale` group (sampled by a policy too
-    old) or a `stopped` one (not needed for its batch, or cancelled by somebody else) is submitted again.
+    `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
+    is submitted again (`retried`), or dropped after the last try (`given_up`); `reasons` counts both by the most
+    frequent error code of the group's failed sessions. The prompt of a `stale` group (sampled by a policy too old) or a
+    `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted again.
     """
 
     submitted: int = 0
@@ -85,7 +86,7 @@ class Counts(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = {}
 
     def flat(self) -> dict[str, int]:
-        """All counts by name, those of reasons as `reason_CODE`."""
+        """All counts by name; reasons are named `reason_CODE`."""
         counts: dict[str, int] = msgspec.structs.asdict(self)
         del counts["reasons"]
         return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
@@ -94,8 +95,8 @@ class Counts(msgspec.Struct, kw_only=True):
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, with samples, in the order in which they finished.
 
-    `prompts` are the numbers of their prompts. `version` is the policy's when the batch was given out. `waited` is how
-    many seconds the trainer waited for it. `counts` says what became of groups since the batch before.
+    `prompts` are the numbers of their prompts. `version` is the policy's when the batch was delivered. `waited` is how
+    many seconds the trainer waited for the batch. `counts` are the outcomes of groups since the batch before.
     """
 
     number: int
@@ -112,8 +113,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that is not delivered or dropped: its number, that of its newest group, and how many of its groups have
-    failed."""
+    """A prompt that is neither delivered nor dropped: its number, the number of its newest group, and how many of its
+    groups have failed."""
 
     number: int
     attempt: int = 0
@@ -121,7 +122,7 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler between two batches, as a checkpoint keeps it."""
+    """A sampler's state between two batches, for a checkpoint."""
 
     run: str
     next: int
@@ -131,7 +132,8 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prompt(msgspec.Struct):
-    """A prompt on its way. `protected`: it was stopped once and is not again, or slow tasks would never be seen."""
+    """A prompt in progress. `protected`: it was submitted before and is not stopped any more, or slow tasks would never
+    be seen."""
 
     number: int
     attempt: int = 0
@@ -147,13 +149,13 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 def rewards_of(group: GroupView) -> list[float]:
-    """The rewards of the sessions that were graded, in sample order."""
+    """The rewards of the graded sessions, in sample order."""
     results = (session.result for session in group.sessions)
     return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
 
 
 def rewards_differ(group: GroupView) -> bool:
-    """The filter of DAPO: whether some sample did better than another."""
+    """The filter of DAPO: true if the rewards of the group's samples differ."""
     rewards = rewards_of(group)
     return max(rewards) - min(rewards) > SAME
 
@@ -180,26 +182,26 @@ def group_advantages(
 class DynamicSampler:
     """`async with DynamicSampler(client, source, n=8, target=32) as sampler`.
 
-    `source`: the tasks. A sequence is gone through again and again; a function gives the task of prompt number 0, 1,
-    2, ... and raises IndexError behind the last. It must give the same task again for the same number.
+    `source`: the tasks. A sequence is repeated without end; a function returns the task of prompt number 0, 1, 2, ...
+    and raises IndexError behind the last. The function must return the same task again for the same number.
     `n` samples for each prompt, `target` groups in a batch, `inflight` groups running (by default twice the target).
-    `informative` says of a group with two graded sessions or more (one where `n` is 1) whether to keep it; "again"
-    submits its prompt again, as is done with a group of fewer. `retries`: how often that is done with one prompt before
-    it is given up.
+    `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1); "again" submits
+    the prompt again, as for a group with fewer graded sessions. `retries`: how often a prompt is submitted again for
+    these reasons before it is given up.
 
-    `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all that
-    are running before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for
-    all of it, and filters nothing.
+    `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all running
+    groups before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for all of it,
+    and filters nothing.
 
-    `surplus`: what happens to groups that still run when a batch is full. "carry" lets them run on, for a later batch.
-    "cancel" stops them; "finished" too, but keeps such a group if its finished sessions are informative. A prompt that
-    was stopped is submitted again first, and not stopped a second time: no task is left out because it is slow.
+    `surplus`: the treatment of groups that still run when a batch is full. "carry" lets them run on, for a later batch.
+    "cancel" stops them; "finished" stops them, too, but keeps a group if its finished sessions are informative. A
+    stopped prompt is submitted again first, and not stopped a second time: no task is left out for being slow.
 
     `max_age`: how many policy versions older than the current one a trained token may be; older groups are dropped and
     their prompts submitted again. None sets no bound; with 0 nothing runs while the trainer trains.
 
-    `state` continues another sampler, from its `state()`. Groups are recognised by their idempotency keys, so what ran
-    meanwhile is used and nothing is trained twice.
+    `state` continues another sampler, from its `state()`. Groups are recognised by their idempotency keys, so groups
+    that ran meanwhile are used and nothing is trained twice.
     """
 
     def __init__(
@@ -243,18 +245,18 @@ class DynamicSampler:
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
-        """Groups that were done before the reply to their submission was read; they may be somebody else's."""
+        """Groups that were done before the reply to a submission was read; they may belong to others."""
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
-        """Of the sessions of the groups that were graded for this batch."""
+        """Rewards of the sessions of this batch's graded groups."""
         self._failed_in_a_row = 0
         self._wanted = False
         self._resting = False
-        """Whether it was stopped, and no batch was asked for since."""
+        """True after `stop`, until the next batch is requested."""
         self._exhausted = False
         self._failure: Exception | None = None
         self._changed = Broadcast()
@@ -271,7 +273,7 @@ class DynamicSampler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop following. Groups that run go on in the service; a sampler that continues from `state()` uses them."""
+        """Stop following. Running groups continue in the service; a sampler that continues from `state()` uses them."""
         for worker in self._workers:
             worker.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -286,7 +288,7 @@ class DynamicSampler:
         return self._version
 
     def state(self) -> SamplerState:
-        """To be kept in a checkpoint after a training step: batches given out so far count as trained on."""
+        """The state to keep in a checkpoint after a training step: batches delivered so far count as trained on."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
         prompts += [self._submitting] if self._submitting else []
@@ -294,7 +296,7 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A group that is being stopped is of no use any more: its prompt's next try is another group.
+            # A group that is being stopped is not used any more: its prompt's next try is another group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt + (prompt.stopping is not None), prompt.failures)
                 for prompt in prompts
@@ -304,9 +306,9 @@ class DynamicSampler:
         )
 
     async def batch(self) -> Batch | None:
-        """The next batch, once it is full; a last one with fewer groups when the source has ended; then None.
+        """Return the next batch, once it is full; a last one with fewer groups when the source has ended; then None.
 
-        Raises ServiceError when the service is gone or all groups fail, and when nothing informative is found.
+        Raises ServiceError when the service is gone or all groups fail, and when no informative group is found.
         """
         began = _now()
         self._wanted, self._resting = True, False
@@ -336,7 +338,7 @@ class DynamicSampler:
         if self._surplus != "carry":
             try:
                 await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-            except BaseException:  # also when the trainer waits no longer: nobody was given these
+            except BaseException:  # also when the trainer stops waiting: the groups were not delivered
                 self._ready.extendleft(reversed(taken))
                 raise
         self._counts.informative += len(taken)
@@ -353,7 +355,7 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, and submit no more until another batch is asked for."""
+        """Cancel all groups that still run, and submit no more until another batch is requested."""
         self._resting = True
         await self._stop(list(self._running), "stopped")
         while self._submitting is not None:
@@ -361,7 +363,7 @@ class DynamicSampler:
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
-        """Tell that the engines serve a new policy version from now on. Groups that are too old by it are stopped."""
+        """Record that the engines serve a new policy version from now on. Groups that are too old are stopped."""
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
         self._version = version
@@ -375,7 +377,7 @@ class DynamicSampler:
         self._changed.send()
 
     def _room(self) -> int:
-        """How many groups to submit now."""
+        """The number of groups to submit now."""
         if not self._wanted and self._max_age == 0:
             return 0
         running = len(self._running)
@@ -383,11 +385,11 @@ class DynamicSampler:
             return self._target - running - len(self._ready) if self._wanted else 0
         if self._refill == "synchronous":
             return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
-        # While the trainer is busy, at most so many batches are made ahead as may be trained on before they are stale.
+        # While the trainer is busy, at most as many batches are made ahead as can be trained on before they are stale.
         ahead = self._target * max(1, self._max_age or 1)
         if len(self._ready) >= ahead:
             return 0
-        # Where groups that still run are stopped, each one that is ready leaves one less to wait for.
+        # If running groups are stopped when a batch is full, each ready group leaves one less to wait for.
         needless = 0 if self._surplus == "carry" else len(self._ready)
         return self._inflight - running - needless
 
@@ -411,13 +413,13 @@ class DynamicSampler:
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version
             group = await self._submit_group(prompt, task)
-            while group.cancelled:  # after the state was saved that this sampler continues from
+            while group.cancelled:  # cancelled after the state was saved from which this sampler continues
                 prompt.attempt += 1
                 group = await self._submit_group(prompt, task)
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also when the sampler is closed: whoever continues from its state submits it
+        except BaseException:  # also when the sampler is closed: a sampler that continues submits it
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -425,7 +427,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # at once, or it ran for the sampler that this one continues
+        if group.state is GroupState.DONE:  # done at once, or by the sampler that this one continues
             await self._settle(group)
 
     async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
@@ -447,15 +449,15 @@ class DynamicSampler:
             cursor = page.cursor
 
     async def _settle(self, group: GroupView) -> None:
-        """Keep a group that is done, or drop it and make room for another."""
+        """Keep a finished group, or drop it and make room for another."""
         prompt = self._running.get(group.id)
         if prompt is None:  # somebody else's, settled already, or just submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        # One that we stop may have ended before it could be stopped, and one that we do not may be cancelled: by a
-        # user, or by an update of the policy.
+        # A group may end before the sampler can stop it, and a group may be cancelled by a user or by an update of the
+        # policy.
         stopped = (prompt.stopping or "stopped") if group.cancelled else None
         choice: Choice = False
         if len(rewards) < min(self._n, 2):
@@ -485,7 +487,7 @@ class DynamicSampler:
         self._changed.send()
 
     def _note_failure(self, prompt: _Prompt, group: GroupView) -> None:
-        """Submit the prompt of a group that has failed again, or give it up."""
+        """Submit the prompt of a failed group again, or give it up."""
         errors = [session.result.error for session in group.sessions if session.result and session.result.error]
         why = errors[0].message if errors else "no session failed, but too few have a reward"
         codes = Counter(error.code for error in errors) or Counter(["no_reward"])
@@ -513,7 +515,7 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
-        """Whether a group that was submitted under `version` is too old; its samples tell the real versions."""
+        """True if a group submitted under `version` is too old. The samples of `group` contain the real versions."""
         if self._max_age is None:
             return False
         if group is not None:
@@ -530,10 +532,10 @@ class DynamicSampler:
                 await patiently(partial(self._client.cancel, group_id))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Keep the error of background work for whoever asks for a batch."""
+        """Do background work, and keep its error for the next call of `batch`."""
         try:
             await work()
-        except Exception as error:  # whatever it is: the trainer must not wait for ever
+        except Exception as error:  # any error: the trainer must not wait for ever
             self._failure = error
             self._changed.send()
 

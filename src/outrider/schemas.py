@@ -15,7 +15,7 @@ from outrider.spec import Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 PolicyPause = Literal["finish", "abort"]
-"""What a pause of the policy does with generations in flight: let them end, or cut them off and continue them later."""
+"""The effect of a policy pause on generations in flight: they end, or are cut off and continued later."""
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,9 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has for its sandboxes, and how much of it is reserved (`..._set_aside`): processors' worth of time,
-    MiB of memory, and GPUs. `waiting` sessions ask for more than is free; `served` and `waited_seconds` are totals."""
+    """A node's resources for its sandboxes, and how much of each is reserved (`..._set_aside`): processor time in
+    processors, MiB of memory, and GPUs. `waiting` sessions request more than is free; `served` and `waited_seconds` are
+    totals."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -45,8 +46,8 @@ class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandboxes that a node starts ahead of time: how many are `ready` now, how often a session has `taken` one, and
-    how often it found none (`misses`)."""
+    """Sandboxes started ahead of time: `ready` are available now, `taken` counts sessions that used one, and `misses`
+    counts sessions that found none."""
 
     ready: int = 0
     taken: int = 0
@@ -54,12 +55,12 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a node's event loop stood still for longer than 50 ms: `total` and `longest` seconds. In `starved` of
-    these stalls the process did not run, because the machine gave it no processor or it was stopped; in the others
-    something in it blocked the loop.
+    """Stalls of a node's event loop for longer than 50 ms: their number, and the `total` and `longest` seconds. In
+    `starved` stalls the process did not run, because the machine gave it no processor or it was stopped; in the others,
+    work in the process blocked the loop.
 
-    `held` is the longest processor time that the loop's own thread used during one; the rest of a stall is time in
-    which other threads or processes had the interpreter or the processor.
+    `held` is the longest processor time of the loop's own thread during a stall. In the rest of a stall, other threads
+    or processes had the interpreter or the processor.
     """
 
     count: int = 0
@@ -70,9 +71,9 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
-    """Background work that fails and is tried again: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch), the last time with `error`. `node` is the node whose work it is, None for the service's
-    own. It is listed until it succeeds."""
+    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
+    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
+    work is listed until it succeeds."""
 
     name: str
     node: str | None = None
@@ -83,8 +84,8 @@ class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: how many sessions it runs, how many it can take, and its lanes and resources. One that is `drained` takes
-    no new sessions. `failing` is the background work that fails there."""
+    """A node: its number of running sessions, its maximum (`capacity`), its lanes and its resources. A `drained` node
+    takes no new sessions. `failing` is the background work that fails on the node."""
 
     name: str
     drained: bool = False
@@ -98,8 +99,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an image on a machine, which `node` got it for: its digest and the bytes of its files, or why it
-    is not there."""
+    """The result of getting an image on one machine, through `node`: the image's digest and the bytes of its files, or
+    the error."""
 
     node: str
     digest: str | None = None
@@ -108,14 +109,14 @@ class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledImages(msgspec.Struct, frozen=True):
-    """An image on every machine that runs sessions."""
+    """The results of getting an image, one for each machine that runs sessions."""
 
     machines: tuple[PulledImage, ...]
 
 
 class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node on another machine that was cut off, `at` that time, because it said what cannot be. `token` is the name
-    of the one that it came with."""
+    """A node on another machine that was disconnected, at the time `at`, because of an impossible message. `token` is
+    the name of the token with which the node joined."""
 
     name: str
     token: str
@@ -124,7 +125,7 @@ class RefusedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that run sessions. `refused` are the latest that were cut off, the oldest first."""
+    """The nodes that run sessions. `refused` are the latest disconnected nodes, the oldest first."""
 
     nodes: tuple[NodeStats, ...]
     refused: tuple[RefusedNode, ...] = ()
@@ -135,9 +136,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
     and `generated_tokens` and `failures` since the engine was added. `serves` is the name of a frozen model, None for
-    the policy. `advice` says what its server should be started with to do better, where that was noticed. `suspect`
-    describes the last invalid reply of an engine that is not trusted, and is None for one that is; `misbehaved` counts
-    invalid replies.
+    the policy. `advice` names better flags for the engine's server, if any were noticed. `suspect` describes the last
+    invalid response of a suspect engine, and is None for any other; `misbehaved` counts invalid responses.
     """
 
     name: str
@@ -177,9 +177,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `cursor` is its place in the results once it is done; `samples` are
-    its training rows if they were asked for; `submitted_by` is the name of the token that it was submitted with,
-    `tenant` whose it is."""
+    """A group with its sessions in sample order. `cursor` is its position in the results once it is done; `samples` are
+    its training rows, if requested; `submitted_by` is the name of the token of its submission, `tenant` its owner."""
 
     id: str
     state: GroupState
@@ -197,8 +196,8 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that was graded again, as session `regraded_as`: its old and its new verdict. One of them may be
-    missing, as where grading failed with an `error`."""
+    """A session that was graded again, as session `regraded_as`: its old and its new verdict. Either may be missing,
+    for example if grading failed with an `error`."""
 
     session_id: str
     regraded_as: str
@@ -208,14 +207,14 @@ class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regraded(msgspec.Struct, frozen=True):
-    """What `outrider regrade --json` writes."""
+    """Output of `outrider regrade --json`."""
 
     sessions: tuple[RegradedSession, ...]
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a list: how many of its `n` sessions are `done`, how many of these have an error, and the mean reward
-    of those with a reward."""
+    """A group in a list: how many of its `n` sessions are `done`, how many of the done sessions have an error, and the
+    mean reward of the sessions with a reward."""
 
     id: str
     state: GroupState
@@ -240,15 +239,15 @@ class GroupList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Done groups in the order they finished. Ask again with `after=cursor` for the next ones."""
+    """Done groups in the order they finished. Request the next ones with `after=cursor`."""
 
     groups: tuple[GroupView, ...]
     cursor: int
 
 
 class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of a tenant's results; of everybody's, where `tenant` is None. It has acknowledged the groups up
-    to `cursor`, at most `lag` are left for it, and it was last heard of at `seen`."""
+    """A named reader of a tenant's results, or of all tenants' results if `tenant` is None. It has acknowledged the
+    groups up to `cursor`, at most `lag` groups are left for it, and its last request was at `seen`."""
 
     name: str
     tenant: str | None = None
@@ -259,14 +258,14 @@ class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
-    """The consumers of the caller's tenant, by name; for an admin those of admins, then those of each tenant."""
+    """The consumers of the caller's tenant, by name; for an admin the admins' consumers, then each tenant's."""
 
     consumers: tuple[ConsumerView, ...]
 
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
-    """A callback that was given up after so many `tries`; `fault` is why the last one failed. `url` is without what may
-    be secret: the user and the query. The group was done at `since`."""
+    """A callback that was given up after `tries` attempts; `fault` is the reason of the last failure. `url` omits the
+    user and the query, which may be secret. The group was done at `since`."""
 
     group_id: str
     url: str
@@ -277,24 +276,23 @@ class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallbackList(msgspec.Struct, frozen=True, kw_only=True):
-    """Callbacks that were given up, the newest first."""
+    """Callbacks that were given up, newest first."""
 
     callbacks: tuple[CallbackView, ...]
 
 
 class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
-    """How many callbacks are tried anew."""
+    """The number of retried callbacks."""
 
     callbacks: int
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was removed, or with `dry_run` would be: `groups`, their `sessions`, and `bytes` of their tasks, turns,
-    results and artifacts.
+    """The result of a removal, or with `dry_run` of a trial: the number of removed `groups` and of their `sessions`,
+    and the `bytes` of their tasks, turns, results and artifacts.
 
-    Kept, although they are old enough: groups that are `unacknowledged` by a consumer, and those with an `undelivered`
-    callback. `stored_bytes` is what all finished groups take now, images included. If there is `more` to remove, ask
-    again.
+    Groups kept although old enough: `unacknowledged` by a consumer, or with an `undelivered` callback. `stored_bytes`
+    is the size of all finished groups now, images included. With `more` to remove, repeat the request.
     """
 
     groups: int
@@ -319,11 +317,10 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call as text: `context` is what this turn added to the prompt, `sampled` is the model's output.
+    """One model call as text: `context` is the text added to the prompt by this turn, `sampled` is the model's output.
 
     `model` is the frozen model that was called, None for the policy; `index` and `parent` count the turns of one model.
-    `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored` are those of
-    `trajectory.Turn`.
+    `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored` are as in `trajectory.Turn`.
     """
 
     index: int
@@ -356,7 +353,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):
-    """The turns of an attempt in the order they finished, those of frozen models among them."""
+    """The turns of an attempt in the order they finished, including frozen models' turns."""
 
     turns: tuple[TurnView, ...]
 
@@ -374,7 +371,8 @@ class ChatList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a sandbox that was kept: its absolute path there, its size in bytes, and their SHA-256 (hex)."""
+    """A kept file of a sandbox: its absolute path in the sandbox, its size in bytes, and the SHA-256 (hex) of its
+    bytes."""
 
     path: str
     size: int
@@ -382,7 +380,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A path or pattern that the task names as an artifact, but that was not kept, and why."""
+    """A path or pattern that the task names as an artifact, and the reason why it was not kept."""
 
     path: str
     reason: str
@@ -404,8 +402,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy: the version that it serves, as last known, and whether it takes generations (once the
-    policy is not paused)."""
+    """An engine of the policy: its version as last read, and whether it accepts generations (once the policy is not
+    paused)."""
 
     name: str
     version: int
@@ -413,8 +411,8 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy that the engines serve. `paused` is None while it generates. `cancelled` are the groups that this
-    request cancelled for their age."""
+    """The policy of the engines. `paused` is None while the policy generates. `cancelled` are the groups cancelled by
+    this request for their age."""
 
     version: int
     paused: PolicyPause | None
@@ -423,10 +421,10 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the service. `model` is the policy's name, `frozen` those of the models beside it. `sessions`
-    counts the caller's tenant's sessions by state, and an admin's call everybody's; `cursor` is that of the newest
-    result among the same, from which the results to come can be followed. `failing` is the
-    background work that fails now, that of the nodes included."""
+    """The status of the service. `model` is the policy's name, `frozen` the names of the models beside it. `sessions`
+    counts the sessions of the caller's tenant by state, or of all tenants for an admin; `cursor` is the cursor of the
+    newest result of the same tenants, from which later results can be followed. `failing` is the background work that
+    fails now, including the nodes'."""
 
     version: str
     model: str
@@ -440,8 +438,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API, without its text. It submits and sees the groups of `tenant`. `expires` and `revoked`
-    are None where it does not, or is not."""
+    """A token of the control API, without its text. It submits and sees the groups of `tenant`. `expires` is None for a
+    token without expiry, `revoked` until the token is revoked."""
 
     name: str
     role: Role
@@ -453,13 +451,13 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenList(msgspec.Struct, frozen=True, kw_only=True):
-    """Every token, also expired and revoked ones, oldest first."""
+    """Every token, including expired and revoked ones, oldest first."""
 
     tokens: tuple[TokenView, ...]
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that was made, and its text, which is shown this once."""
+    """A new token and its text, shown only once."""
 
     token: TokenView
     text: str

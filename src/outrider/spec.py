@@ -1,8 +1,8 @@
 """Request bodies: the spec of a group with its task, and of an engine.
 
 Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. A list of objects
-is read up to the first that is wrong (`fail_fast`): a wrong request must not cost much more than a right one. Nothing
-here reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
+is read up to the first invalid object (`fail_fast`): an invalid request must not cost much more than a valid one.
+Nothing here reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outrider.errors import InvalidField
 
 MAX_TEXT = 1 << 20
 EVALUATION_LABEL = "outrider.evaluation"
-"""The label of groups that evaluate a policy, with the evaluation's name: exports for training leave them out."""
+"""Label of groups that evaluate a policy; its value is the evaluation's name. Exports for training leave them out."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 MAX_COMPLAINTS = 1000
-"""Wrong fields of a request that are looked at one by one. Pydantic takes 10 us to list one."""
+"""Maximum number of wrong fields of a request to list one by one. Pydantic takes 10 us to list one."""
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version: samples store versions as int32."""
 
@@ -48,7 +48,7 @@ def without_nul(value: str) -> str:
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """What is wrong, field by field. Raises InvalidField where so much is wrong that to list it would take seconds."""
+    """Return the faults, field by field. Raises InvalidField if there are so many that a list would take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)
@@ -69,10 +69,11 @@ class Spec(BaseModel):
 
 
 class Sampling(Spec):
-    """The sampling that a task fixes. For a field that is left out, the harness's request counts, then the default.
+    """The sampling parameters fixed by a task. A field that is left out comes from the harness's request, else from the
+    default.
 
-    `max_tokens` limits one turn; it is lowered to what fits into the model's context. `thinking` switches the model's
-    reasoning on or off, if its chat template supports that.
+    `max_tokens` limits one turn; it is lowered to fit into the model's context. `thinking` switches the model's
+    reasoning on or off, if its chat template supports a switch.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -91,7 +92,7 @@ class Limits(Spec):
     """Limits of one session. Time spent waiting for a lane does not count.
 
     session_seconds: preparing and running. prepare_seconds: preparing alone, before the agent begins. agent_seconds:
-    running alone; when it is over, the outcome is still graded.
+    running alone; after this time the outcome is still graded.
     turns: model calls. response_tokens: sampled tokens over all turns.
     """
 
@@ -105,10 +106,10 @@ class Limits(Spec):
 class Run(Spec):
     """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
 
-    It fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt fails.
-    Attempts that begin within `grace_seconds` of the step's begin do not count when they fail. `pause_seconds` is the
-    wait after one that counts, `grace_pause_seconds` after one that does not (default: as the other); if it is left
-    out, the wait is random and grows.
+    The command fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt
+    fails. Failed attempts that begin within `grace_seconds` of the step's start do not count. `pause_seconds` is the
+    wait after a failure that counts, `grace_pause_seconds` after one that does not (default: `pause_seconds`). Without
+    `pause_seconds`, the wait is random and grows.
     """
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
@@ -178,8 +179,8 @@ PrepareStep = Run | Upload | Write
 
 
 class Collect(Spec):
-    """A shell command that runs in the agent's sandbox when the agent has ended, before anything of it is kept or
-    graded. It may fail, and is killed after `seconds`: the session goes on."""
+    """A shell command that runs in the agent's sandbox when the agent has ended, before anything of the sandbox is kept
+    or graded. It may fail, and is killed after `seconds`: the session continues."""
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 60
@@ -190,16 +191,16 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 
 PROGRAMS_MB = 4096
-"""MiB for the programs of a task that sets no memory_mb, in addition to its files. Agents in Node.js take half a GiB to
-two, and a compiler or test suite as much again."""
+"""MiB for the programs of a task that sets no memory_mb, in addition to its files. Agents in Node.js take 0.5 to 2 GiB,
+and a compiler or test suite as much again."""
 
 
 class Resources(Spec):
     """Maximum resources of a sandbox. Cpus, memory and GPUs are also reserved for it on its node.
 
-    cpus: processors' worth of time. memory_mb: MiB of memory, including written files if they are kept in memory; if it
-    is left out, the limit is disk_mb + PROGRAMS_MB, and nothing is reserved. disk_mb: MiB of files that it may write.
-    pids: processes and threads at once. gpus: whole GPUs, which nobody else has at that time.
+    cpus: processor time, in processors. memory_mb: MiB of memory, including written files if they are kept in memory;
+    if left out, the limit is disk_mb + PROGRAMS_MB, and nothing is reserved. disk_mb: MiB of written files. pids:
+    processes and threads at once. gpus: whole GPUs, not shared with other sandboxes.
     """
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
@@ -210,7 +211,7 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """The memory limit in MiB. Without memory_mb there is one, too: one agent must not use up the whole node."""
+        """The memory limit in MiB. A limit applies without memory_mb, too: one agent must not use up the whole node."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
@@ -234,8 +235,8 @@ class RuntimeSpec(Spec):
     """The sandbox.
 
     Its root is an `image` of the node, by name, or a folder on the node, `rootfs` (default: the host's system folders,
-    read-only). `rootfs` and `mounts` must be allowed by the operator. `users`: the number of user and group ids inside,
-    from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node has died.
+    read-only). The operator must allow `rootfs` and `mounts`. `users`: the number of user and group ids inside, from 0
+    up. After `lifetime_seconds` a sandbox ends by itself, even if its node is gone.
     """
 
     kind: Name = "namespace"
@@ -257,7 +258,7 @@ class RuntimeSpec(Spec):
 
 
 NonzeroExit = Literal["error", "grade"]
-"""What happens if an agent program exits with a code other than 0 after its model has replied: the attempt fails and is
+"""The effect of an agent program's exit code other than 0 after its model has replied: the attempt fails and is
 repeated ("error"), or its work is graded as it is ("grade"). With "error", model behaviour that crashes the program
 disappears from the data."""
 
@@ -265,9 +266,9 @@ disappears from the data."""
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
 
-    The placeholders {base_url}, {api_key}, {model} and {instruction} are filled in in `command`, the values of `env`
-    and the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written
-    before it starts. `venv` is a virtual environment of the host that a command runs in. `nonzero_exit` defaults to the
+    The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
+    the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
+    it starts. `venv` is a virtual environment of the host that a command runs in. `nonzero_exit` defaults to the
     preset's own, and to "grade" for a command.
     """
 
@@ -294,8 +295,8 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """Carries what the agent changed in a git repository: the folder `diff` (absolute or relative to the working
-    directory), but for what git ignores and the pathspecs in `exclude`."""
+    """Carries the agent's changes in a git repository: `diff` is the repository's folder (absolute or relative to the
+    working directory). Files that git ignores and paths that match the pathspecs in `exclude` are left out."""
 
     diff: SandboxPath
     exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
@@ -305,11 +306,11 @@ class EvaluatorSpec(Spec):
     """The evaluator: kind `command` runs `run` in the sandbox, kind `callable` calls the function at `path`.
 
     The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
-    for exit code 0 and 0.0 for exit code 1; any other exit code is an error. With `carry` the outcome is graded in a
-    new sandbox that has only these paths of the agent's sandbox, everything that was written there ("all"), or the
-    changes to a repository. Without it, the outcome is graded in the agent's sandbox. The new sandbox is one of the
-    agent's runtime, or of the evaluator's own `runtime`. With `keep`, what was carried is kept as an artifact, so that
-    it can be graded again; changes always are.
+    for exit code 0 and 0.0 for exit code 1; any other exit code is an error. Without `carry`, the outcome is graded in
+    the agent's sandbox. With `carry`, it is graded in a new sandbox with only the listed paths of the agent's sandbox,
+    everything written there ("all"), or the changes to a repository. The new sandbox uses the agent's runtime, or the
+    evaluator's own `runtime`. With `keep`, the carried files are kept as an artifact, so that they can be graded again;
+    changes to a repository are always kept.
     """
 
     kind: Name = "command"
@@ -338,7 +339,7 @@ Policy = Literal["train", "mask", "drop"]
 
 
 class Branches(Spec):
-    """What happens to the branches of each kind (`trajectory.BranchKind`).
+    """The treatment of the branches of each kind (`trajectory.BranchKind`).
 
     train: a row whose own sampled tokens train with the session's reward. mask: a row without tokens to train on and
     without reward. drop: no row.
@@ -356,15 +357,15 @@ FilterKind = Literal["not_completed", "truncated", "over_long", "repeated_calls"
 
 
 class Filter(Spec):
-    """What becomes of a session that was graded and whose run is of kind `when`.
+    """The treatment of a graded session whose run is of kind `when`.
 
-    not_completed: the agent did not end by itself. truncated: a limit of turns, tokens, context or time ended it, or
-    its last reply was cut off. over_long: it sampled more than `limit` tokens. repeated_calls: it called the same tool
-    with the same arguments `limit` times in a row, or 4 times. malformed_calls: a call of a tool could not be read.
-    no_patch: it changed nothing in the repository whose changes are carried.
+    not_completed: the agent did not end by itself. truncated: a limit of turns, tokens, context or time ended the run,
+    or the last reply was cut off. over_long: the agent sampled more than `limit` tokens. repeated_calls: the agent
+    called the same tool with the same arguments `limit` times in a row (default: 4). malformed_calls: a tool call could
+    not be parsed. no_patch: the agent changed nothing in the repository whose changes are carried.
 
-    `then` zero: the reward is 0 at most, and trains. mask: its rows are delivered, and nothing in them trains. drop: it
-    has no rows.
+    `then` zero: the reward is 0 at most, and trains. mask: the rows are delivered, and nothing in them trains. drop:
+    the session has no rows.
     """
 
     when: FilterKind
@@ -382,9 +383,8 @@ class Filter(Spec):
 
 class StepSpec(Spec):
     """A later step of a task: `prepare` is carried out in the sandbox as the earlier steps have left it, and the agent
-    is run anew, with this `instruction` and within `agent_seconds` (default: the task's). The step is begun only if
-    what the one before it earned is at least `needs`, by the names of metrics, "reward" being the reward.
-    """
+    is run anew, with this `instruction` and within `agent_seconds` (default: the task's). `needs` is the condition for
+    the step: for each metric, the minimum that the previous step must reach, with "reward" for the reward."""
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
     evaluator: EvaluatorSpec
@@ -400,8 +400,8 @@ class TaskSpec(Spec):
     `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
     "template" follows the template, by an explicit fork. `collect`: commands that run in the sandbox when the agent has
     ended. `artifacts`: patterns of files in the sandbox that are kept then, whether the agent succeeded or failed.
-    `then`: further steps in the same sandbox, each graded by itself; `steps_reward` is what the session earns: the mean
-    of the steps that were graded, or what the last of them did.
+    `then`: further steps in the same sandbox, each graded separately. `steps_reward`: the session's reward, either the
+    mean over the graded steps or the reward of the last graded step.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -438,7 +438,8 @@ class TaskSpec(Spec):
 
 
 def steps_of(task: TaskSpec) -> list[TaskSpec]:
-    """The steps of a task, each as a task by itself. A later one's sandbox is prepared for all steps up to it."""
+    """The steps of a task, each as a separate task. The sandbox of a later step has the prepare steps of all steps up
+    to it."""
     steps = [task.model_copy(update={"then": []})]
     for step in task.then:
         runtime, limits = steps[-1].runtime, task.limits
@@ -456,13 +457,12 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 
 
 def evaluator_field(step: int) -> str:
-    """Where a task has the evaluator of a step, the first of which is 0."""
+    """Field path of a step's evaluator. The first step is 0."""
     return f"task.then.{step - 1}.evaluator" if step else "task.evaluator"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
-    """All that sandboxes of a session are made of, each with its field: the agent's, then those of evaluators that have
-    one of their own."""
+    """The specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators' own."""
     found = [(task.runtime, "task.runtime")]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
@@ -471,7 +471,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_host(value: HttpUrl) -> HttpUrl:
-    """An address whose host can be looked up. Raises ValueError."""
+    """Return an address whose host name can be looked up. Raises ValueError for any other."""
     try:
         (value.host or "").encode("idna")
     except UnicodeError as error:
@@ -485,9 +485,9 @@ CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
 class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
-    If the same `idempotency_key` is submitted again, the first group is returned; with another body it is a conflict.
-    Once `min_usable` sessions have a reward, the others are stopped early; null: all are waited for. A session that has
-    waited for `expires_seconds` without being started once ends as expired; null: as the service's settings say.
+    If the same `idempotency_key` is submitted again, the first group is returned; with another body, the request is a
+    conflict. Once `min_usable` sessions have a reward, the others are stopped early; null: none are stopped. A session
+    that waits `expires_seconds` without having been started once ends as expired; null: the service's setting applies.
     """
 
     task: TaskSpec
@@ -506,15 +506,15 @@ class GroupSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as it is stored. `regrades`: by sample index, the sessions whose runs are graded again; their agents are
-    not run. It is empty for a group that runs its agents."""
+    """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running their
+    agents. Empty if the agents are run."""
 
     regrades: list[str] = []
 
 
 class RegradeSpec(Spec):
-    """How to grade sessions again, whose task stays as it was: with another `evaluator`, which may leave out what was
-    carried, or with the same one. The rest is as for a group; the `labels` are added to those of the task."""
+    """A request to grade sessions of an unchanged task again, with another `evaluator`, which may omit `carry`, or with
+    the same one. The other fields are as for a group; the `labels` are added to the task's."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -536,14 +536,14 @@ class EngineSpec(Spec):
 
 
 Role = Literal["read", "submit", "node", "admin"]
-"""What a token allows. `submit` also allows what `read` does, `node` nothing but to join with a node, `admin` all."""
+"""The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
 
 
 OPERATOR_TENANT = "operator"
-"""The tenant of what is submitted with the token of the settings, or while there is no token."""
+"""The tenant of groups submitted with the token of the settings, or while there is no token."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""The names of tokens and of tenants. The store joins a tenant's name with others by a colon or a slash."""
+"""Pattern of the names of tokens and tenants. The store joins a tenant's name with others by a colon or a slash."""
 
 
 def tenant_of(bucket: str) -> str:
@@ -555,10 +555,10 @@ TokenName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
 
 
 class TokenSpec(Spec):
-    """A token to make. `tenant`: whose groups it submits and sees, null for a tenant of the token's own name. Tokens of
-    one tenant share its groups, idempotency keys and consumers; an admin's token sees those of all. `max_queued`:
-    maximum number of its sessions that are queued or running, null for no limit. `expires_days`: when it expires, in
-    days from now, null for never."""
+    """A token to create. `tenant`: the tenant whose groups the token submits and sees, null for a tenant of the token's
+    own name. Tokens of one tenant share its groups, idempotency keys and consumers; an admin's token sees those of all
+    tenants. `max_queued`: maximum number of the token's queued and running sessions, null for no limit. `expires_days`:
+    days from now until the token expires, null for never."""
 
     name: TokenName
     role: Role
@@ -585,18 +585,18 @@ class PolicyPauseSpec(Spec):
 
 
 class PolicyResumeSpec(Spec):
-    """Generate again. `version` is that of the weights which the engines have now; null if they did not change.
-    `go_back`: it may be lower than the policy's, which undoes a version that was set by mistake."""
+    """Resume generation. `version` is the version of the engines' weights; null if they did not change. `go_back`
+    allows a version lower than the policy's, to undo a version set by mistake."""
 
     version: Version | None = None
     go_back: bool = False
 
 
 class PolicyUpdateSpec(Spec):
-    """Pause, have the engines load `weights` in place, set the version, and resume.
+    """Pause, make the engines load `weights` in place, set the version, and resume.
 
-    `weights` is a file or folder that every engine can read; null where the trainer has changed the weights itself.
-    Groups are cancelled whose first session began at a version below `cancel_older_than`. `go_back` as for a resume.
+    `weights` is a file or folder that every engine can read; null if the trainer has changed the weights itself. Groups
+    whose first session began at a version below `cancel_older_than` are cancelled. `go_back` as for a resume.
     """
 
     version: Version
@@ -611,12 +611,12 @@ MAX_CURSOR = (1 << 63) - 1
 
 
 CONSUMER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
-"""The names of consumers. They are part of paths and are shown on terminals."""
+"""Pattern of the names of consumers. The names are part of paths and are shown on terminals."""
 
 
 class AckSpec(Spec):
-    """Acknowledge the groups up to `cursor`. A consumer that is further stays where it is, but for `rewind`: then it
-    gets the groups after `cursor` again."""
+    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more stays there, unless `rewind` is set:
+    then it gets the groups after `cursor` again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False
@@ -624,9 +624,9 @@ class AckSpec(Spec):
 
 class GcSpec(Spec):
     """Remove finished groups that ended more than `days` ago, and the oldest ones until all that are left take no more
-    than `size_mb` MiB. Without either, the service's settings count.
+    than `size_mb` MiB. Without either, the service's settings apply.
 
-    `force` removes groups that some consumer has not acknowledged, too. With `dry_run` nothing is removed.
+    `force` also removes groups that some consumer has not acknowledged. With `dry_run` nothing is removed.
     """
 
     days: Annotated[float, Field(ge=0)] | None = None

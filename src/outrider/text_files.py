@@ -1,7 +1,7 @@
-"""Text and TOML files that somebody else wrote, read into bounds: whatever is in them, one error says so.
+"""Text and TOML files that somebody else wrote, read within bounds. Any fault of a file is reported as InvalidField.
 
-It knows no setting and no task. Invariant: no more of a file is read than its limit, and nothing but InvalidField is
-raised.
+The module uses neither settings nor tasks. Invariant: a reader reads no more of a file than its limit, and raises
+nothing but InvalidField.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 from outrider.errors import InvalidField
 
 MAX_TOML = 32 << 20
-"""Maximum bytes of a TOML file: a request may have as many."""
+"""Maximum bytes of a TOML file, the same as of a request."""
 MAX_DEPTH = 64
-"""Maximum nesting of tables and lists, as of requests: what is deeper overflows the stack of whoever goes through."""
+"""Maximum nesting of tables and lists, the same as in requests. Deeper values overflow the stack of code that walks
+them."""
 WORD = r"(?:[A-Za-z0-9_-]+|\"[^\"\n]*\"|'[^'\n]*')"
 LONG_KEY = re.compile(rf"(?<![\w.-]){WORD}(?:[ \t]*\.[ \t]*{WORD}){{{MAX_DEPTH}}}")
-"""A key of so many parts, for which tomllib takes time that is quadratic in their number."""
+"""A key of more than MAX_DEPTH parts: tomllib takes quadratic time in the number of parts."""
 
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
-    """Raises InvalidField, which says `what` the file is, for one that cannot be read, is no UTF-8 or has more than
-    `limit` bytes."""
+    """Read a text file. Raises InvalidField, which names the file as `what`, if the file cannot be read, is not UTF-8
+    or has more than `limit` bytes."""
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
@@ -41,7 +42,8 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
 
 
 def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
-    """The table in a file. Raises InvalidField as `read_text_file`, and for what is no TOML that can be used."""
+    """Return the table in a TOML file. Raises InvalidField as `read_text_file` does, and for invalid or too deeply
+    nested TOML."""
     try:
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
@@ -49,7 +51,7 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ValueError that says what is wrong and, if it can, in which line."""
+    """Parse TOML. Raises ValueError with the fault and, if possible, its line."""
     if found := LONG_KEY.search(text):
         line = text.count("\n", 0, found.start()) + 1
         raise ValueError(f"a key of more than {MAX_DEPTH} parts (at line {line})")
@@ -62,7 +64,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, deepest: int = MAX_DEPTH) -> None:
-    """Raises ValueError for lists and tables that are nested deeper. Level by level, so that nothing overflows."""
+    """Raise ValueError for lists and tables nested deeper than `deepest`. Goes level by level, so that the stack cannot
+    overflow."""
     level = [value]
     for _ in range(deepest + 1):
         below: list[Any] = []

@@ -1,4 +1,4 @@
-"""TLS at both ends: what the service presents, and what clients trust.
+"""TLS at both ends: the service's certificate, and the authorities accepted by clients.
 
 Invariant: a client always verifies the certificate and the name of the service.
 """
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField
 
 if TYPE_CHECKING:
-    import ssl  # imported where it is used: every program that imports Outrider would load OpenSSL, and not all can
+    import ssl  # imported where used: otherwise every importer of Outrider would load OpenSSL, and some cannot
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """For a server: a certificate and its key, PEM files; without a key it is in the certificate's file. Raises
-    InvalidField."""
+    """TLS context of a server with a certificate and its key, both PEM files (`key` None: the key is in the
+    certificate's file). Raises InvalidField."""
     import ssl
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # Without a password OpenSSL would ask for that of an encrypted key on the terminal.
+        # Without a password OpenSSL would prompt for the password of an encrypted key on the terminal.
         context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # an SSLError, too
+    except OSError as error:  # SSLError is an OSError
         raise InvalidField(
             f"cannot serve with {certificate} and {key or 'the key in it'}: {error.strerror or error}",
             field="tls.certificate",
@@ -33,8 +33,8 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def trusting(ca: str | None) -> ssl.SSLContext | bool:
-    """For a client of aiohttp: the authority in a PEM file and no other; None stands for those that this machine knows.
-    Raises InvalidField."""
+    """TLS setting of an aiohttp client. Accepts only the authority in the PEM file `ca`, or with None the authorities
+    installed on this machine. Raises InvalidField."""
     if ca is None:
         return True
     import ssl

@@ -1,8 +1,8 @@
 """The records of a rollout: turns, branch kinds, verdicts, training samples and session results.
 
 Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural log of the
-sampled token's probability, exactly the number that the engine gave. The module does not sample, render or store.
-Invariant: a turn's prompt is its parent's prompt, its parent's output, then its own `prompt_delta`.
+sampled token's probability, exactly as the engine reported it. The module does not sample, render or store. Invariant:
+a turn's prompt is its parent's prompt, its parent's output, then its own `prompt_delta`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def unpack_logprobs(packed: bytes) -> Logprobs:
 
 
 class JoinKind(StrEnum):
-    """How a request joined its session's token tree (`tokens/tree/tree.py`)."""
+    """The way in which a request joined its session's token tree (`tokens/tree/tree.py`)."""
 
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
-    FORK = "fork"  # shares a history, but could not just append
+    FORK = "fork"  # shares a history, but could not append to it
     RETRY = "retry"  # the very same request again
 
 
@@ -53,8 +53,8 @@ class ForkCause(StrEnum):
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
-    TOOLS_CHANGED = "tools_changed"  # a recorded history goes on with other tools
-    SYSTEM_CHANGED = "system_changed"  # a recorded history goes on with another system prompt
+    TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
+    SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
     TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
@@ -62,22 +62,22 @@ class ForkCause(StrEnum):
 
 
 HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
-"""The causes of a fork that goes on from a recorded history behind another head: other tools, another system prompt."""
+"""Causes of a fork that continues a recorded history behind another head: other tools, another system prompt."""
 
 
 class BranchKind(StrEnum):
-    """What a branch is for (`tokens/branches/classify.py` decides)."""
+    """The purpose of a branch (`tokens/branches/classify.py` decides)."""
 
     MAIN = "main"  # the conversation that does the task's work
-    SUBAGENT = "subagent"  # a conversation that another one started
-    COMPACTION = "compaction"  # writes a summary of a history, or goes on from one
+    SUBAGENT = "subagent"  # a conversation that another conversation started
+    COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
     AUXILIARY = "auxiliary"  # a side call, such as for a title
-    RETRY = "retry"  # an answer that the agent did not use: it sent the request again and used another
+    RETRY = "retry"  # a reply that the agent did not use: it sent the request again and used another reply
     ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
 
 
 class BranchPolicy(StrEnum):
-    """What is done with the branches of a kind."""
+    """The treatment of the branches of a kind."""
 
     TRAIN = "train"
     MASK = "mask"  # delivered as a row in which nothing trains
@@ -85,15 +85,15 @@ class BranchPolicy(StrEnum):
 
 
 class TokenMode(StrEnum):
-    """How a turn's ids are known."""
+    """The source of a turn's ids."""
 
     TOKENS = "tokens"  # the engine was given exactly the recorded ids
     CAPTURE = "capture"  # the engine was given text and reported its ids
-    TEXT = "text"  # no ids are known: never trained
+    TEXT = "text"  # no ids are available: never trained
 
 
 class LogprobKind(StrEnum):
-    """The distribution that log-probabilities are of."""
+    """The distribution to which log-probabilities refer."""
 
     RAW = "raw"  # log-softmax of the logits, before temperature and truncation
     SAMPLING = "sampling"  # the distribution that was sampled from
@@ -128,21 +128,22 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order of their commits.
 
     parent: the turn whose prompt and output this turn's prompt begins with.
-    step: the step of the task in which it was made, from 0.
-    conversation: 0 for the session's first conversation; those that began independently of it, or with other tools or
-        another system prompt, count up.
-    tools: a digest that tells the tools of requests apart, empty without tools.
-    agent_id, parent_agent_id, purpose: what the client said about the caller.
-    forked_from: the turn whose request shares the longest history with this one; where the tools or the system prompt
-        changed, the turn whose history it goes on from.
+    step: the step of the task in which the turn was made, from 0.
+    conversation: 0 for the session's first conversation; conversations that began independently of it, or with other
+        tools or another system prompt, count up.
+    tools: a digest that distinguishes the tools of requests, empty without tools.
+    agent_id, parent_agent_id, purpose: the client's description of the caller.
+    forked_from: the turn whose request shares the longest history with this one; if the tools or the system prompt
+        changed, the turn whose history it continues.
     prompt_delta, output_ids: packed int32. logprobs: packed float64, one per output id.
     sampling: the sampling parameters that the engine was given, and whether the model was to think.
     altered: tokens were drawn from another distribution than temperature and truncation make of the logits (penalties,
-        a bias, a minimum length, a form that the reply was held to).
-    ignored: names of what the client asked for without effect.
-    messages: those that the request added to its parent's conversation, all of them without a parent.
+        a bias, a minimum length, a required form of the reply).
+    ignored: names of the request's fields and tools that had no effect.
+    messages: the messages that the request added to its parent's conversation; all messages without a parent.
     reply: the message that the client was given; None if it had hung up.
-    tool_specs: the tools of a turn without a parent; others have those of the turn that their conversation begins with.
+    tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
+        begins with.
     """
 
     index: int
@@ -180,9 +181,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`; `kind`, `label` and
-    `depth` describe its branch. `row` is the number of the training row that trains its tokens, None where none does.
-    """
+    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are as in `Turn`; `kind`, `label` and
+    `depth` describe its branch. `row` is the number of the training row that trains its tokens, None without one."""
 
     index: int
     parent: int | None
@@ -211,9 +211,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image among a row's ids. `turn` is the turn that added it; `message` is the position of its message in the
-    conversation of the row's turns, from 0, replies counted.
+    conversation of the row's turns, from 0, replies included.
 
-    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. For an image that the client sent by
+    `digest` is the SHA-256 (hex) of its `size` bytes, stored by the service. For an image that the client sent by
     address, `url` is the address, `digest` is the digest of the address, and no bytes are stored.
     """
 
@@ -231,16 +231,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     Positions with mask 0 (context, and sampled tokens that another row trains) have log-probability 0.0 and version -1.
 
     prompt_length: ids before the first sampled one.
-    reward: the verdict's for this row, or else for the session. None when the session has no verdict, or the policy of
-        the row's kind is not to train: such a row must not be trained on.
+    reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
+        policy of the row's kind is not to train: such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
-    turn_rewards: for each of `turns`, the verdict's reward of the turn. None where it gave none, and where this row
-        does not train the turn's tokens: so each turn's reward is in one row at most.
-    parent: the turn that the branch forked from or was started by, None without one.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, or if this row does
+        not train the turn's tokens: so each turn's reward is in one row at most.
+    parent: the turn that the branch forked from or was started by, None if there is none.
     depth: 0 in the main conversation, one more for each sub-agent, side call or replaced history on the way.
-    label: says more than `kind`, as in "title".
-    altered: those of its turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`).
-    images: in the order in which the ids show them; one that is shown twice is there twice.
+    label: a more specific name than `kind`, such as "title".
+    altered: the turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`).
+    images: in the order in which the ids show them; an image shown twice is listed twice.
     """
 
     group_id: str
@@ -273,10 +273,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: tuple[float | None, ...] = ()
 
     def token_rewards(self, length: int | None = None) -> list[float]:
-        """The rewards in the places where they are due, a number for each of the first `length` ids (by default all): a
-        turn's at the last of its sampled tokens, the row's own at the last token that trains.
+        """The rewards at their positions, one number for each of the first `length` ids (default: all): a turn's reward
+        at the last of its sampled tokens, the row's own at the last token that trains.
 
-        The rewards of turns that end behind `length` are left out. A row without a reward has zeros.
+        Rewards of turns that end behind `length` are left out. A row without a reward has zeros.
         """
         mask = self.loss_mask[:length]
         placed = [0.0] * len(mask)
@@ -292,10 +292,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
     """A training row as a conversation, in the form of Chat Completions that chat templates take.
 
-    messages: each reply that the model sampled has a `weight`, 1 where the row trains it, else 0. Arguments of tool
-        calls are objects where they are JSON objects. In a row with images, each `content` is a list of parts, and an
-        image's part has its `path` in an export, or its `url`.
-    tools: None if the service did not store them, as before it had chat rows.
+    messages: each reply that the model sampled has a `weight`, 1 if the row trains it, else 0. Arguments of tool calls
+        are objects if they are JSON objects. In a row with images, each `content` is a list of parts, and an image's
+        part has its `path` in an export, or its `url`.
+    tools: None if the service did not store them, as in versions before chat rows.
     The other fields are those of the Sample.
     """
 
@@ -315,8 +315,8 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids that the engine reported
-    differently."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids reported differently by the
+    engine."""
 
     sampled: int = 0
     trained: int = 0
@@ -326,14 +326,14 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session used of one frozen model: its turns, and the tokens it sampled. None of them trains."""
+    """A session's use of one frozen model: its turns and sampled tokens, none of which train."""
 
     turns: int = 0
     tokens: int = 0
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a session spent in each stage. Waiting for a lane is counted apart from working in it; `stop`
+    """Seconds that a session spent in each stage. Waiting for a lane is counted apart from work in the lane; `stop`
     includes collecting artifacts."""
 
     queued: float = 0.0
@@ -353,17 +353,17 @@ class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a session ended; written once, never changed.
+    """The outcome of a session; written once, never changed.
 
-    policy: the task's for its branches; a kind that is not in it has the default.
+    policy: the task's policy for its branches; a missing kind has the default.
     harness_exit: set if the agent program failed and was graded all the same.
     forks: the number of forks by cause.
-    ignored: by name, the number of turns in which a client asked for something that had no effect.
-    frozen: by name, what was used of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
+    ignored: by name of a request's field or tool that had no effect, the number of turns that had it.
+    frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
     artifact_bytes: the size of the artifacts that were kept.
-    answer: what the harness named as the agent's answer, if it names one.
-    carried: whether there is an artifact with what was carried to the grading.
-    run_reason: if the grading failed, why the agent's run had ended before it.
+    answer: the agent's answer, if the harness reports one.
+    carried: true if there is an artifact with the files that were carried to the grading.
+    run_reason: if the grading failed, the reason why the agent's run had ended.
     regrades: the session whose run was graded again; its agent's turns are this session's, too.
     """
 
@@ -392,9 +392,10 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent's run in an earlier session, which is to be graded again: whose it was, how it ended, and the forks in
-    it by cause. Its turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent had made its
-    grading impossible: that stays so. `carried`: whether there is an artifact with what was carried to its grading."""
+    """An agent's run in an earlier session, to be graded again: its session and attempt, the reason why it ended, and
+    its forks by cause. Its turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent had made
+    its grading impossible; this verdict stays. `carried`: there is an artifact with the files carried to the grading.
+    """
 
     session_id: str
     attempt: int
@@ -407,7 +408,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stored_run(result: SessionResult) -> StoredRun | None:
-    """The run of a session that is done; None if it did not end by itself, so that there is nothing to grade."""
+    """The run of a finished session; None if the run did not end by itself, so that there is nothing to grade."""
     reason = result.run_reason if result.verdict is None else result.stop_reason
     if reason is None:
         return None
