@@ -1,4 +1,4 @@
-"""Nodes in other processes than the service's: how they are started, and what the two ends tell each other.
+"""Nodes outside the service's process: how they start or join, and the messages between the two ends.
 
-What a node does with an attempt is in `sessions/`; how its engine pool follows the service's is in `engines/pool/`.
+`sessions/` runs a node's attempts; `engines/pool/` keeps a node's engine pool like the service's.
 """

@@ -1,8 +1,8 @@
-"""What a node says of its sessions, checked against what the service knows.
+"""Checks of a node's messages about its sessions against the service's own records.
 
-A node is a program on another machine: its token lets it run sessions, and write for these alone. Each rule is a line
-of a table that docs/nodes.md prints; a node that breaks one is cut off, and its sessions run elsewhere. It knows no
-connection and no store. Invariant: what passes can be stored, added up, made into samples and shown.
+A node is a program on another machine. Its token permits running sessions, and writing for these sessions alone. Each
+rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run elsewhere. The
+module uses no connection and no store. Invariant: checked data can be stored, added up, made into samples and shown.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from outrider.tokens.samples import policy_of
 from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
 
 MAX_NUMBER = 1 << 53
-"""Counts and seconds are below it, and so exact as floating-point numbers."""
+"""Upper bound of counts and seconds: smaller integers are exact as floating-point numbers."""
 MAX_TURNS = 1 << 20
-"""An attempt's turns of one model: ten times what a task may ask for."""
+"""Maximum number of an attempt's turns of one model: ten times the highest limit of a task."""
 MAX_SESSIONS = 100_000
-"""The most sessions that a node may say that it has room for."""
+"""Maximum number of sessions in a node's report of its room."""
 MAX_LANES = 16
 MAX_FAILING = 64
-"""Background work of a node that fails, in its report; the rest is left out."""
+"""Maximum number of failing background tasks in a node's report. The rest is left out."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
 MAX_METRICS = 10_000
 MAX_LINES = 256
-"""Entries of a table of a result, such as forks by cause."""
+"""Maximum number of entries in a table of a result, such as forks by cause."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes
 
@@ -58,15 +58,16 @@ GRADED = frozenset(
         StopReason.AGENT_EXCESS,
     }
 )
-"""How an agent's run ends that is graded."""
+"""Stop reasons after which an attempt is graded."""
 ENDS = GRADED | {StopReason.SESSION_TIMEOUT, StopReason.ERROR}
-"""What a node may say. The other reasons are the service's own."""
+"""Stop reasons that a node may report. Only the service sets the remaining reasons."""
 
 T = TypeVar("T")
 
 
 class Rule(NamedTuple, Generic[T]):
-    """What is bounded, how, and whether a thing keeps to it, given what the service knows."""
+    """One check: `what` must be `bound`, in words. `holds` tests a value against the service's records of the
+    attempt."""
 
     what: str
     bound: str
@@ -74,22 +75,23 @@ class Rule(NamedTuple, Generic[T]):
 
 
 class Given:
-    """What the service knows of an attempt that a node has: what it was given, and what it has stored since."""
+    """The service's records of an attempt on a node: the attempt as sent, and the turns and artifacts stored since."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.vocabularies: Mapping[str | None, Vocabulary] = {}
-        """Those of the models that the service has."""
+        """Vocabularies of the service's models; the policy's key is None."""
         self.kept_here = False
-        """Whether its artifacts come over the connection: a process of this machine writes them itself."""
+        """Whether artifacts of the attempt arrive over the connection. A process of the service's machine writes its
+        artifacts to disk."""
         self.began_here = not attempt.goes_on and attempt.stored is None
-        """Whether all its turns are stored over this connection."""
+        """Whether all turns of the attempt are stored over the present connection."""
         self.certain = True
-        """Whether each turn is known to be stored, or not."""
+        """False once storing a turn has failed and the turn may be stored all the same."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
         self.kept: dict[str, int] = {}
-        """The sizes of its artifacts by SHA-256."""
+        """Sizes in bytes of the attempt's artifacts by SHA-256."""
         self.kept_bytes = 0
 
     @property
@@ -97,13 +99,15 @@ class Given:
         return self.attempt.task
 
     def note_turn(self, call: AddTurn) -> None:
-        """It is stored."""
+        """Count a stored turn."""
         self.indexes.setdefault(call.model, set()).add(call.turn.index)
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Whether so many turns by model are those that are stored. The result of an attempt that failed may be made
-        without its turns."""
+        """Whether the numbers of turns in a result, by model, fit the stored turns. With a verdict the numbers must be
+        equal and the stored indexes without gaps. Without a verdict the result must not exceed the stored turns,
+        because the result of a failed attempt may be made without its turns. True where not all stored turns are
+        recorded here."""
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:
@@ -113,7 +117,7 @@ class Given:
         return True
 
     def has_tokens(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """The same for sampled tokens."""
+        """`has_turns` for sampled tokens."""
         if not self.certain or not self.began_here:
             return True
         return all(
@@ -137,7 +141,7 @@ def _rewards_turns(result: SessionResult, given: Given) -> bool:
         return True
     numbers = (verdict.reward, *verdict.turns.values(), *verdict.rows.values())
     return (
-        all(abs(number) <= MAX_REWARD for number in numbers)  # a NaN is no less than anything
+        all(abs(number) <= MAX_REWARD for number in numbers)  # also refuses NaN, for which every comparison is false
         and all(0 <= index < result.turns for index in verdict.turns)
         and all(0 <= row < result.samples for row in verdict.rows)
     )
@@ -227,7 +231,7 @@ RESULT_RULES: tuple[Rule[SessionResult], ...] = (
         _is_short,
     ),
 )
-"""Of the result of an attempt."""
+"""Rules for the result of an attempt."""
 
 
 def _links_back(call: AddTurn, given: Given) -> bool:
@@ -249,7 +253,7 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
 
 
 def _could_be_sampled(call: AddTurn, given: Given) -> bool:
-    """What `engines.pool.reply_checks` finds of an engine's tokens: the service has not seen the engine's reply."""
+    """Repeat the checks of `engines.pool.reply_checks`, because the service has not seen the engine's reply."""
     turn = call.turn
     prompt, output = unpack_ids(turn.prompt_delta), unpack_ids(turn.output_ids)
     if len(prompt) and prompt.min() < 0:
@@ -259,7 +263,7 @@ def _could_be_sampled(call: AddTurn, given: Given) -> bool:
     logprobs = unpack_logprobs(turn.logprobs)
     if not len(logprobs) and turn.logprob_kind is not LogprobKind.NONE:
         return False
-    possible = bool(((logprobs > LOWEST) & (logprobs <= ROUNDING)).all())  # a NaN is neither
+    possible = bool(((logprobs > LOWEST) & (logprobs <= ROUNDING)).all())  # NaN fails both comparisons
     return possible and given.vocabularies[call.model].contains_all(output.tolist())
 
 
@@ -274,7 +278,7 @@ def _tiles(turn: Turn, tokens: int) -> bool:
 
 def _within_limits(call: AddTurn, given: Given) -> bool:
     sampled = given.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
-    # An engine that takes messages says how many it has sampled when it has: calls side by side may pass the limit.
+    # An engine that takes messages reports its sampled tokens afterwards, so concurrent calls may exceed the limit.
     counted = call.model is None and call.turn.mode is TokenMode.TOKENS
     return not counted or sampled <= given.task.limits.response_tokens
 
@@ -309,7 +313,7 @@ TURN_RULES: tuple[Rule[AddTurn], ...] = (
         lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
 )
-"""Of a turn."""
+"""Rules for a turn."""
 
 
 def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
@@ -331,11 +335,11 @@ INDEX_RULES: tuple[Rule[KeepIndex], ...] = (
     Rule("files", "kept for this attempt, of these sizes", _lists_what_is_kept),
     Rule("lines", f"{LIMITS.matches:,} for each pattern of the task; paths of {MAX_PATH:,} characters", _lists_few),
 )
-"""Of the list of an attempt's artifacts."""
+"""Rules for the list of an attempt's artifacts."""
 
 
 def check(thing: T, rules: tuple[Rule[T], ...], given: Given) -> None:
-    """Raises Nonsense that names the rule which does not hold."""
+    """Raise Nonsense with the first rule that does not hold."""
     for rule in rules:
         if not rule.holds(thing, given):
             name = given.attempt.name
@@ -343,7 +347,7 @@ def check(thing: T, rules: tuple[Rule[T], ...], given: Given) -> None:
 
 
 def shortened(result: SessionResult) -> SessionResult:
-    """The result with its error and its log cut to what a record keeps."""
+    """Return the result with error and log cut to the sizes in a record."""
     ended = result.harness_exit
     if ended is not None:
         ended = msgspec.structs.replace(ended, log_tail=ended.log_tail[-MAX_REASON:])
@@ -352,7 +356,7 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """A node's report of itself, under the name by which the service knows it. Raises Nonsense."""
+    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
@@ -365,8 +369,8 @@ def checked_stats(name: str, report: Report) -> NodeStats:
 
 
 def believed_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
-    """A node's use of the engines, with the texts cut that the status shows. The pace that a `stranger` reports is left
-    out, because sessions of other nodes are judged by the pace."""
+    """Return a node's use of the engines, with texts cut to the length shown in the status. The pace reported by a
+    `stranger`, a node on another machine, is left out, because sessions of other nodes are judged by the pace."""
     return {
         name: msgspec.structs.replace(
             use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace

@@ -1,7 +1,7 @@
 """The connection of a node to a service on another machine: dialled, and dialled again when it breaks.
 
-It knows no message but those by which a node joins. Invariant: a node that could not reach the service for
-PATIENCE_SECONDS has no service any more, because the service has given it up by then.
+Only the messages for joining are handled here. Invariant: a node that could not reach the service for PATIENCE_SECONDS
+ends its socket, because the service has given the node up by then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("outrider.node")
 DIALLING = Backoff(first=0.5, longest=5.0)
 CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
-"""A connection on which nothing came for so long is taken for dead: the service says something ten times a second."""
+"""A connection without a message for this many seconds is treated as dead: the service sends ten messages a second."""
 PATIENCE_SECONDS = SILENCE_SECONDS + QUIET_SECONDS
 CLOSE_SECONDS = 2.0
 
@@ -53,15 +53,15 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "its token must be a node's: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Close codes and HTTP statuses that would come again, with the errors that they become and what helps."""
+"""Close codes and HTTP statuses that every further try would get, with the error raised for each and a hint."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
-"""Ends after which the service does not know the node any more. What stands before it may answer 403 and 404 while it
-is started again."""
+"""Close codes and statuses after which the service has dropped the node. 403 and 404 are missing, because a reverse
+proxy may reply with these while the service restarts."""
 
 
 class Dialled:
-    """`socket` is the way to the service, over one connection after another."""
+    """The node's end of the connection. `socket` lasts while connections to the service come and go."""
 
     def __init__(self, join: Join) -> None:
         self.socket = ResumableSocket(MAX_MESSAGE)
@@ -72,8 +72,8 @@ class Dialled:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Keep connected while the block runs, which begins when the service has taken the node up. Raises
-        Unauthorized, Forbidden, NotFound, Conflict and EngineMisbehaved where it never will."""
+        """Stay connected while the block runs. The block begins when the service has accepted the node. Raises
+        Unauthorized, Forbidden, NotFound, Conflict and EngineMisbehaved if the service refuses the node for good."""
         connector = aiohttp.TCPConnector(ssl=trusting(self._join.ca))
         async with aiohttp.ClientSession(connector=connector) as session:
             tasks = asyncio.TaskGroup()
@@ -89,12 +89,13 @@ class Dialled:
             finally:
                 first.cancel()
                 keeping.cancel()
-                # The task group is not told of an error of the block: it would wrap it in a group.
+                # The task group must not see an error of the block: it would wrap the error in a group.
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Dial again and again. Returns what the service refuses the node for; once it has taken it up, a connection
-        that cannot be had any more ends the socket."""
+        """Dial until the service refuses the node, and return the refusal. After the service has accepted the node, end
+        the socket and return None when the service has dropped the node, or could not be reached for
+        PATIENCE_SECONDS."""
         failed = 0
         while True:
             before = self.socket.heard
@@ -111,10 +112,10 @@ class Dialled:
             await asyncio.sleep(DIALLING.wait(failed))
 
     async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
-        """Have one connection until it ends, or cannot be had."""
+        """Open one connection and use it to its end. Returns the reason for the end, or for the failure to open."""
         join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        code = Close.SILENT  # the service may keep what it has: the node comes back
+        code = Close.SILENT  # the service may keep the node's state: the node comes back
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 websocket = await session.ws_connect(
@@ -148,7 +149,7 @@ class Dialled:
             return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
 
     async def _carry(self, socket: ClientSocket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Work over a connection until it ends, or nothing comes any more."""
+        """Exchange messages over a connection until it ends, or has been quiet for QUIET_SECONDS."""
         async with asyncio.TaskGroup() as tasks:
             carrying = tasks.create_task(self.socket.carry(socket, arrived, replaced))
             while (quiet := self._clock() - self.socket.heard) < QUIET_SECONDS:

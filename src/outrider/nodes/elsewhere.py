@@ -1,7 +1,8 @@
-"""What a node on another machine is told of the service's settings, and what it makes of them there.
+"""The settings of a node on another machine: the service's part, and the machine's own part.
 
-Models, harnesses and limits are the service's; lanes, sandboxes and folders are the machine's own. What tasks may name
-of its files is as on the service's machine, unless the machine says otherwise; it is checked against what is there.
+Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. Tasks may name
+the same files as on the service's machine, unless the node's machine sets others. The paths are checked on the node's
+machine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 
 
 def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
-    """The service's settings without secrets, and its tokenizers. Blocks on the file system."""
+    """Return the service's settings without secrets, and the files of its tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
         "engines": (),
@@ -45,7 +46,7 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
         "store": None,
         "task_key": None,
         "callbacks": CallbacksConfig(),
-        # For machines that share them, and are given none of their own.
+        # For machines that share these paths with the service and set no paths of their own.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -66,8 +67,8 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
 
 @asynccontextmanager
 async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
-    """What the node is, of what the service has told and what it knows itself; with the tokenizers in a folder that
-    lasts as long as the block."""
+    """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists as long
+    as the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     with own_folder() as folder:
         copies = await asyncio.to_thread(_copies, told.folders, folder)
@@ -90,8 +91,8 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A new folder, locked while the block runs and removed afterwards. Folders that dead nodes have left are removed
-    first: their locks are free. On a file system without locks those folders stay."""
+    """Make a folder, locked while the block runs and removed afterwards. Folders left by killed nodes are removed
+    first: their locks are free. On a file system without locks the left folders stay."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(left, ignore_errors=True)
@@ -100,7 +101,7 @@ def own_folder() -> Iterator[Path]:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX))
             try:
                 stack.enter_context(_locked(folder, fcntl.LOCK_EX))
-            except FileNotFoundError:  # another node took it for a dead one's before it was locked here
+            except FileNotFoundError:  # another node removed the folder as a leftover before it was locked
                 continue
             except OSError as error:
                 log.warning("%s cannot be locked, and is not removed if this node dies: %s", folder, error)
@@ -111,7 +112,8 @@ def own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
-    """The folder is locked while the block runs. Raises FileNotFoundError if it is gone, and OSError."""
+    """Lock a folder while the block runs. Raises FileNotFoundError if the folder is gone or was replaced, and
+    OSError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, how)
@@ -123,7 +125,7 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def host_id() -> str:
-    """The same on one machine and network as long as the machine is up, and nowhere else."""
+    """Return an id of this machine's boot and network namespace, or "" if the id cannot be read."""
     try:
         return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
@@ -131,8 +133,8 @@ def host_id() -> str:
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """By the folder of the service, one here with the same files. Its last two names are the same: they may say which
-    model it is."""
+    """Write copies of the service's folders below `into`. Returns each copy's path by the service's path. The last two
+    names of a path are kept, because they may hold the model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -1,8 +1,8 @@
-"""Nodes on other machines, as the service has them: they dial in, and stay while they are heard of.
+"""The service's side of nodes on other machines: nodes dial in, and stay while they send messages.
 
-It knows no HTTP. Invariants: there is one node of a name, and while it is there the name belongs to the token that it
-came with; one that has not been heard of for SILENCE_SECONDS, or that says what cannot be, is given up, its attempts
-are run elsewhere, and its process is told so.
+HTTP is handled elsewhere. Invariants: a name belongs to one node, and to the node's token while the node is present. A
+node that was silent for SILENCE_SECONDS or broke the protocol is given up: its attempts are run elsewhere, and its
+process is notified.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ log = logging.getLogger("outrider.node")
 
 HELLO_SECONDS = 10.0
 FINAL = frozenset({Close.LEFT, Close.NONSENSE})
-"""Ends of a connection after which none follows."""
+"""Close codes after which the node does not connect again."""
 MAX_MEMBERS = 1024
-"""The most nodes that may have joined at once."""
+"""Maximum number of joined nodes at a time."""
 MAX_REFUSED = 16
-"""The latest nodes that were cut off which are kept for the status."""
+"""Number of recently cut off nodes kept for the status."""
 
 
 class JoinedNodes:
-    """`async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own` are the names of the
-    service's own nodes, which none of these may have."""
+    """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own`
+    are the names of the service's own nodes, which joining nodes cannot use."""
 
     def __init__(self, config: Config, parts: ServiceParts, telling: Telling, *, own: Collection[str]) -> None:
         self.added: Callable[[Node], None] = lambda _: None
         """Called with each node that begins to run attempts."""
         self.removed: Callable[[Node], None] = lambda _: None
-        """Called with each that does so no more."""
+        """Called with each node that no longer runs attempts."""
         self.on_room: Callable[[], None] = lambda: None
-        """Called when one can take more sessions than before."""
+        """Called when a node has room for more sessions than before."""
         self._config = config
         self._version = version("outrider")
         self._parts = parts
         self._telling = telling
         self._own = own
         self.refused: deque[RefusedNode] = deque(maxlen=MAX_REFUSED)
-        """The nodes that were cut off lately, because of what they said."""
+        """The nodes that were recently cut off for an invalid message."""
         self._members: dict[str, Member] = {}
         self._machines: dict[str, NodeResources] = {}
         self._tasks = asyncio.TaskGroup()
@@ -78,7 +78,8 @@ class JoinedNodes:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def attend(self, name: str, socket: Socket, owner: str) -> None:
-        """Have the node at the other end of a new connection, until that ends. `owner` is the name of its token."""
+        """Serve the node at the other end of a new connection until the connection ends. `owner` is the name of its
+        token."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 frame = await socket.receive()
@@ -100,8 +101,8 @@ class JoinedNodes:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            # Only the machine that it was on may replace a node, and only one that is not there any more. One that has
-            # not begun has nothing to come back for: its machine may have died, and be another one to us since.
+            # A node may be replaced only from its own machine, and only while disconnected. A node that has not begun
+            # has no sessions to come back for: its machine may have died, and returned under another random name.
             if name in self._own or (
                 member is not None
                 and (
@@ -121,7 +122,7 @@ class JoinedNodes:
                     return
                 member = self._admit(name, hello, owner)
                 break
-            await member.ended("it was started again")  # others may have waited for that, too: look again
+            await member.ended("it was started again")  # others may have waited for the same end: look again
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -148,7 +149,7 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._telling.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # what has changed since its first message
+            for model, pool in self._parts.pools.items():  # changes since the node's first message
                 node.tell(model, pool.state())
             self.added(node)
 
@@ -190,15 +191,15 @@ class JoinedNodes:
 
 
 class Member:
-    """A node that has joined, and the connections that it has now: another one may have come before the loss of the
-    first was noticed."""
+    """A node that has joined, and its present connections: the next may arrive before the loss of the last was
+    noticed."""
 
     def __init__(self, node: RemoteNode, hello: Hello, owner: str) -> None:
         self.node = node
         self.hello = hello
         self.owner = owner
         self.begun = False
-        """Whether it has run attempts."""
+        """Whether the node has reported itself ready."""
         self.socket = ResumableSocket(MAX_FROM_NODE)
         self._connections = 0
         self.serving: asyncio.Task[None]
@@ -208,14 +209,14 @@ class Member:
         return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
-        """Work over a connection until it ends."""
+        """Exchange messages over a connection until it ends."""
         replaced = self.socket.take_over()
         self._connections += 1
         self.node.set_reachable(True)
         try:
             await socket.send(encode(Welcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # perhaps the socket's own finding, which the peer is to be told
+            if end.code == Close.NONSENSE:  # where the socket itself found the error, the peer has not seen it
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error
@@ -228,10 +229,10 @@ class Member:
             log.info("the connection of node %s is gone: %s", self.node.name, end)
 
     async def ended(self, why: str) -> None:
-        """Give the node up; returns when nothing of it is left."""
+        """Give the node up. Returns when nothing of the node is left here."""
         self.socket.end(Disconnected(Close.REMOVED, why))
         await asyncio.wait([self.serving])
 
     def drop(self) -> None:
-        """Nothing more is said to it."""
+        """Send nothing more to the node."""
         self.socket.take_over()

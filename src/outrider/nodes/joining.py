@@ -1,7 +1,7 @@
-"""The processes of this machine that join a service on another one.
+"""The processes of this machine that join a service on another machine.
 
-It knows no connection: each process has its own (`dialling.py`). Invariant: a process that dies is started again, until
-the machine is to leave.
+Each process has its own connection (`dialling.py`). Invariant: a process that dies is started again, until the machine
+is to leave.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from outrider.sessions.resources import Capacity
 
 
 class JoiningMachine:
-    """`await machine.run(...)` has `config.processes` processes that work for the service at `url`, under `name`, or
-    names made of it. `joined` is called with the name of each that has begun."""
+    """A machine that joins a service: `await machine.run(...)` keeps `config.processes` processes at work for the
+    service at `url`. A single process is named `name`; several have a number appended. `joined` is called with the name
+    of each joined process."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class JoiningMachine:
         self._leaving = asyncio.Event()
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, object]], *, seconds: float) -> None:
-        """Work until `stop()` returns: then no new sessions are taken, and those that run have so many seconds to end.
-        Raises what the service refuses this machine for."""
+        """Work until `stop()` returns. Then no new sessions are taken, and running sessions have `seconds` to end.
+        Raises the service's refusal of this machine."""
         clock = asyncio.get_running_loop().time
         tasks = asyncio.TaskGroup()
         await tasks.__aenter__()
@@ -98,7 +99,7 @@ class JoiningMachine:
                 await process.pipe.send(encode(Leave()))
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
-        """What a process is told and tells, until it hangs up."""
+        """Exchange messages with a process until it hangs up."""
         name = join.own.name
         self._processes[name] = process
         try:
@@ -111,7 +112,7 @@ class JoiningMachine:
                     self._refusal = ready.error
                     return
                 self._joined(name)
-                if self._leaving.is_set():  # since before it could be told
+                if self._leaving.is_set():  # the machine began to leave before the process had joined
                     await process.pipe.send(encode(Leave()))
         except Disconnected:
             pass

@@ -1,7 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-It knows no connection. A `Call` of a node, to store a turn or to set resources aside, is answered by one `Answer` with
-its number, unless it is given back first. Everything else is said once and needs no answer.
+Connections are handled elsewhere. Each `Call` of a node, to store a turn or to set resources aside, gets one `Answer`
+with the same number, unless the node gives the call back first. No other message gets an `Answer`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
-"""Bytes of a message to a node, or of one between processes of this machine. A task with inline files, or the turns of
-a session with images, may have many megabytes; a longer message is a mistake."""
+"""Maximum bytes of a message to a node, and of a message between processes of one machine. A task with inline files, or
+the turns of a session with images, may take many megabytes; a longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
-"""Maximum bytes of a message from a node on another machine. The longest is a turn or a call with all of a request's
-body, which has 32 MiB, or an artifact, which has as many."""
+"""Maximum bytes of a message from a node on another machine. The longest messages are a turn or a call with a whole
+request body, and an artifact; each may take 32 MiB."""
 MAX_HELLO = 64 << 10
 """Maximum bytes of a hello."""
 
-# The bounds of what a node says. Decoding refuses what is beyond them; docs/nodes.md lists them.
+# Bounds of a node's messages. Decoding refuses values beyond the bounds; docs/nodes.md lists them.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-"""Of an engine, a model or a session."""
+"""The name of an engine, a model or a session."""
 ModelName = Name | None
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
-    """The service's first message: what the node is. `config` is the JSON of its settings, without secrets; `path` is
-    where Python looks for modules; `capacity` is what the machine has for all its nodes; `level` is that of its log.
-    `file` is where the settings of the node's own machine are, "" for nowhere. `folders` has what a node on another
-    machine needs of the folders that the settings name: the files' bytes by name."""
+    """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
+    is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level.
+    `file` is the path of the settings file on the node's machine, "" for none. `folders` are the contents of the
+    folders that the settings name and a node on another machine needs: the bytes by folder and file name."""
 
     name: str
     config: bytes
@@ -60,8 +60,8 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """To a process that is to join a service on another machine, in place of `Setup`: how it is reached, and what
-    `own` says of this machine. `machine` is a random name of the program that has started it."""
+    """Sent in place of `Setup` to a process that is to join a service on another machine: the service's address, and
+    this machine's settings in `own`. `machine` is a random name of the process's starter."""
 
     url: str
     token: str | None
@@ -71,14 +71,14 @@ class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """To a process that has joined: take no new sessions, and end when the present ones have."""
+    """Sent to a process that has joined: take no new sessions, and exit when the present sessions have ended."""
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """The first message on each connection of a node that joins. `instance` is a random name of its process,
-    `machine` of the program that has started it; `host` says on which machine and network it is (`host_id`);
-    `capacity` is what that machine has for all its nodes; `version` is that of Outrider; `received` counts the pieces
-    that came over earlier connections."""
+    """The first message on each connection of a joining node. `version` is Outrider's version; `instance` is a random
+    name of the node's process, `machine` of the process's starter; `host` identifies the machine and its network
+    (`host_id`); `capacity` is the machine's capacity for all its nodes; `received` is the number of pieces received
+    over earlier connections."""
 
     version: Annotated[str, msgspec.Meta(max_length=64)]
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -89,27 +89,28 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Its answer; the `Setup` follows on the first connection. `received` is as in `Hello`."""
+    """The service's answer to `Hello`. On the first connection the `Setup` follows. `received` is as in `Hello`."""
 
     received: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
-    """How the engine pool of a model stands. `model` is None for the policy, as everywhere below."""
+    """The state of a model's engine pool. `model` is None for the policy, here and below."""
 
     model: str | None
     state: PoolState
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
-    """How much load each engine of a model has from other processes."""
+    """The load that other processes put on each engine of a model."""
 
     model: str | None
     loads: dict[str, float]
 
 
 class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
-    """Run an attempt; `task` is the JSON of its TaskSpec. Answered by `Ran`, also when it is cancelled."""
+    """Run an attempt. `task` is the JSON of its TaskSpec. The node sends `Ran` at the end, also after a
+    cancellation."""
 
     attempt: int
     session: SessionRow
@@ -120,7 +121,7 @@ class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
 
 
 class EndOutlived(msgspec.Struct, tag="end_outlived", frozen=True):
-    """`Node.end_outlived`."""
+    """A request for `Node.end_outlived`."""
 
     session_id: str
 
@@ -130,7 +131,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
-    """Get an image from a registry. Answered by `Pulled`."""
+    """Get an image from a registry. The node sends `Pulled` at the end."""
 
     pull: int
     reference: str
@@ -138,7 +139,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
-    """To a call. `error`: what it raised. The rest is what it returned, by the kind of the call."""
+    """The answer to a `Call`: in `error` the raised error, in the other fields the returned value, by kind of call."""
 
     call: int
     error: ErrorRecord | None = None
@@ -150,7 +151,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defau
 
 
 class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a forwarded generation; without any chunk, its end."""
+    """A part of a forwarded generation. A part without a chunk is the end."""
 
     generation: int
     chunk: Chunk | None = None
@@ -159,15 +160,15 @@ class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The node runs what it is given from now on; or it cannot, because of an error. `outlived` is as in `Node`."""
+    """The node is ready to run attempts, or cannot run any because of `error`. `outlived` is as in `Node`."""
 
     error: ErrorRecord | None = None
     outlived: Annotated[dict[Name, Number], msgspec.Meta(max_length=4096)] = {}
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """How the node is. `uses`: what it has on the engines, by model and engine. `images`: the names of those that it
-    has, if it is on another machine."""
+    """The state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the names of
+    the images on the node's machine, or None on the service's machine."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
@@ -182,7 +183,7 @@ class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
-    """How the gate of a model's pool stands at the node."""
+    """The state of a model's gate at the node."""
 
     model: ModelName
     report: GateReport
@@ -196,14 +197,15 @@ class Doubt(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
 
 
 class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
-    """The attempt has ended, and all that it had was given back. `result` is None if it was cancelled, or is lost."""
+    """The attempt has ended, and all its resources were given back. `result` is None for a cancelled or lost
+    attempt."""
 
     attempt: Number
     result: SessionResult | None
 
 
 class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
-    """The image is there, or why it is not."""
+    """The result of a `Pull`: the image, or the error."""
 
     pull: Number
     image: Image | None = None
@@ -211,7 +213,7 @@ class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
 
 
 class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
-    """Of the calls: `Store.set_state`."""
+    """A call of `Store.set_state`."""
 
     call: Number
     session_id: Name
@@ -220,7 +222,7 @@ class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
 
 
 class AddTurn(msgspec.Struct, tag="add_turn", frozen=True, kw_only=True):
-    """`Store.add_turn`."""
+    """A call of `Store.add_turn`."""
 
     call: Number
     session_id: Name
@@ -230,7 +232,7 @@ class AddTurn(msgspec.Struct, tag="add_turn", frozen=True, kw_only=True):
 
 
 class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
-    """`Store.turns`, or `Store.frozen_turns`."""
+    """A call of `Store.turns`, or of `Store.frozen_turns`."""
 
     call: Number
     session_id: Name
@@ -240,7 +242,7 @@ class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
 
 
 class KeepArtifact(msgspec.Struct, tag="keep_artifact", frozen=True, kw_only=True):
-    """`ArtifactStore.put`, of a node on another machine."""
+    """A call of `ArtifactStore.keep`, from a node on another machine."""
 
     call: Number
     session_id: Name
@@ -249,7 +251,7 @@ class KeepArtifact(msgspec.Struct, tag="keep_artifact", frozen=True, kw_only=Tru
 
 
 class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
-    """`ArtifactStore.index`."""
+    """A call of `ArtifactStore.keep_index`."""
 
     call: Number
     session_id: Name
@@ -258,7 +260,7 @@ class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
 
 
 class ReadCarried(msgspec.Struct, tag="read_carried", frozen=True, kw_only=True):
-    """`ArtifactStore.carried`, of a run that is graded again on this node."""
+    """A call of `ArtifactStore.carried`, for a run that is graded again on this node."""
 
     call: Number
     session_id: Name
@@ -266,7 +268,7 @@ class ReadCarried(msgspec.Struct, tag="read_carried", frozen=True, kw_only=True)
 
 
 class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
-    """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
+    """Wait for resources and hold them until `GiveBack`, or until the node is gone."""
 
     call: Number
     amount: ResourceAmount
@@ -275,18 +277,18 @@ class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
 
 
 class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
-    """What a `Take` of that number was given, or waits for."""
+    """Return the resources of the `Take` with this number, or withdraw the `Take` while it waits."""
 
     call: Number
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):
-    """The node takes no new attempts. The connection is closed when the present ones have ended."""
+    """The node takes no new attempts. The service closes the connection when the present attempts have ended."""
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
-    """Generate on an engine that only the service has; `input_ids` are int32. One of `sampling`, with ids, and `chat`
-    is there."""
+    """Generate on an engine that only the service can reach. `input_ids` are int32. Either `sampling`, with ids, or
+    `chat` is set."""
 
     generation: Number
     model: ModelName
@@ -299,14 +301,14 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """The node wants no more of a generation."""
+    """Stop a forwarded generation."""
 
     generation: Number
 
 
 def framed(message: msgspec.Struct, *, elsewhere: bool = False) -> bytes:
-    """The message as it is sent; `elsewhere`: by a node to a service on another machine. Raises ServiceError for one
-    that cannot be: with values that MessagePack does not have, too long, or with more values than the service takes."""
+    """Encode a message. `elsewhere`: the sender is a node on another machine. Raises ServiceError for a message that is
+    too long, has values that MessagePack lacks, or has more values than the service accepts."""
     kind = type(message).__name__
     try:
         frame = encode(message)
@@ -320,7 +322,7 @@ def framed(message: msgspec.Struct, *, elsewhere: bool = False) -> bytes:
 
 
 OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
-"""Calls for an attempt, which the node must have."""
+"""Calls for an attempt that the node must have."""
 
 Call = OfAttempt | ReadCarried | Take
 ToNode = Setup | Follow | Loads | Run | EndOutlived | Cancel | Pull | Answer | Generated | Beat

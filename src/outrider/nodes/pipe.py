@@ -1,4 +1,4 @@
-"""Whole messages over a Unix socket between two processes of one machine: each frame has its length before it."""
+"""Whole messages over a Unix socket between two processes of one machine: each frame follows its length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUFFER = 1 << 20
 
 
 class Pipe:
-    """`engines.relay.link.Socket` over a stream."""
+    """An `engines.relay.link.Socket` over a stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -22,7 +22,7 @@ class Pipe:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """The pipe over one end of a pair, which it closes."""
+        """Make a pipe over one end of a socket pair. The pipe closes the end."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=BUFFER))
 
     async def send(self, frame: bytes) -> None:
@@ -30,7 +30,7 @@ class Pipe:
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
             self._writer.write(frame)
             await self._writer.drain()
-        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError for a transport that is closed
+        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError for a closed transport
             raise Disconnected(1006, str(error)) from error
 
     async def receive(self) -> bytes:
@@ -46,5 +46,5 @@ class Pipe:
         self._writer.close()
 
     def abort(self) -> None:
-        """Close without waiting for anything."""
+        """Close without waiting."""
         self._writer.transport.abort()

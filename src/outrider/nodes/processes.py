@@ -1,9 +1,9 @@
-"""Several nodes on one machine, each a process of its own, so that sessions use more than one core.
+"""Several nodes on one machine, each in its own process, so that sessions use more than one core.
 
-Each process runs what a service with one process runs itself: sandboxes, agents, the model gateway, token trees, and
-generations on engines that have a URL. The service keeps the queue, the store, the policy, and engines that live in its
-own process. It knows nothing of what is said on a connection (`remote_node.py`). Invariants: a process that dies is
-started again; none outlives the service.
+Each process does the work of a service with one process: sandboxes, agents, the model gateway, token trees, and
+generations on engines with a URL. The service keeps the queue, the store, the policy, and engines inside its own
+process. Messages are handled in `remote_node.py`. Invariants: a process that dies is started again; no process outlives
+the service.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 LEAST_WARM_MB = 16
-"""The least that `sandboxes.warm_memory_mb` may be."""
+"""The lower bound of `sandboxes.warm_memory_mb`."""
 
 
 class NodeProcesses:
-    """`async with NodeProcesses(config, parts) as processes`: within the block `processes.nodes` run attempts. Entering
-    it raises what keeps a node from starting."""
+    """The nodes on the service's machine. `async with NodeProcesses(config, parts) as processes`: within the block
+    `processes.nodes` run attempts. Entering the block raises the error that keeps a node from starting."""
 
     def __init__(self, config: Config, parts: ServiceParts) -> None:
         self._config = config
@@ -69,8 +69,8 @@ class NodeProcesses:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def _supervise(self, node: RemoteNode, number: int, started: asyncio.Future[None]) -> None:
-        """Have a process for the node, one after another. `started` is set when the first one works, or to what keeps
-        it from that."""
+        """Keep a process running for the node. `started` is set when the first process is ready, or to the error of its
+        start."""
 
         def ready(error: ErrorRecord | None) -> None:
             if not started.done():
@@ -96,7 +96,8 @@ class NodeProcesses:
 
 
 def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setup:
-    """What the node of that number is told that it is, of `config.processes` that share what the settings give."""
+    """Return the settings of node `number`: its part of the lanes and warm sandboxes that `config.processes` nodes
+    divide."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
     sizes = {"init": lanes.init, "ready": lanes.ready, "run": lanes.run, "eval": lanes.eval}
     slots = {name: max(1, _part(size, number, of)) for name, size in sizes.items() if size is not None}
@@ -108,7 +109,7 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setu
                 "warm_memory_mb": max(LEAST_WARM_MB, sandboxes.warm_memory_mb // of),
             }
         ),
-        # It is told of engines as they come, and no secret that it does not need.
+        # Engines are sent to the node as they come. The node gets no unnecessary secrets.
         "engines": (),
         "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
         "token": None,

@@ -1,7 +1,7 @@
-"""Every machine of a Ray cluster joins a service: an actor on each has the processes that `outrider nodes join` has.
+"""Joins every machine of a Ray cluster to a service: an actor on each runs the processes of `outrider nodes join`.
 
-It knows nothing of what nodes do. Invariant: a machine of the cluster has one actor, which Ray starts again when it
-dies; when this program ends, so do they.
+The work of the nodes is handled elsewhere. Invariants: a machine of the cluster has one actor, which Ray starts again
+after its death; all actors end with this program.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.node")
 
 LOOK_SECONDS = 2.0
-"""How often the cluster is looked at for machines that came or went."""
+"""Seconds between two looks for machines that came or went."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The service that is joined, the JSON of the settings that a machine has for it, and their file, "" for none."""
+    """The service to join, the JSON of a machine's settings for it, and the path of the settings file, "" for none."""
 
     url: str
     token: str | None
@@ -39,10 +39,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """An actor: one machine, which joins under `name`."""
+    """A Ray actor: one machine, which joins under `name`."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # which its processes are told
+        logging.getLogger().setLevel(level)  # passed on to the machine's processes
         found = msgspec.convert(place, Place)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
@@ -60,7 +60,7 @@ class RayMachine:
         self._joined = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
-        """Returns when the machine has left; the record of what the service refuses it for, if it does."""
+        """Work until the machine has left. Returns the record of the service's refusal, or None."""
         try:
             await self._machine.run(self._stop.wait, seconds=self._seconds)
         except OutriderError as error:
@@ -68,17 +68,18 @@ class RayMachine:
         return None
 
     async def joined(self) -> None:
-        """Returns when the first of its processes has joined."""
+        """Return when the first process of the machine has joined."""
         await self._joined.wait()
 
     async def leave(self) -> None:
-        """Take no new sessions; `run` returns when the present ones have ended, or after a while."""
+        """Take no new sessions. `run` returns when the present sessions have ended, or after `stop_seconds`."""
         self._stop.set()
 
 
 class RayFleet:
-    """`await fleet.run(stop)`. `address` is that of the cluster, "auto" one that runs on this machine, "local" one that
-    is started for this. `resource` names what a machine must have. `note` is told of machines that come and go."""
+    """The machines of a Ray cluster, joined to a service by `await fleet.run(stop)`. `address` is the cluster's
+    address, "auto" for a cluster on this machine, "local" for a new cluster. `resource` names a Ray resource required
+    of a machine. `note` is called with a line for each arrival and departure of a machine."""
 
     def __init__(
         self, place: Place, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]
@@ -96,10 +97,10 @@ class RayFleet:
         self._stop_seconds = stop_seconds
         self._note = note
         self._machines: dict[str, tuple[str, ActorHandle, asyncio.Future[Any]]] = {}
-        """By Ray's id of the machine: its name, its actor, and how that ends."""
+        """Name, actor, and result of the actor's `run`, by Ray's id of the machine."""
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Work until `stop()` returns: then the machines leave. Raises what the service refuses them for, and
+        """Work until `stop()` returns, then have the machines leave. Raises the service's refusal of a machine, and
         ServiceError without a cluster."""
         ray = self._ray
         try:
@@ -121,13 +122,13 @@ class RayFleet:
                 while not stopping.done() and refusal is None:
                     try:
                         await self._look()
-                    except Exception as error:  # Ray may be busy with itself, and it is looked at again
+                    except Exception as error:  # Ray may be busy; the next look follows soon
                         log.warning("the Ray cluster cannot be looked at: %r", error)
                     runs = [run for _, _, run in self._machines.values()]
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # it might fail again at once
+                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # a new actor might fail again at once
                 if refusal is None:
                     await self._leave()
                 stopping.cancel()
@@ -137,7 +138,7 @@ class RayFleet:
             raise error_from(refusal)
 
     async def _look(self) -> None:
-        """Have an actor on each machine of the cluster, and none elsewhere."""
+        """Start an actor on each new machine of the cluster, and kill the actors of machines that have left."""
         machines = await asyncio.to_thread(self._ray.nodes)
         alive = {
             machine["NodeID"]: machine
@@ -166,7 +167,8 @@ class RayFleet:
             asyncio.wrap_future(actor.joined.remote().future()).add_done_callback(note)
 
     def _refusal(self) -> ErrorRecord | None:
-        """What the service refuses a machine for. An actor that failed for another reason is made anew."""
+        """Return the service's refusal of a machine, if any. An actor that failed for another reason is replaced at the
+        next look."""
         for id, (name, _, run) in list(self._machines.items()):
             if not run.done():
                 continue

@@ -1,9 +1,8 @@
-"""A node in another process, as the service has it: attempts go there, and what the node needs of the service is done
-for it here.
+"""The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
 
-It knows nothing of how the process is started (`processes.py`), or comes by itself (`joined.py`). Invariants: what a
-node asked for is done only while its connection lasts, so nothing is stored for an attempt that the scheduler has given
-up with its node; and all that a node had set aside is given back when the connection ends.
+Other modules start the process (`processes.py`) or let the node join (`joined.py`). Invariants: a call of a node is
+carried out only while its connection lasts, so nothing is stored for an attempt that the scheduler has given up with
+its node; all resources set aside for a node are given back when the connection ends.
 """
 
 from __future__ import annotations
@@ -96,28 +95,28 @@ log = logging.getLogger("outrider.node")
 
 HEARTBEAT_SECONDS = 4.0
 SILENCE_SECONDS = 20.0
-"""A node that says nothing for so long is given up: it hangs."""
+"""Seconds of silence after which a node is given up as hanging."""
 START_SECONDS = 120.0
-"""The same, for a node that starts: it is busy, and says nothing."""
+"""`SILENCE_SECONDS` for a starting node, which is busy and sends nothing."""
 
 CANCEL_SECONDS = 120.0
-"""How long a node on another machine has to end an attempt that was cancelled. A daemon of containers may take as long
-for one call."""
+"""Seconds that a node on another machine has to end a cancelled attempt. One call to a container daemon may take as
+long."""
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""While so many calls of a node are unanswered, or have so many bytes, nothing more is read from it."""
+"""Maximum number and bytes of a node's unanswered calls. At either limit nothing more is read from the node."""
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""What a node may have forwarded at once; the next one is refused."""
+"""Maximum number and bytes of a node's forwarded generations. Further generations are refused."""
 SPARE_TAKES = 16
-"""How often a node may ask for resources at once, besides twice for each attempt that it has."""
+"""Number of `Take` calls, waiting or granted, allowed in addition to two for each attempt of the node."""
 
 Pools = Mapping[str | None, EnginePool]
-"""The engine pools of a service by model; that of the policy is None's."""
+"""The engine pools of a service by model. The policy's key is None."""
 
 
 class ServiceParts(msgspec.Struct, frozen=True):
-    """What the service does for its nodes is done with these. `resources` are those of the machine, which all nodes on
-    it share. What fails is noted in `failures`."""
+    """The parts of the service for carrying out the nodes' calls. All nodes on one machine share its `resources`.
+    Failures are recorded in `failures`."""
 
     store: Store
     artifacts: ArtifactStore
@@ -127,9 +126,10 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """`sessions.attempt.Node`, over one connection after another. It has no room for sessions before it has said how
-    much. `elsewhere`: it is on another machine, and cannot reach engines that are on this one. `dialled`: it came by
-    itself, with a token that allows no more than to be a node."""
+    """The service's proxy for a node in another process: a `sessions.attempt.Node` over one connection after another.
+    The node has no room for sessions before its first report. `elsewhere`: the node is on another machine, and cannot
+    reach engines on this machine. `dialled`: the node dialled in, with a token that permits nothing but being a
+    node."""
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -144,9 +144,9 @@ class RemoteNode:
         self._stats = self._nothing
         self._reachable = True
         self._images: frozenset[str] | None = None
-        """The names of those that it has; None if they are those of this machine."""
+        """Names of the images on the node's machine; None for a node on this machine."""
         self.on_room: Callable[[], None] = lambda: None
-        """Called when it can take more sessions than before."""
+        """Called when the node has room for more sessions than before."""
 
     async def serve(
         self,
@@ -158,9 +158,10 @@ class RemoteNode:
         heard: Callable[[], float] = lambda: 0.0,
         taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
-        """Have the node at the other end work until the connection ends; how it ended. `ready` is called when the node
-        has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
-        nothing any more: only then is given back what was set aside for it. `heard`, `taken`: see `Link`."""
+        """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
+        is called with None when the node is ready to run attempts, or with its error. `ended` is awaited at the end,
+        and returns when the node has stopped using its resources: only then are the resources given back. `heard`,
+        `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -185,12 +186,12 @@ class RemoteNode:
                 connection.give_back()
 
     def tell(self, model: str | None, state: PoolState) -> None:
-        """Tell the node how the engine pool of a model stands, if it is there. One that comes later is told then."""
+        """Send the state of a model's engine pool to the node, if connected. Later connections begin with the state."""
         if self._connection is not None:
             self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
 
     def weigh(self, model: str | None, loads: dict[str, float]) -> None:
-        """The same for the load that others put on its engines."""
+        """Send the load that other processes put on a model's engines to the node, if connected."""
         if self._connection is not None:
             self._connection.link.send(Loads(model=model, loads=loads))
 
@@ -203,7 +204,7 @@ class RemoteNode:
         return has_image(runtime.image, self._images)
 
     def set_reachable(self, reachable: bool) -> None:
-        """Whether attempts can be sent there now. It has no room while they cannot."""
+        """Set whether attempts can be sent to the node. A node out of reach has no room."""
         more = reachable and not self._reachable
         self._reachable = reachable
         if more:
@@ -235,7 +236,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """For a node on another machine: engines at an address that only this machine has are reached through it."""
+    """Return the state for a node on another machine: engines at addresses local to this machine lose their specs, so
+    that the node reaches the engines through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines
@@ -244,7 +246,7 @@ def _without_local(state: PoolState) -> PoolState:
 
 
 class Connection:
-    """What goes on over one connection to a node. `tasks` runs what the node asks for."""
+    """One connection to a node. `tasks` runs the node's calls."""
 
     def __init__(
         self, name: str, link: Link[ToService], parts: ServiceParts, tasks: asyncio.TaskGroup, *, dialled: bool
@@ -256,22 +258,22 @@ class Connection:
         self.link = link
         self._numbers = itertools.count()
         self.leaving = False
-        """Whether the node takes no new attempts, and is to be let go when it has none."""
+        """Whether the node takes no new attempts. The connection is closed when the last attempt has ended."""
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
         self._running: dict[tuple[str, int], Given] = {}
-        """These by their session's id and their number in it."""
+        """Running attempts by session id and attempt number."""
         self._by_number: dict[int, Given] = {}
-        """These by the number of their `Run`."""
+        """Running attempts by the number of their `Run`."""
         self.outlived: dict[str, int] = {}
         """As in `Node`."""
         self._pulls: dict[int, asyncio.Future[Image]] = {}
         self._asked = -1
-        """The number of the last call or generation: the next one's is higher."""
+        """The number of the node's last call or generation. The numbers must rise."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._call_bytes = 0
         self._takes: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
-        """What is set aside for the node, by the number of its `Take`."""
+        """Resources set aside for the node, by the number of the `Take`."""
         self._generations: dict[int, asyncio.Task[None]] = {}
         self._generation_bytes = 0
         self._answered = asyncio.Event()
@@ -290,7 +292,7 @@ class Connection:
             await self._answered.wait()
 
     def lose_attempts(self) -> None:
-        """The node is gone, and its attempts with it. Nothing is done for it any more."""
+        """Fail all attempts and pulls of a node that is gone, and cancel its calls."""
         self._ended = True
         for attempt in self._attempts.values():
             if not attempt.done():
@@ -302,7 +304,7 @@ class Connection:
             task.cancel()
 
     def give_back(self) -> None:
-        """What was set aside for the node, and what it had on engines."""
+        """Give back the resources set aside for the node, and clear its use of engines."""
         for slot in self._slots.values():
             slot.release()
         for pool in self._parts.pools.values():
@@ -310,7 +312,7 @@ class Connection:
             pool.policy.gate.forget(self._name)
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
-        """As `Node.run`: a cancellation is raised when the node has torn the attempt down."""
+        """See `Node.run`. A cancellation is raised when the node has torn the attempt down."""
         # In a thread: a task may hold megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self._ended or self.leaving:
@@ -340,19 +342,19 @@ class Connection:
             self.link.send(Cancel(number))
             await shielded(lambda: self._end_of(attempt.name, done))
             if not done.cancelled():
-                done.exception()  # asyncio logs an error that nobody has asked for
+                done.exception()  # asyncio logs an exception that is never retrieved
             raise
         finally:
             del self._attempts[number], self._by_number[number]
             del self._running[session.id, session.attempt]
             self._let_go()
-        if result is None:  # it was not told to: it is about to end, or cannot go on where its last process had been
+        if result is None:  # not cancelled: the node is about to end, or cannot continue its predecessor's run
             raise self._lost()
         return result
 
     async def _end_of(self, name: str, done: asyncio.Future[SessionResult | None]) -> None:
-        """Return when an attempt that was cancelled has ended, or is lost. A node on another machine may be anybody's
-        program: one that does not end it must not keep a group, or the service, from ending."""
+        """Return when a cancelled attempt has ended or is lost. A node on another machine may be anybody's program: a
+        node that does not end the attempt must not keep a group, or the service, from ending."""
         await asyncio.wait([done], timeout=CANCEL_SECONDS if self._dialled else None)
         if not done.done():
             self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
@@ -380,7 +382,7 @@ class Connection:
         return NodeLost(f"node {self._name} is gone")
 
     def _handle(self, message: ToService) -> None:
-        """Raises Nonsense for what a node cannot say."""
+        """Handle a message. Raises Nonsense for a message that breaks the protocol."""
         pools = self._parts.pools
         match message:
             case Take():
@@ -394,7 +396,7 @@ class Connection:
                 if (slot := self._slots.pop(message.call, None)) is not None:
                     slot.release()
                 elif (take := self._takes.get(message.call)) is not None:
-                    take.cancel()  # it still waits
+                    take.cancel()  # the call still waits
             case Generate():
                 self._check_generation(message)
                 self._start(self._generations, message.generation, self._generate(message, size=self.link.size))
@@ -421,7 +423,7 @@ class Connection:
                     self._pool(used.model).note_uses(self._name, believed_uses(used.engines, stranger=self._dialled))
             case Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # it has only begun to follow
+                if not gate.expects(self._name):  # the node has only begun to follow the pool
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)
@@ -464,7 +466,7 @@ class Connection:
         task.add_done_callback(lambda _: among.pop(number, None))
 
     def _check_call(self, call: OfAttempt | ReadCarried) -> None:
-        """Check what is to be stored, for an attempt that the node has; it is told in `_answer` of any other. Raises
+        """Check the data to be stored for an attempt of the node. `_do` refuses calls for other attempts. Raises
         Nonsense."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
             return
@@ -479,7 +481,7 @@ class Connection:
                 pass
 
     def _check_generation(self, asked: Generate) -> None:
-        """Raises Nonsense for a request that no engine may be given."""
+        """Raise Nonsense for a request that no engine may be given."""
         self._pool(asked.model)
         if (asked.chat is None) == (asked.sampling is None) or len(asked.input_ids) % 4:
             raise Nonsense("a generation that is neither of ids nor of messages")
@@ -503,7 +505,7 @@ class Connection:
             self._answered.set()
 
     async def _do(self, call: Call) -> None:
-        """Do what the node asks for, and answer. Raises Nonsense."""
+        """Carry out a call of the node and send the answer. Raises Nonsense."""
         store, artifacts = self._parts.store, self._parts.artifacts
         answer = Answer(call=call.call)
         try:
@@ -518,7 +520,7 @@ class Connection:
                     except Conflict:
                         raise
                     except BaseException:
-                        given.certain = False  # it may be stored
+                        given.certain = False  # the turn may be stored
                         raise
                     given.note_turn(call)
                 case SetState():
@@ -536,7 +538,7 @@ class Connection:
                     answer = Answer(call=call.call, digest=digest)
                 case KeepIndex():
                     assert given is not None
-                    # Not what the list says of itself, nor any digest: they become paths.
+                    # All of these become paths: session and attempt are taken from the call, and digests are checked.
                     check(call, INDEX_RULES, given)
                     listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
                     await artifacts.keep_index(listed)
@@ -565,7 +567,7 @@ class Connection:
         self.link.send_encoded(frame)
 
     async def _generate(self, asked: Generate, *, size: int) -> None:
-        """Pass on a generation of an engine that only this process has."""
+        """Forward a generation to an engine that only this process can reach."""
         number = asked.generation
         self._generation_bytes += size
         try:

@@ -1,8 +1,8 @@
-"""A socket that outlives its connections: what was sent and has not arrived is sent again over the next one.
+"""A socket that outlives its connections: frames that have not arrived are sent again over the next connection.
 
-It knows no message and dials nowhere: whoever has a connection lends it to `carry`. Invariants: every frame arrives
-whole, once and in order, however often the connection breaks in between; a peer that acknowledges nothing, or sends
-without end, is kept in bounded memory.
+Messages and dialling are handled elsewhere: a new connection is passed to `carry`. Invariants: every frame arrives
+whole, once and in order, however often the connection breaks. Memory stays bounded when a peer acknowledges nothing, or
+sends without end.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close
 
 PIECE = 256 << 10
-"""Bytes. A frame is sent in pieces: it may be longer than a message of the connection, and a slow connection is heard
-of while it comes."""
+"""Bytes. Frames are sent in pieces: a frame may be longer than a message of the connection, and each piece shows that a
+slow connection is alive."""
 HEADER = 9
-"""Each piece begins with a byte, 1 where more of the frame follows, and the number of pieces received (uint64, little-
-endian). All frames together acknowledge each other: both ends must send something now and then."""
+"""Bytes at the start of each piece: one byte, 1 where more of the frame follows, and the number of pieces received
+(uint64, little-endian). Only frames carry acknowledgements, so both ends must send now and then."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
-"""Bytes. While the peer has not acknowledged more, `send` waits."""
+"""Maximum bytes not yet acknowledged by the peer. Above the maximum `send` waits."""
 MAX_UNREAD = 64 << 20
-"""Bytes of whole frames that nobody has received yet. While there are more, nothing is read from the connection."""
+"""Maximum bytes of whole frames not yet returned by `receive`. Above the maximum the connection is not read."""
 FRAME_COST = 256
-"""Bytes that an unread frame counts for besides its own."""
+"""Bytes counted for an unread frame in addition to its length."""
 
 REPLACED = Disconnected(1006, "another connection has taken its place")
 NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
@@ -33,40 +33,39 @@ NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket:
-    """`engines.relay.link.Socket`. `received` is the number of pieces that have come over all connections: the peer
-    must be told it when the next one begins. A frame from the peer has `most` bytes at most."""
+    """An `engines.relay.link.Socket`. `received` is the number of pieces received over all connections, to be sent to
+    the peer when the next connection begins. A frame from the peer has `most` bytes at most."""
 
     def __init__(self, most: int) -> None:
         self.received = 0
         self.heard = 0.0
-        """When a piece came last, by the event loop's clock."""
+        """The event loop's time when the last piece came."""
         self.taken = 0.0
-        """When the peer last acknowledged something."""
+        """The event loop's time when the peer last acknowledged a piece."""
         self._most = most
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
-        """Pieces that the peer may not have, from that after `_acknowledged` on: whether more of the frame follows, and
-        its bytes."""
+        """Pieces that the peer may not have, from piece `_acknowledged` on: whether more of the frame follows, and the
+        bytes."""
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """Pieces that were written to the present connection, or arrived over an earlier one."""
+        """Number of pieces written to the present connection, or arrived over an earlier connection."""
         self._ever_written = 0
-        """Pieces that were written to any connection: the peer cannot have more."""
+        """Number of pieces written to any connection: the peer cannot have more."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self._unread_bytes = 0
         self._changed = asyncio.Event()
-        """Set when something was acknowledged or received, and at the end."""
+        """Set when the peer acknowledged a piece, when `receive` returned a frame, and at the end."""
         self._ended = False
         self._to_write = asyncio.Event()
         self._replaced = asyncio.Event()
-        """Of the present connection: set when another one takes its place."""
+        """Set when another connection takes the place of the present connection."""
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Returns when the frame is among those that are sent again until they are acknowledged. Waits for that while
-        there are many."""
+        """Queue a frame, to be sent again until acknowledged. Waits while too many bytes are unacknowledged."""
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -84,26 +83,26 @@ class ResumableSocket:
         return frame
 
     async def close(self, code: int, reason: str) -> None:
-        """Close for good. What has not been written is dropped."""
+        """Close for good. Frames not yet written are dropped."""
         self._close = code, reason
         self._to_write.set()
 
     def end(self, how: Disconnected) -> None:
-        """There will be no other connection: `receive` raises that."""
+        """End the socket: no other connection follows, and `receive` raises `how`."""
         self._ended = True
         self._changed.set()
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """From now on, earlier connections neither bring nor take anything. Returns what `carry` is to be given; the
-        peer is told `received` in between."""
+        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. In
+        between the peer must be sent `received`."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until it ends, or is `replaced`; how it ended. `arrived` is what the peer
-        has received."""
+        """Send and receive over a connection until it ends, or is `replaced`. Returns the reason for the end. `arrived`
+        is the number of pieces received by the peer."""
         if replaced.is_set():
             return REPLACED
         if not self._acknowledge(arrived):
@@ -125,7 +124,7 @@ class ResumableSocket:
         try:
             while True:
                 await self._to_write.wait()
-                if replaced.is_set():  # what there is to write is for the connection that has taken its place
+                if replaced.is_set():  # the new connection writes the remaining pieces
                     return REPLACED
                 self._to_write.clear()
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
@@ -149,7 +148,8 @@ class ResumableSocket:
                 return end
             if replaced.is_set():
                 return REPLACED
-            # Only the last piece of a frame is shorter or longer: many tiny ones would take far more memory than bytes.
+            # Only the last piece of a frame may be shorter: many tiny pieces would take far more memory than their
+            # bytes.
             more = len(piece) >= HEADER and piece[0] != 0
             if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
                 return NO_PIECE
@@ -172,7 +172,7 @@ class ResumableSocket:
                 self.heard = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
-        """The peer has so many pieces. False if so many were never written."""
+        """Record that the peer has received `arrived` pieces. Returns False if fewer were ever written."""
         if arrived > self._ever_written:
             return False
         before = self._acknowledged

@@ -1,8 +1,8 @@
-"""The service, as a node in another process has it: its store, the machine's resources, and the engines that only it
-has. Attempts come from it, and results go back.
+"""The node's side of its connection to the service: receives attempts, sends results, and gives the node access to the
+service's store, the machine's resources, and engines that only the service can reach.
 
-It knows nothing of how an attempt runs. Invariant: when the connection ends, so do all attempts; nothing that was not
-stored by then is.
+How an attempt runs is decided elsewhere. Invariant: all attempts end with the connection, and nothing is stored for an
+attempt afterwards.
 """
 
 from __future__ import annotations
@@ -72,32 +72,32 @@ from outrider.trajectory import SessionResult, Turn
 log = logging.getLogger("outrider.node")
 
 SILENT_SECONDS = 0.5
-"""A service that says nothing for so long stands still: it tells of loads five times as often."""
+"""A service without a message for this many seconds has stalled: in this time five messages about loads are due."""
 
 REPORT_SECONDS = 0.1
-"""How often the service is told how the node is, if that has changed."""
+"""Seconds between two reports to the service. An unchanged report is not sent."""
 
 IMAGES_SECONDS = 5.0
-"""How often the machine is looked at for new images."""
+"""Seconds between two looks for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""How long the failure of an attempt is held back, where its sandbox may have been ended with this process: the
-signal may be noticed later here."""
+"""Seconds for which the result of a failed attempt is held back if one signal may have ended its sandbox and this
+process: the process may receive the signal later than the sandbox."""
 
 FOR_EVER = 1e9
-"""Seconds of silence that a node bears: a service that stood still for a while is still the service. The end of the
-connection is what tells that it is gone."""
+"""Maximum seconds of silence on the link: no limit, because a service that stalled for a while is still the service.
+Only the end of the connection shows that the service is gone."""
 
 
 Followers = Mapping[str | None, PoolFollower]
-"""The node's engine pools by model; that of the policy is None's."""
+"""The node's engine pools by model. The policy's key is None."""
 
 
 class ServiceEnd:
-    """`service.run(...)` works for the service until the connection ends. Until then the parts of the node use it as
-    `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` tells the names of this machine's, where the
-    service is on another one. `ending` is set when something ends this process and its sandboxes together: what comes
-    of the attempts from then on says nothing, and they count as lost."""
+    """The node's proxy for the service. `service.run(...)` runs the service's attempts. While the connection lasts, the
+    parts of the node use `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` returns the names of
+    this machine's images, if the service is on another machine. `ending` is set when this process and its sandboxes are
+    ended together: results of attempts mean nothing from then on, and the attempts count as lost."""
 
     def __init__(
         self,
@@ -119,19 +119,19 @@ class ServiceEnd:
         self._generations: dict[int, asyncio.Queue[Generated]] = {}
         self._attempts: dict[int, asyncio.Task[SessionResult | None]] = {}
         self._early: list[ToNode] = []
-        """What came before the node was ready."""
+        """Messages received before the node was ready."""
         self._handle: Callable[[ToNode], None] = self._early.append
         self._reported: Report | None = None
         self._heard: float | None = None
-        """When the service said something last; None before the node is ready."""
+        """The time of the service's last message; None before the node is ready."""
         self._ending = False
-        """Whether no attempts are begun any more."""
+        """Whether new attempts are ignored."""
         self._ended = False
         """Whether the connection is gone."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
-        """Send and receive while the block runs; yields a task that is done when the connection has ended."""
+        """Send and receive while the block runs. Yields a task that is done when the connection has ended."""
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self._link.run(lambda message: self._handle(message)), name="service link")
             running.add_done_callback(lambda _: self._end())
@@ -141,7 +141,7 @@ class ServiceEnd:
                 running.cancel()
 
     def silence(self) -> float:
-        """For how long the service has stood still until now."""
+        """Return the seconds since the service's last message, or 0 below SILENT_SECONDS."""
         silent = 0.0 if self._heard is None else time.monotonic() - self._heard
         return silent if silent >= SILENT_SECONDS else 0.0
 
@@ -153,7 +153,7 @@ class ServiceEnd:
         async def report() -> None:
             nonlocal images, looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # of a file system that is shared: what was known holds
+                with suppress(OSError):  # of a shared file system: the last names stay valid
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._report(node, pools, images)
@@ -174,7 +174,7 @@ class ServiceEnd:
         self._link.send(Leaving())
 
     def fail(self, error: OutriderError) -> None:
-        """Tell the service why there will be no node."""
+        """Send the service the error that keeps the node from starting."""
         self._link.send(Ready(error=error.record()))
 
     def leader(self, model: str | None) -> ModelLeader:
@@ -187,7 +187,8 @@ class ServiceEnd:
         self._link.send(message)
 
     async def call(self, make: Callable[[int], Call]) -> Answer:
-        """The answer to a call, made with its number. Raises what the service says, and ServiceError if it is gone."""
+        """Send a call, made by `make` from its number, and return the answer. Raises the service's error, and
+        ServiceError if the service is gone."""
         if self._ended:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
@@ -204,7 +205,8 @@ class ServiceEnd:
         return found
 
     async def generated(self, ask: Callable[[int], Generate]) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        """The chunks of a generation of an engine that only the service has, asked for with its number."""
+        """Yield the chunks of a generation on an engine that only the service can reach. `ask` makes the request from
+        its number."""
         if self._ended:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
@@ -229,7 +231,7 @@ class ServiceEnd:
                 self._link.send(Abort(number))
 
     def _end(self) -> None:
-        """The connection is gone: nothing will be answered any more."""
+        """Fail all calls and generations: the connection is gone."""
         self._ended = True
         gone = ServiceError("the service is gone")
         for answer in self._calls.values():
@@ -250,13 +252,13 @@ class ServiceEnd:
                 if (parts := self._generations.get(message.generation)) is not None:
                     parts.put_nowait(message)
             case Run() if self._ending:
-                pass  # the service is told by the end of the connection
+                pass  # the end of the connection reports the loss
             case Run():
                 task = attempts.create_task(
                     self._run(node, message), name=f"session {message.session.id}", chore="sessions"
                 )
                 self._attempts[message.attempt] = task
-                # Not in the task, of which nothing runs if it is cancelled at once.
+                # Not within the task: a task cancelled at once runs none of its code.
                 task.add_done_callback(partial(self._note_end, message))
             case EndOutlived():
                 node.end_outlived(message.session_id)
@@ -303,7 +305,7 @@ class ServiceEnd:
         del self._attempts[run.attempt]
         result = None if task.cancelled() else task.result()
         if self._ending_together is not None and result is not None and result.error is not None:
-            # If the process ends meanwhile, nothing is said: the service counts the attempt as lost.
+            # If the process ends meanwhile, no result is sent, and the service counts the attempt as lost.
             asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._tell_end, run, result)
         else:
             self._tell_end(run, result)
@@ -327,13 +329,13 @@ class ServiceEnd:
 
 
 def _failed(session: SessionRow, error: Exception) -> SessionResult:
-    """For what would fail again."""
+    """Return the result of an attempt that would fail again."""
     record = msgspec.structs.replace(record_of(error), retryable=False)
     return session_result(session, StopReason.ERROR, [], task=None, error=record)
 
 
 class RemoteStore:
-    """`sessions.attempt.AttemptStore`: the service's store."""
+    """The service's store, as a `sessions.attempt.AttemptStore`."""
 
     def __init__(self, service: ServiceEnd) -> None:
         self._service = service
@@ -362,7 +364,7 @@ class RemoteStore:
 
 
 class RemoteArtifacts:
-    """`store.artifacts.KeepsArtifacts`: the service's."""
+    """The service's artifact store, as a `store.artifacts.KeepsArtifacts`."""
 
     def __init__(self, service: ServiceEnd) -> None:
         self._service = service
@@ -388,7 +390,7 @@ class RemoteArtifacts:
 
 
 class SharedResources(NodeResources):
-    """The machine's resources, which the service sets aside for all nodes on it."""
+    """The machine's resources, which the service gives out to all nodes on the machine."""
 
     def __init__(self, service: ServiceEnd, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -414,12 +416,12 @@ class SharedResources(NodeResources):
         return Share(give_back, answer.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
-        """None for any amount: what can be done without does not wait for the service."""
+        """Return None for every amount except zero: optional resources do not wait for the service."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 
 class ModelLeader:
-    """`engines.pool.followed_policy.Leader` of the pool of one model."""
+    """The `engines.pool.followed_policy.Leader` of one model's pool."""
 
     def __init__(self, service: ServiceEnd, model: str | None) -> None:
         self._service = service
@@ -433,7 +435,8 @@ class ModelLeader:
 
 
 class ForwardedEngine:
-    """`Engine` and `ChatEngine`: an engine that only the service's process has, which alone pauses it."""
+    """The proxy for an engine that only the service can reach: an `Engine` and `ChatEngine`. Only the service pauses
+    the engine."""
 
     def __init__(self, service: ServiceEnd, model: str | None, state: EngineState) -> None:
         self.name = state.name
@@ -446,7 +449,7 @@ class ForwardedEngine:
         self._health = state.health
 
     def heed(self, state: EngineState) -> None:
-        """The service says how the engine is now: a relay's workers may have come since."""
+        """Update the engine's state from the service: workers of a relay may have connected since."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
 
     async def start(self) -> None:
@@ -462,7 +465,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """As the service has said. Whether the engine answers, the pool learns from the service, too."""
+        """Return the health last sent by the service, with `ok` set: the pool gets the engine's availability from the
+        service, too."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Any, None]:

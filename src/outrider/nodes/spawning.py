@@ -1,7 +1,6 @@
 """Starts the processes of nodes, ends them, and starts them again when they die.
 
-It knows nothing of what is said to them. Invariant: a process, with what its plugins have started, is gone when `end`
-returns.
+Messages are handled elsewhere. Invariant: a process and everything started by its plugins are gone when `end` returns.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 
 END_SECONDS = 10.0
-"""How long a process may take to end its sandboxes, when it is to end."""
+"""Seconds for a process to end its sandboxes and exit."""
 
 RESTARTS = Backoff(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""A process that has lived for so long and then dies is started again at once."""
+"""A process that dies after this many seconds or more is started again at once."""
 
 
 class NodeProcess:
-    """A process that reads from a socket what it is. It ends by itself when we hang up."""
+    """A node process, which reads its settings from a socket and exits when the socket is closed."""
 
     def __init__(self, process: asyncio.subprocess.Process, pipe: Pipe) -> None:
         self.pipe = pipe
@@ -49,7 +48,7 @@ class NodeProcess:
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         pipe = await Pipe.over(ours)
-        # What sets the service up is in its own settings; a node is told what it needs, and no secrets.
+        # Variables with this prefix set the service up; a node is sent the necessary settings, without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:
             with theirs:
@@ -66,7 +65,8 @@ class NodeProcess:
         return cls(process, pipe)
 
     async def end(self) -> None:
-        """Have it end: it is killed if it does not. So is what its plugins have started, and left. Idempotent."""
+        """End the process, and kill it if it has not exited after END_SECONDS. Everything left by its plugins is
+        killed, too. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -79,7 +79,7 @@ class NodeProcess:
                 self._process.kill()
             await self._process.wait()
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it led a process group of its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # the process led its own process group
 
     @property
     def exit_code(self) -> int | None:
@@ -92,9 +92,9 @@ async def one_after_another(
     ended: Callable[[str], bool],
     book: Failures | None = None,
 ) -> None:
-    """Have a process for the node of that name, and another one when it has died. `live` is its life, and ends with
-    it; `ended` is told how it ended, and says whether there is to be another one. A process that cannot be had is noted
-    in `book`."""
+    """Keep a process running for the node `name`, one after another. `live` runs as long as a process, which is ended
+    when `live` returns. `ended` is called with a description of the end, and returns whether to start another process.
+    Failures are recorded in `book`."""
     book = book or Failures()
     chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time
@@ -109,7 +109,7 @@ async def one_after_another(
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
-        except Exception as error:  # no process can be had now; or a bug, which must not end the other nodes
+        except Exception as error:  # no process can be started now; or a bug, which must not end the other nodes
             book.note(chore, error)
             how = f"failed: {described(error)}"
         if not ended(how):

@@ -1,6 +1,6 @@
-"""Tells nodes in other processes how the service's engine pools stand, so that theirs can follow.
+"""Publishes the state of the service's engine pools to nodes in other processes, whose pools follow.
 
-It knows no connection. Invariant: whoever is in `nodes` when a pool changes is told of it.
+Connections are handled elsewhere. Invariant: each change of a pool is sent to every node in `nodes`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from outrider.engines.pool.sharing import PoolState
 from outrider.nodes.remote_node import Pools, RemoteNode
 
 LOADS_SECONDS = 0.1
-"""How often each node is told the load that other nodes put on the engines."""
+"""Seconds between two messages to each node about the load that other nodes put on the engines."""
 
 
 class Telling:
-    """`async with Telling(pools) as telling`: within the block all of `telling.nodes` are told."""
+    """Publisher of pool states and loads. `async with Telling(pools) as telling`: within the block all of
+    `telling.nodes` receive them."""
 
     def __init__(self, pools: Pools, failures: Failures | None = None) -> None:
         self.nodes: list[RemoteNode] = []
@@ -53,10 +54,10 @@ class Telling:
                     for node in self.nodes:
                         node.tell(model, state)
                     self._said[model] = state
-            except Exception as error:  # an engine may be anybody's code: its state may be nothing that can be sent
-                failure = error  # the other pools are told first
+            except Exception as error:  # an engine may be anybody's code: its state may not be encodable
+                failure = error  # the other pools are sent first
         if failure is not None:
-            self._changed.set()  # this is tried again
+            self._changed.set()  # try again
             raise failure
 
     async def _say_loads(self) -> None:

@@ -1,8 +1,8 @@
-"""Locks by which the programs of this machine keep each other off the GPUs that their sandboxes use.
+"""Locks against the use of one GPU by the sandboxes of several programs of this machine.
 
-Who has which GPU is decided by `sessions/resources.py`, which knows nothing of another service here, nor of a process
-that was given up because it hangs. The kernel knows both. Invariant: a lock is held from before a sandbox starts until
-it has stopped, or its process has died.
+`sessions/resources.py` assigns the GPUs of one service. It cannot see another service on the machine, or a hanging
+process that was given up; the kernel's locks cover both. Invariant: a lock is held from before a sandbox starts until
+the sandbox has stopped, or its process has died.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PAUSE_SECONDS = 0.1
 
 
 async def lock_gpus(names: Sequence[str]) -> ExitStack:
-    """Lock these GPUs; closing what is returned unlocks them. Raises RuntimeFailure when another program of this
-    machine does not unlock one within WAIT_SECONDS."""
+    """Lock these GPUs. Closing the returned stack unlocks the GPUs. Raises RuntimeFailure if another program of this
+    machine does not unlock a GPU within WAIT_SECONDS."""
     clock = asyncio.get_running_loop().time
     end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
-            # A name of the kernel's and no file: it is free when its process is dead, and may be any user's.
+            # A name in the kernel and not a file: it is freed when its process dies, and any user can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
             while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
                 if clock() >= end:

@@ -1,10 +1,11 @@
-"""What tasks may name of a machine's files, and what no setting can let them name.
+"""The files of a machine that tasks may name, and the files that no setting can open to tasks.
 
 A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
-or a virtual environment (below an entry of `sandboxes.allow`); and each sandbox is shown some folders of the host.
-`KEPT` says what none of these folders may hold. Folders are compared by device and inode, not by their names alone: a
-link, a bind mount and another spelling lead to the same. Invariant: what is read or mounted is the path that was
-checked, with all links resolved; uploads are opened without following any (see runtimes/tool_server/uploads.py).
+or a virtual environment (below an entry of `sandboxes.allow`). Each sandbox is also shown some folders of the host.
+`KEPT` lists the files that none of these folders may hold. Folders are compared by device and inode, not by name alone,
+because a link, a bind mount and another spelling lead to the same folder. Invariant: the path read or mounted is the
+checked path, with all links resolved; uploads are opened without following any link (see
+runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from outrider.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
 
 Id = tuple[int, int] | str
-"""Device and inode; the path of what does not exist."""
+"""Device and inode; for a path that does not exist, the path."""
 
 SHOWN = {
     "namespace": ("/usr", *(f"/{name}" for name in SYSTEM_FOLDERS)),
     "process-landlock": SHOWN_BY_LANDLOCK,
 }
-"""Folders of the host that each sandbox of a kind is shown, whatever its task says."""
+"""Folders of the host shown to each sandbox of a kind, whatever the task."""
 
 
 class Rule(NamedTuple):
-    """What tasks may not read. `below`: a folder that lies in it may not be named either. `shown`: it may not lie in
-    what sandboxes are shown of themselves either."""
+    """Files that tasks may not read. `below`: folders below them may not be named either. `shown`: they may not lie in
+    the folders shown to every sandbox either."""
 
     what: str
     below: bool
@@ -60,20 +61,21 @@ KEPT = {
     "etc": Rule("the machine's own settings", below=False, shown=False),
     "run": Rule("the sockets of the machine's services", below=False, shown=False),
 }
-"""A folder of `files` or `sandboxes.allow` may be none of these, and hold none of them. docs/security.md has the same
-table."""
+"""Rules for the folders of `files` and `sandboxes.allow`, which may neither be nor hold an entry of this table.
+docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
-    """Where a path leads: with all links resolved, and what it and the folders above it are, itself first."""
+    """The target of a path: the path with all links resolved, and the ids of the target and of the folders above it,
+    the target first."""
 
     real: str
     ids: tuple[Id, ...]
 
 
 class Named(NamedTuple):
-    """A folder or file that tasks may read, by which setting; with what is mounted below it. `shown`: sandboxes are
-    shown it without being asked."""
+    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below it. `shown`:
+    every sandbox is shown the folder."""
 
     path: Path
     setting: str
@@ -88,7 +90,8 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """The error for the first folder that holds, is or lies in something that tasks may not read. Pure."""
+    """Return the error for the first folder that holds, is or lies in a file or folder that tasks may not read.
+    Pure."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:
@@ -102,7 +105,7 @@ def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None
 
 
 def _holds(outer: Located, inner: Located) -> bool:
-    """Whether the inner one is the outer one or lies below it."""
+    """Whether the inner path is the outer path or lies below it."""
     return outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real)
 
 
@@ -123,10 +126,10 @@ def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tasks of a service may name of this machine. Paths are resolved. Its methods block.
+    """The files of this machine that the tasks of a service may name. Paths are resolved. The methods block.
 
-    `files` is the folder that uploads come from, if there is one; `allow` are files and folders that tasks may name.
-    `never` are the ids of single files that no upload may contain, by whatever name they are found: hard links.
+    `files` is the folder for uploads, if any; `allow` are files and folders that tasks may name. `never` are the ids of
+    single files that no upload may contain, under any name: hard links.
     """
 
     files: Path | None = None
@@ -135,7 +138,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, files: Path | None, allow: Iterable[Path] = ()) -> HostPaths:
-        """With the links in these paths resolved."""
+        """Make the paths of a service, with links resolved."""
         return cls(
             files=None if files is None else Path(os.path.realpath(files)),
             allow=tuple(Path(os.path.realpath(path)) for path in allow),
@@ -143,7 +146,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, config: Config) -> HostPaths:
-        """Of the settings, whose data folder exists. Raises InvalidField for a folder that tasks may not be given."""
+        """Make the paths of the settings, whose data folder exists. Raises InvalidField for a folder that tasks may not
+        be given."""
         kept = list(_kept(config))
         if (error := refused(_named(config), kept)) is not None:
             raise error
@@ -152,8 +156,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(made, never=frozenset(never))
 
     def allowed(self, path: str, *, field: str) -> Path:
-        """The path, resolved. Raises InvalidField for one outside `allow`. Call it before any check whether the path
-        exists: whoever may not name a path must not learn that it is there."""
+        """Return the path, resolved. Raises InvalidField for a path outside `allow`. Call this method before any check
+        for existence: a client must not find out whether a forbidden path exists."""
         real = _resolved(path)
         if real is None or not any(real.is_relative_to(root) for root in self.allow):
             raise InvalidField(
@@ -164,8 +168,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload(self, name: str, *, field: str) -> Path:
-        """What an upload step names, resolved: a file or a folder. Raises InvalidField for what is outside of `files`
-        or is not there."""
+        """Return the file or folder that an upload step names, resolved. Raises InvalidField for a path that is outside
+        of `files` or does not exist."""
         if self.files is None:
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
@@ -185,8 +189,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """As `upload`, for a sandbox that is being prepared: when the task was checked the file was there, on the
-        service's machine. Raises RuntimeFailure, also for a hard link to a file that tasks may not read."""
+        """`upload` for a sandbox under preparation. The file existed when the task was checked, on the service's
+        machine. Raises RuntimeFailure, also for a hard link to a file that tasks may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -196,11 +200,11 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def as_named(self, message: str) -> str:
-        """A message about uploads with the paths as tasks name them: where the folder lies is nothing to them."""
+        """Return a message about uploads with the paths as tasks name them, without the location of the folder."""
         return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
-        """The spec with each path of the host resolved. Raises InvalidField for one that is not allowed."""
+        """Return the spec with each path of the host resolved. Raises InvalidField for a path that is not allowed."""
         if not names_paths(spec):
             return spec
         changes: dict[str, object] = {}
@@ -215,10 +219,11 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return spec.model_copy(update={**changes, "mounts": mounts})
 
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
-        """Raises InvalidField for a virtual environment that needs more of the host than is allowed.
+        """Raise InvalidField for a virtual environment that needs forbidden paths of the host.
 
-        What an allowed environment links to is not allowed by that: whoever made the environment chose the links. The
-        service's own interpreter is allowed: the sandbox of every harness preset shows it."""
+        The targets of an allowed environment's links are not allowed with the environment, because its maker chose the
+        links. The service's own interpreter is allowed: the sandbox of every harness preset shows the interpreter.
+        """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)
         places = [place for place in shown if not any(place.resolve().is_relative_to(root) for root in roots)]
@@ -232,7 +237,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _resolved(path: str | Path) -> Path | None:
-    """The path with all links resolved; None if one of them may not be read, such as those of /proc that lead into
+    """Return the path with all links resolved; None if a link may not be read, such as links of /proc that lead into
     another user's process."""
     try:
         return Path(os.path.realpath(path))
@@ -241,12 +246,12 @@ def _resolved(path: str | Path) -> Path | None:
 
 
 def names_paths(spec: RuntimeSpec) -> bool:
-    """Whether a sandbox is made of paths of the host that its task names."""
+    """Whether a sandbox uses paths of the host that its task names."""
     return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
 
 
 def locate(path: Path) -> Located:
-    """Where a path leads. Blocks."""
+    """Return the target of a path. Blocks."""
     real = os.path.realpath(path)
     return Located(real, tuple(_id(str(one)) for one in (Path(real), *Path(real).parents)))
 
@@ -260,12 +265,12 @@ def _id(path: str) -> Id:
 
 
 def _kept(config: Config) -> Iterator[Kept]:
-    """What of this machine tasks may not read, as far as it is there."""
+    """Yield the existing files and folders of this machine that tasks may not read."""
     key = config.tls.key or config.tls.certificate  # without a key's file, the certificate's holds it
     homes = []
-    with suppress(RuntimeError):  # there is none
+    with suppress(RuntimeError):  # there is no home
         homes.append(Path.home())
-    with suppress(KeyError):  # this user is not in the list of users
+    with suppress(KeyError):  # this user has no entry in the user database
         homes.append(Path(pwd.getpwuid(os.geteuid()).pw_dir))
     places: list[tuple[Path | None, str]] = [
         (config.read_from, "settings"),
@@ -281,7 +286,7 @@ def _kept(config: Config) -> Iterator[Kept]:
 
 
 def _named(config: Config) -> Iterator[Named]:
-    """The folders that tasks may read of by these settings."""
+    """Yield the folders that tasks may read by these settings."""
     given = [(config.files, "files")] if config.files is not None else []
     for path, setting in (*given, *((path, "sandboxes.allow") for path in config.sandboxes.allow)):
         below = [place for place, _ in inner_mounts([(path, "/")])]
@@ -295,7 +300,7 @@ def _named(config: Config) -> Iterator[Named]:
 
 
 def _files_in(path: str) -> Iterator[Id]:
-    """The ids of a file, or of the files right in a folder."""
+    """Yield the id of a file, or the ids of the files directly in a folder."""
     if not os.path.isdir(path):
         yield _id(path)
         return

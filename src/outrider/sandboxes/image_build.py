@@ -1,7 +1,7 @@
-"""Builds the image of a Dockerfile: carries its steps out in one sandbox, and keeps what was written as an image.
+"""Builds the image of a Dockerfile: runs the steps in one sandbox, and keeps the written files as an image.
 
-It knows Dockerfiles only as plans (see rootfs/dockerfile.py). Invariants: the image appears whole or not at all; of any
-number of processes that want it at once one builds it; and when a build has ended, no process of it is alive.
+Dockerfiles are read as plans in rootfs/dockerfile.py. Invariants: the image appears whole or not at all; if several
+processes request the image at once, only the first builds it; no process of a build is alive after the build.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from outrider.sandboxes.sandbox import Sandboxes
 from outrider.spec import RuntimeSpec
 
 RUN_SECONDS = 600.0
-"""Time limit of one RUN; Harbor's for a whole build."""
+"""Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 ROOT_LAYER = "0"
 """The name of the root's layer in an archive of layers."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"))
-"""Beginnings of the names of what is the running sandbox's own."""
+"""Prefixes of the paths that belong to the running sandbox and not to the image."""
 
 
 def build_image(
@@ -51,10 +51,10 @@ def build_image(
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> Image:
-    """The image of a folder's Dockerfile, built in sandboxes of kind `namespace` unless that was done before. It has
-    the name by which Harbor tasks find it, and `name`. `seconds` bounds each RUN; `note` is called with a line before
-    each step. Blocks; call it outside of an event loop. Raises InvalidField for the Dockerfile, BadImage naming the
-    line that failed, and RuntimeUnavailable."""
+    """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
+    gets the name used by Harbor tasks, and `name`. `seconds` bounds each RUN; `note` is called with a line before each
+    step. Blocks; call it outside of an event loop. Raises InvalidField for the Dockerfile, BadImage naming the line
+    that failed, and RuntimeUnavailable."""
     plan = read_dockerfile(context, store)
 
     def put(root: Path) -> Image:
@@ -85,7 +85,7 @@ def build_image(
 
 
 async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
-    """Carry the steps out in a new sandbox of the base, and save what was written there. Raises BadImage."""
+    """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
     failure: OutriderError | None = None
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
@@ -93,7 +93,7 @@ async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable
         Chores(Failures()) as background,
     ):
         socket = folder.path / "gateway.sock"
-        socket.touch()  # nobody listens: a build has no model
+        socket.touch()  # no server listens: a build has no model
         sandboxes = Sandboxes(host=host, background=background, paths=HostPaths(), gateway_socket=socket)
         sandbox = await sandboxes.make(RuntimeSpec(image=plan.base_name, workdir="/"), "build", 1)
         try:
@@ -106,7 +106,7 @@ async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable
                     message = f"{plan.file}, line {step.line}: {error.message}"
                     raise BadImage(message, hint=error.hint, log_tail=error.log_tail) from error
             await cast(SavesLayers, sandbox.runtime).save_layer(target)
-        except OutriderError as error:  # raised behind the task group, which would put it into a group of errors
+        except OutriderError as error:  # raised after the task group, which would wrap the error in a group
             failure = error
         finally:
             await sandbox.stop()
@@ -142,8 +142,8 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Write what a sandbox's layer archive has of the root as a layer of an image: what overlayfs marks as removed gets
-    the names that images have for that."""
+    """Write the root's part of a sandbox's layer archive as an image layer. Removals are marked as in images, by file
+    names, and no longer as in overlayfs."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")
@@ -163,8 +163,8 @@ def as_image_layer(saved: Path, target: Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Make `target`, an empty folder, the same tree as `source`, with its files linked: images never change, and what
-    is unpacked over this one takes the place of a file and writes to none."""
+    """Fill `target`, an empty folder, with the tree of `source`, and hard-link the files. Linking is safe because
+    images never change, and a layer unpacked over the tree replaces files and writes to none."""
     for at, folders, files in os.walk(source):
         here = target / os.path.relpath(at, source)
         for name in (*folders, *files):

@@ -1,8 +1,8 @@
-"""What a node leaves to the next one about an agent's run in a sandbox that may outlive it.
+"""Files from which the next node continues an agent's run in a sandbox that may outlive its node.
 
-It is a file in the sandbox's folder, there for as long as the agent runs; another, the pulse, in the node's folder says
-until when the node was alive. It knows no runtime. Invariant: only this user can read the file, which has the
-credential of the session and the secret of the sandbox.
+One file is in the sandbox's folder while the agent runs. The other file, the pulse in the node's folder, holds the last
+moment of the node's life. The module is independent of runtimes. Invariant: only this user can read the run's file,
+which has the credential of the session and the secret of the sandbox.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ PULSE_SECONDS = 2.0
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment in the life of a node: seconds since the machine started, and how many of these count for no session."""
+    """A moment in a node's life, in seconds since the machine's boot. `stood_still` is the number of seconds until then
+    that are charged to no session."""
 
     at: float
     stood_still: float
 
     @classmethod
     def now(cls, stood_still: float) -> Self:
-        # Unlike the monotonic clock it goes on while the machine is suspended, and means the same to every process.
+        # Unlike the monotonic clock, this clock counts while the machine is suspended, and is the same for all
+        # processes.
         return cls(at=time.clock_gettime(time.CLOCK_BOOTTIME), stood_still=stood_still)
 
     def seconds_since(self, earlier: Pulse) -> float:
-        """What a session is charged that ran from then until now."""
+        """Return the seconds to charge to a session that ran from `earlier` until now."""
         return max(0.0, self.at - earlier.at - max(0.0, self.stood_still - earlier.stood_still))
 
 
 class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
-    """`runtime` is the sandbox's spec as JSON, without what prepares it and without its environment, which the tool
-    server has and which may hold secrets. `handle` is that of `Outlives.may_outlive`.
-    `key` is the credential with which the agent calls its model. `session_seconds` and `agent_seconds` were left to the
-    run when it `began`."""
+    """The record of an agent's run. `runtime` is the sandbox's spec as JSON, without prepare steps and without
+    environment: the tool server has the environment, which may hold secrets. `handle` is returned by
+    `Outlives.may_outlive`. `key` is the credential for the agent's model calls. `session_seconds` and `agent_seconds`
+    were left to the run at `began`."""
 
     session_id: str
     attempt: int
@@ -57,16 +59,16 @@ class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
     agent_seconds: float
 
     def write(self, directory: Path) -> None:
-        """Blocks; raises OSError."""
+        """Write the record. Blocks; raises OSError."""
         _replace(directory / RUN_FILE, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Blocks; raises OSError, and ValueError for a file of another version."""
+        """Read the record. Blocks; raises OSError, and ValueError for a file of another version."""
         return msgspec.json.decode((directory / RUN_FILE).read_bytes(), type=cls)
 
     def charged(self, seconds: float) -> Self:
-        """The run after so many seconds of it."""
+        """Return the record after `seconds` more of the run."""
         return msgspec.structs.replace(
             self,
             session_seconds=max(0.0, self.session_seconds - seconds),
@@ -75,14 +77,15 @@ class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlived(NamedTuple):
-    """A sandbox that has outlived its node: its folder, and what the node has left about it."""
+    """A sandbox that has outlived its node: its folder, and the record left by the node."""
 
     directory: Path
     run: KeptRun
 
 
 def outlived(folder: Path, directories: Sequence[Path]) -> dict[str, Outlived]:
-    """Those of the node with this folder, by session, with what they have used of their time. Blocks."""
+    """Return, by session, the sandboxes that have outlived the node of this folder, with the used time charged.
+    Blocks."""
     found = {}
     for directory in directories:
         try:
@@ -95,18 +98,18 @@ def outlived(folder: Path, directories: Sequence[Path]) -> dict[str, Outlived]:
 
 
 def forget(directory: Path) -> None:
-    """The sandbox of this folder is not to outlive its node any more. Blocks."""
+    """Remove the record: the sandbox of this folder must not outlive its node any more. Blocks."""
     (directory / RUN_FILE).unlink(missing_ok=True)
 
 
 async def note_pulse(folder: Path, stood_still: Callable[[], float]) -> None:
-    """Note that the node with this folder lives. To be called every PULSE_SECONDS. Raises OSError."""
+    """Record that the node of this folder is alive. Call this function every PULSE_SECONDS. Raises OSError."""
     pulse = msgspec.json.encode(Pulse.now(stood_still()))
     await asyncio.to_thread(_replace, folder / PULSE_FILE, pulse)
 
 
 def _last_pulse(folder: Path) -> Pulse:
-    """When the last node of this folder was alive. Blocks; raises OSError, ValueError."""
+    """Return the last pulse of the folder's last node. Blocks; raises OSError, ValueError."""
     return msgspec.json.decode((folder / PULSE_FILE).read_bytes(), type=Pulse)
 
 

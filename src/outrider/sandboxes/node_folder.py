@@ -1,12 +1,12 @@
-"""A node's private folder below the system's temporary one, and the removal of what killed nodes left on this machine.
+"""A node's private folder below the system's temporary folder, and the removal of the leftovers of killed nodes.
 
-It knows no session. The folder's path is short, because that of the gateway's Unix socket in it must fit into 107
-bytes. Every process that runs for a sandbox of the node carries the folder's name (runtimes/kernel/process_marks.py).
-So two others can end them after a node was killed: its keeper, a small process beside it, at once; and any node, when
-it starts and every minute, which also removes the folder. Sandboxes that may outlive their node are kept for a while:
-the next node of the same owner gets the whole folder from the keeper. Invariant: a folder is removed, and what it marks
-is killed, only by a process that holds the folder's lock, or by its keeper; a node and its keeper hold the lock for as
-long as they need the folder.
+Sessions are handled elsewhere. The folder's path is short, because the path of the gateway's Unix socket in the folder
+must fit into 107 bytes. Every process run for a sandbox of the node carries the folder's name
+(runtimes/kernel/process_marks.py), so that two other processes can end it after the node was killed: the node's keeper,
+a small process beside the node, at once; and any node, at its start and every minute, which also removes the folder.
+Sandboxes that may outlive their node are kept for a while: the next node of the same owner gets the whole folder from
+the keeper. Invariant: only a process that holds the folder's lock, or the folder's keeper, removes the folder and kills
+the processes marked with its name. A node and its keeper hold the lock as long as they need the folder.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ log = logging.getLogger("outrider.node")
 
 LOCK = "node.lock"
 OWNER = "owner"
-"""The file in the folder that says whose it is."""
+"""Name of the file in the folder with the name of the folder's owner."""
 SWEEP_EVERY_SECONDS = 60.0
 LOOK_SECONDS = 0.05
 HANDOVER_SECONDS = 15.0
-"""How long a node waits for the keeper of a folder that its last node has just left: it first kills what is to die."""
+"""Seconds for which a node waits for the keeper of its predecessor's folder. The keeper first kills all processes that
+are not to be kept."""
 
 
 class Keeper:
-    """A connection to a folder's keeper, whose process this node has started, or an earlier one."""
+    """A connection to the keeper of a folder, a process started by this node or by an earlier node."""
 
     def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._end = end
@@ -54,8 +55,8 @@ class Keeper:
 
     @classmethod
     def start(cls, folder: Path, lock: int, sign: int) -> Self:
-        """Only this process has this end of the connection, so the kernel closes it however this process dies, also
-        while the keeper still starts."""
+        """Start the keeper of a folder. The node alone holds its end of the connection, so the kernel closes the
+        connection however the node dies, even while the keeper is still starting."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", process_marks.__file__, str(folder), str(lock), str(sign)]
         try:
@@ -67,7 +68,7 @@ class Keeper:
                     stderr=subprocess.DEVNULL,
                     env={},
                     pass_fds=[lock, sign],
-                    start_new_session=True,  # a Ctrl-C in the node's terminal must not reach it
+                    start_new_session=True,  # a Ctrl-C in the node's terminal must not reach the keeper
                 )
         except BaseException:
             ours.close()
@@ -75,7 +76,7 @@ class Keeper:
         return cls(ours, process)
 
     def end(self) -> None:
-        """There is nothing to keep any more."""
+        """Make the keeper exit: the folder is gone."""
         with contextlib.suppress(OSError):
             self._end.send(process_marks.DONE)
         self._end.close()
@@ -85,12 +86,12 @@ class Keeper:
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """A node's folder; its methods block.
+    """A node's folder. The methods block.
 
     `lock` is the descriptor of the lock file: the kernel releases the lock when this process and its keeper have ended,
-    however they end. So it is with `sign` (`node_host.sign_of_life`). `guard` has a lock on the folder itself, by which
-    systemd-tmpfiles leaves it alone, however old what is in it (tmpfiles.d(5)). `keeper`, `sign` and `guard` are None
-    for the folder of a dead node.
+    in whatever way. The same holds for `sign` (`node_host.sign_of_life`). `guard` is a lock on the folder itself, which
+    makes systemd-tmpfiles spare the folder and its contents at any age (tmpfiles.d(5)). `keeper`, `sign` and `guard`
+    are None for the folder of a dead node.
     """
 
     path: Path
@@ -101,20 +102,22 @@ class NodeFolder:
 
     @classmethod
     def make(cls, owner: str = "") -> Self:
-        """A node's folder, after dead nodes' folders were removed: that of the last node of this owner, with the
-        sandboxes that have outlived it, or a new one. Without an owner nothing is kept for the next.
+        """Return a folder for a node, after removing the folders of dead nodes: the folder of the owner's last node,
+        with the sandboxes that have outlived the node, or a new folder. Without an owner nothing is kept for the next
+        node.
 
-        Raises ServiceError if TMPDIR cannot be written, and OSError."""
+        Raises ServiceError if TMPDIR cannot be written, and OSError.
+        """
         named = environment("TMPDIR")
-        if named and not os.access(named, os.W_OK | os.X_OK):  # Python would take another one, and not say so
+        if named and not os.access(named, os.W_OK | os.X_OK):  # Python would silently use another folder
             raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")
-        with contextlib.suppress(OSError):  # the node's own sweeps show what cannot be removed
+        with contextlib.suppress(OSError):  # the node's own sweeps report the error
             cls.sweep()
         if owner and (left := cls._taken_over(owner)) is not None:
             return left
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # None if the sweep of another node took the folder for a dead one's before it was locked here.
+            # None if another node's sweep removed the folder before it was locked here.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
                     (path / OWNER).write_text(owner)
@@ -130,7 +133,7 @@ class NodeFolder:
 
     @classmethod
     def sweep(cls) -> int:
-        """Remove the folders of this user's dead nodes. Returns how many there were."""
+        """Remove the folders of this user's dead nodes. Returns the number of folders."""
         removed = 0
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if (dead := cls._lock(path)) is not None:
@@ -140,7 +143,7 @@ class NodeFolder:
 
     @classmethod
     def _taken_over(cls, owner: str) -> Self | None:
-        for path in list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):  # whole: a `return` would leave it open
+        for path in list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):  # a list: `return` would leave the glob open
             try:
                 ours = path.stat().st_uid == os.getuid() and (path / OWNER).read_text() == owner
             except OSError:
@@ -152,7 +155,7 @@ class NodeFolder:
                 try:
                     end.connect(str(path / process_marks.KEEPER))
                     _, [lock, sign], _, _ = socket.recv_fds(end, 1, 2)
-                except (OSError, ValueError):  # the keeper is not there yet, or has just given up
+                except (OSError, ValueError):  # the keeper is not ready yet, or has just given up
                     end.close()
                     time.sleep(LOOK_SECONDS)
                 else:
@@ -161,7 +164,7 @@ class NodeFolder:
         return None
 
     def outlived(self) -> list[Path]:
-        """The folders of the sandboxes that have outlived the last node, after all else in it was removed."""
+        """Return the folders of the sandboxes that have outlived the last node, after removing all other folders."""
         kept = [entry for entry in self.path.iterdir() if survives(entry)]
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink() and entry not in kept:
@@ -169,12 +172,12 @@ class NodeFolder:
         return kept
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, and kill all processes that carry its mark."""
+        """Remove the folder with its contents, and kill all processes that carry its mark."""
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-            # `remove_tree` logs what cannot be removed. The lock file goes last: a folder without one, left by a kill
-            # meanwhile, would never be swept.
+            # `remove_tree` logs failures. The lock file goes last: if a kill interrupts the removal, a folder without a
+            # lock file would never be swept.
             with contextlib.suppress(OSError), os.scandir(self.path) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -182,7 +185,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also where no descriptor is left for the look at /proc: the next sweep must get the lock
+        finally:  # also if /proc cannot be read for want of descriptors: the next sweep must get the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.end()
@@ -193,7 +196,8 @@ class NodeFolder:
 
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
-        """The folder at `path`, locked; None if it is no node's, another user's, or locked by a living node."""
+        """Lock the folder at `path`. Returns None if the folder is no node's, another user's, or locked by a living
+        node."""
         try:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         except OSError:
@@ -201,8 +205,8 @@ class NodeFolder:
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Between open and flock another process may have locked, removed and unlocked the folder: then the
-                # lock is on a file that has no name any more.
+                # Between open and flock another process may have locked, removed and unlocked the folder. Then the
+                # locked file no longer has a name.
                 if os.fstat(lock).st_nlink:
                     return cls(path, lock)
         except BlockingIOError:
@@ -212,7 +216,7 @@ class NodeFolder:
 
 
 def _guard(path: Path) -> int | None:
-    """A descriptor with a shared lock on the folder; None where its file system has no locks."""
+    """Return a descriptor with a shared lock on the folder; None on a file system without locks."""
     guard = os.open(path, FOLDER)
     try:
         fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -223,9 +227,9 @@ def _guard(path: Path) -> int | None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all that is in it; what cannot be removed is left, and logged once. Blocks."""
+    """Remove a folder and its contents. Entries that cannot be removed are left, and logged in one line. Blocks."""
     try:
-        # However deep an agent made it: shutil.rmtree calls itself once for each level.
+        # Works at any depth that an agent makes: shutil.rmtree calls itself once for each level.
         if empty_folder(os.open(path, FOLDER)):
             path.rmdir()
             return
@@ -246,18 +250,18 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """End what killed nodes left behind: folders, processes, control groups, and what the parts of `host` know of. To
-    be called every SWEEP_EVERY_SECONDS.
+    """End the leftovers of killed nodes: folders, processes, control groups, and the leftovers found by the parts of
+    `host`. Call it every SWEEP_EVERY_SECONDS.
 
-    Returns how many things were ended, by kind. What fails is noted, and raises nothing: it must not cost the node its
-    sessions, and the next sweep tries again.
+    Returns the number of ended things by kind. Failures are recorded and never raised: a failed sweep must not cost the
+    node its sessions, and the next sweep tries again.
     """
     ended: dict[str, int] = {}
     for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():
         try:
             if number := await asyncio.to_thread(part):
                 ended[kind] = number
-        except Exception as error:  # of whatever kind: the other parts are swept, too
+        except Exception as error:  # of any kind: the other parts are swept, too
             failures.note(f"sweep of {kind}", error)
         else:
             failures.note_success(f"sweep of {kind}")

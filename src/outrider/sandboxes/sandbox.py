@@ -1,7 +1,7 @@
-"""The sandboxes of a node: each has a private folder, is prepared as its spec says, and is stopped completely.
+"""The sandboxes of a node: each has a private folder, is prepared by its spec, and is stopped completely.
 
-This module knows no session. Invariant: a sandbox that was made is stopped exactly once and its folder removed, by
-whoever has it, whatever happens meanwhile.
+Sessions are handled elsewhere. Invariant: the owner of a sandbox stops it exactly once, whatever happens meanwhile, and
+its folder is removed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
-"""Between the attempts of one prepare step."""
+"""Waits between the attempts of one prepare step."""
 
 RUNTIME = "task.runtime"
-"""The field of the runtime that the agent's sandbox is of."""
+"""The field of the runtime of the agent's sandbox."""
 
 
 @contextmanager
 def naming_runtime(field: str) -> Iterator[None]:
-    """Make a refused field of `task.runtime` one of the runtime at `field`: kinds of sandboxes know no other."""
+    """Rename the field of an error from `task.runtime` to the runtime at `field`: runtimes always report
+    `task.runtime`."""
     try:
         yield
     except OutriderError as error:
@@ -45,11 +46,11 @@ def naming_runtime(field: str) -> Iterator[None]:
 
 
 class CommandFailed(RuntimeFailure):
-    """A prepare step's command has ended, and not with 0."""
+    """The command of a prepare step has exited with a status other than 0."""
 
 
 class Sandbox:
-    """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
+    """One sandbox, for one session. The owner stops the sandbox, unless `ready` raised."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class Sandbox:
         field: str = RUNTIME,
         prepared: bool = False,
     ) -> None:
-        """`field` is where the task has the spec. `prepared`: it is not to be prepared again, because it has outlived
-        the node that did it, or starts from the layer of one that was."""
+        """`field` is the spec's field in the task. `prepared`: the prepare steps are skipped, because the sandbox was
+        prepared by an earlier node, or starts from the layer of a prepared sandbox."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
-        """The names of the GPUs that it alone may use."""
+        """Names of the GPUs reserved for this sandbox."""
         self._spec = spec
         self._field = field
         self._paths = paths
@@ -90,7 +91,7 @@ class Sandbox:
                 await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
         except BaseException:  # also a cancellation
             await self.stop()
-            self._locks.close()  # it may have been stopped while it waited for them
+            self._locks.close()  # `stop` may have run before the locks were taken
             raise
         self._ready = True
 
@@ -107,8 +108,8 @@ class Sandbox:
 
 
 class Sandboxes:
-    """Makes the sandboxes of a node. `paths` is what tasks may name of this machine; `background` runs the tasks that
-    start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL of
+    """The maker of a node's sandboxes. `paths` are the files of this machine that tasks may name; `background` runs
+    tasks for starting sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL of
     `gateway_at`."""
 
     def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
@@ -120,8 +121,8 @@ class Sandboxes:
 
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
-        """Sandboxes that are made within this block reach the model gateway at `url`, such as http://127.0.0.1:8700,
-        unless they use the socket. Blocks nest."""
+        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block, unless they
+        use the socket. Blocks nest."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield
@@ -139,9 +140,9 @@ class Sandboxes:
         gpus: tuple[str, ...] = (),
         field: str = RUNTIME,
     ) -> Sandbox:
-        """A new sandbox, not started. `name` and `attempt` together are used once on this node; `field` is where the
-        task has the spec. Raises InvalidField if its runtime is not installed any more, or if it names a path that
-        is not allowed here: links on this machine may lead elsewhere than on the service's, or than before."""
+        """Make a sandbox without starting it. `name` and `attempt` together are used once on this node; `field` is the
+        spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is
+        not allowed here: links on this machine may lead elsewhere than on the service's machine, or than before."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         if names_paths(spec):
             with naming_runtime(field):
@@ -158,7 +159,7 @@ class Sandboxes:
             raise
 
     def take_over(self, outlived: Outlived) -> Sandbox:
-        """A sandbox that has outlived the last node, not started."""
+        """Return a sandbox that has outlived the last node, not started."""
         run = outlived.run
         spec = RuntimeSpec.model_validate_json(run.runtime)
         kind: TakesOver = resolve("runtime", spec.kind)
@@ -195,7 +196,7 @@ async def prepare(
     field: str = f"{RUNTIME}.prepare",
     pauses: Backoff = PREPARE_PAUSES,
 ) -> None:
-    """Carry out a task's prepare steps in a started sandbox, in order. `field` is where they are in the request.
+    """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
 
     Raises RuntimeFailure naming the step that failed, with the end of its output.
     """
@@ -215,8 +216,8 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands that collect the outcome. What one that fails would have collected is missing, and the
-    grader sees that."""
+    """Run a task's commands for collecting the outcome. A failed command raises nothing: the grader sees that its
+    outcome is missing."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)
@@ -225,9 +226,8 @@ async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
 async def run_step(
     runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: Backoff = PREPARE_PAUSES
 ) -> None:
-    """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of its output, when it has failed
-    as often as it may: CommandFailed, unless it took too long. Only a command that fails is tried again, not a sandbox:
-    its RuntimeFailure is raised."""
+    """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
+    failed `attempts` times: CommandFailed, unless it took too long. A failure of the sandbox is raised at once."""
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
     while True:

@@ -1,8 +1,8 @@
-"""Warm sandboxes: started and prepared before a session wants them, of the kinds that were wanted last.
+"""Warm sandboxes: started and prepared before a session needs them, of the most recently requested kinds.
 
-A kind is a runtime spec, the files that its prepare steps upload, and the harness's mounts. This module knows no
-session. Invariant: nobody has used a sandbox of the pool; it is given away once, alive and young, or stopped here; and
-all that are ready or starting are within the limit of memory.
+A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Sessions are handled
+elsewhere. Invariants: a sandbox of the pool is unused; it is given away once, alive and young, or stopped here; all
+ready and starting sandboxes are within the memory limit.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from outrider.spec import RuntimeSpec, Upload
 log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
-"""Memory counted for a sandbox whose task declares none. An idle one takes 2 to 4 MiB as measured; the rest is for the
-files that its prepare steps write, which are in memory."""
+"""Memory counted for a sandbox whose task declares none. An idle sandbox takes 2 to 4 MiB as measured; the rest is for
+the files written by its prepare steps, which are in memory."""
 
 MAX_STARTING = 2
-"""Warm sandboxes that start at once. Few, because they compete with those that sessions wait for."""
+"""Maximum number of warm sandboxes starting at once. Few, because they compete with sandboxes for waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
-"""How often the ready sandboxes are checked."""
+"""Seconds between checks of the ready sandboxes."""
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""The part of a sandbox's lifetime that it may have spent here when it is given away: the rest is its session's."""
+"""Maximum age of a warm sandbox that is given away, as a share of its lifetime. The rest is for the session."""
 
 MAX_FAILURES = 6
-"""Failed starts in a row before a kind is given up until it is wanted again."""
+"""Number of failed starts in a row after which a kind is given up until it is requested again."""
 
 PAUSES = Backoff(first=1.0, longest=300.0)
-"""Between starts of a kind that fails."""
+"""Waits between starts of a kind that fails."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +65,14 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmSandbox(msgspec.Struct, frozen=True):
-    """A ready sandbox, and when its start began by the pool's clock."""
+    """A ready sandbox, and the time at which its start began, by the pool's clock."""
 
     sandbox: Sandbox
     since: float
 
 
 class SandboxKind:
-    """The ready sandboxes of one kind, the oldest first, and how many there should be."""
+    """The ready sandboxes of one kind, the oldest first, and their target number."""
 
     def __init__(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> None:
         self.spec = spec
@@ -83,21 +83,22 @@ class SandboxKind:
         self.starting = 0
         self.ready: deque[WarmSandbox] = deque()
         self.failures = 0
-        """Failed starts since the last that succeeded."""
+        """Number of failed starts since the last success."""
         self.retry_at = 0.0
-        """In the event loop's time."""
+        """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """How many of at most `each` are worth starting."""
+        """Return how many sandboxes, of at most `each`, are worth starting."""
         if self.max_age < CHECK_SECONDS:
-            return 0  # they would be too old before anybody looks at them
+            return 0  # they would be too old at the first check
         if self.failures:
             return min(each, 1) if self.failures < MAX_FAILURES else 0
         return each
 
 
 class WarmPool:
-    """`async with WarmPool(...) as pool`: it keeps itself full; leaving it stops all that is left."""
+    """The warm sandboxes of a node. `async with WarmPool(...) as pool`: the pool keeps itself full within the block,
+    and stops all remaining sandboxes at the end."""
 
     def __init__(
         self,
@@ -112,9 +113,9 @@ class WarmPool:
         self._pauses = pauses
         self._clock = clock
         self._kinds: OrderedDict[str, SandboxKind] = OrderedDict()
-        """By `kind_key`, the kind that was wanted last at the end."""
+        """By `kind_key`, the kind that was requested last at the end."""
         self._memory_mb = 0
-        """Of all that are ready, starting or stopping."""
+        """Memory of all sandboxes that are ready, starting or stopping."""
         self._numbers = count()
         self._work = asyncio.Event()
         self._taken = 0
@@ -139,8 +140,8 @@ class WarmPool:
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """A ready sandbox, which the caller stops from now on. None if there is none; then some are started for the
-        sessions that come next. Those that use GPUs are not: a warm one would keep them from others."""
+        """Return a ready sandbox, which the caller must stop, or None. Without a ready sandbox, some are started for
+        later sessions. Sandboxes with GPUs are never kept warm, because the GPUs would be kept from others."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
@@ -153,7 +154,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # a cancelled take gives it to nobody
+            finally:  # a cancelled take stops the sandbox
                 if not good:
                     await self._stop(warm, kind)
             if good:
@@ -176,15 +177,15 @@ class WarmPool:
             self._free_memory(kind)
 
     def _free_memory(self, kind: SandboxKind) -> None:
-        """A sandbox of this kind is given away or has stopped: only then another may start in its place."""
+        """Free the memory of a sandbox after giving it away or stopping it. Only then may another start."""
         self._memory_mb -= kind.memory_mb
         self._work.set()
 
     async def _keep_full(self) -> None:
-        """Bring the pool to what it should hold, and wait until that may have changed."""
+        """Bring the pool to its targets, and wait until the targets may have changed."""
         self._work.clear()
         left = self._limits.memory_mb
-        for kind in reversed(self._kinds.values()):  # those wanted last have their share of the memory first
+        for kind in reversed(self._kinds.values()):  # the kinds requested last get their memory first
             kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
             left -= kind.target * kind.memory_mb
         await self._stop_surplus()
@@ -196,7 +197,7 @@ class WarmPool:
             await self._stop_unusable()
 
     async def _stop_surplus(self) -> None:
-        """Stop sandboxes above their kind's target or too old, and forget kinds of which none is kept."""
+        """Stop sandboxes above their kind's target or too old, and drop kinds without sandboxes."""
         for key, kind in list(self._kinds.items()):
             while len(kind.ready) > kind.target or (kind.ready and self._too_old(kind.ready[0], kind)):
                 await self._stop(kind.ready.popleft(), kind)
@@ -222,7 +223,7 @@ class WarmPool:
             async with asyncio.timeout(START_SECONDS):
                 sandbox = await self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
                 await sandbox.ready()
-        except Exception as error:  # of a plugin, perhaps; a session that needs this kind will report it
+        except Exception as error:  # perhaps of a plugin; a session that needs this kind will report the error
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
             kind.failures += 1
@@ -242,14 +243,14 @@ class WarmPool:
     async def _stop_unusable(self) -> None:
         for kind in list(self._kinds.values()):
             for warm in list(kind.ready):
-                # A session may have taken it while it was checked.
+                # A session may have taken the sandbox during the check.
                 if not await usable(warm.sandbox) and warm in kind.ready:
                     kind.ready.remove(warm)
                     await self._stop(warm, kind)
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Whether a session can be given it: its image is still the one that a new sandbox would get, and it answers."""
+    """Whether the sandbox works, and its image is still the image that a new sandbox would get."""
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -258,19 +259,19 @@ async def usable(sandbox: Sandbox) -> bool:
             await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # also of a plugin's own
+    except Exception:  # also a plugin's own exceptions
         return False
     return False
 
 
 def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
-    """A digest of what a sandbox is made from: it changes when a file, a mount or an image does. None if one of these
-    cannot be read. Blocks."""
+    """Return a digest of everything that a sandbox is made from: it changes when a file, a mount or an image does. None
+    if a file cannot be read. Blocks."""
     digest = hashlib.sha256(spec.model_dump_json().encode())
     digest.update(repr(mounts).encode())
     try:
         for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
-            status = source.stat()  # of its target: a link may lead elsewhere tomorrow
+            status = source.stat()  # of the target: the link may lead elsewhere tomorrow
             digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
@@ -285,7 +286,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # only a container engine knows an image by that name: its runtime is `TellsImage`
+                    state = ""  # the name is a container engine's, whose runtime is `TellsImage`
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None
@@ -293,6 +294,6 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
 
 
 def _state(path: Path) -> str:
-    """Changes when a file does, without reading it."""
+    """Return a text that changes when a file does, without reading the file."""
     status = path.lstat()
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -1,4 +1,4 @@
-"""Sessions: one rollout from its sandbox to its verdict, its model calls (`calls/`), and the node that hosts it.
+"""Sessions: one rollout from its sandbox to its verdict, its model calls (`calls/`), and the hosting node.
 
-What a sandbox is made of lives in `sandboxes/` and `runtimes/`; which session runs when is decided in `service/`.
+`sandboxes/` and `runtimes/` make sandboxes; `service/` decides when a session runs.
 """

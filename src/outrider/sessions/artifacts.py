@@ -1,7 +1,7 @@
-"""Keeps the files that a task names as its artifacts, from the agent's sandbox, after its run has ended.
+"""Keeps the files that a task names as its artifacts, from the agent's sandbox, after the agent's run has ended.
 
-It knows no harness and no grading. Invariant: only its cancellation is raised; what could not be kept is listed with
-the reason.
+Harnesses and grading are handled elsewhere. Invariant: only a cancellation is raised; a file that could not be kept is
+listed with the reason.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from outrider.store.artifacts import KeepsArtifacts
 log = logging.getLogger("outrider.session")
 
 MAX_FILES_IN_MEMORY = 8
-"""Of all sessions of a node together."""
+"""Maximum number of artifacts in memory, over all sessions of a node."""
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one file, bytes of all files of an attempt, matches of one pattern, and seconds for all of it."""
+    """Bytes of one file, bytes of all files of an attempt, matches of one pattern, and seconds for the whole
+    collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -36,7 +37,7 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArtifactCollector:
-    """Collects the artifacts of a node's sessions into `store`."""
+    """The collector of the artifacts of a node's sessions into `store`."""
 
     def __init__(self, store: KeepsArtifacts, limits: ArtifactLimits | None = None) -> None:
         self._store = store
@@ -44,7 +45,7 @@ class ArtifactCollector:
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep one attempt's artifacts, once; the list of them."""
+        """Keep one attempt's artifacts, once. Returns the list of them."""
         if not task.artifacts:
             return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
@@ -62,8 +63,8 @@ class ArtifactCollector:
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep a file of this machine, with what is carried to the grading, beside those in the list, under one of the
-        names KEPT; the new list."""
+        """Keep a file of this machine that is carried to the grading, and add it to the list under `name`, which is in
+        KEPT. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -82,14 +83,15 @@ class ArtifactCollector:
         return listed
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
-        """Write what was kept so by an attempt into a new file of this machine. Raises OutriderError, and OSError."""
+        """Write the file that `keep_carried` kept for an attempt into a new file of this machine. Raises OutriderError,
+        and OSError."""
         async with self._reading:
             data = await self._store.carried(session_id, attempt)
             await asyncio.to_thread(file.write_bytes, data)
 
 
 class ArtifactCollection:
-    """The artifacts of one attempt: those kept so far, and those left out, with reasons."""
+    """The artifacts of one attempt: kept so far, and left out with reasons."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class ArtifactCollection:
         )
 
     async def paths(self) -> AsyncIterator[str]:
-        """The absolute paths in the sandbox that the task's patterns match, each once."""
+        """Yield the absolute paths in the sandbox that the task's patterns match, each once."""
         seen: set[str] = set()
         for pattern in self._patterns:
             try:

@@ -1,6 +1,6 @@
-"""One attempt of a session: what a node is given, what it returns, and the protocol of a node.
+"""One attempt of a session: the input of a node, its result, and the protocol of a node.
 
-It knows neither how an attempt runs nor why it ended. Invariant: every `SessionResult` is built here.
+How an attempt runs and why it ended is decided elsewhere. Invariant: every `SessionResult` is built here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from outrider.trajectory import (
 )
 
 RESERVED_PRIORITY = URGENT
-"""Above every priority that a group can have."""
+"""A priority above every priority that a group can have."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is to run. `session.attempt` is the number of this attempt, from 1. `reserved`: it runs in the share
-    of the slots that is reserved for evaluations. `stored`: the run that is graded, in place of one of an agent.
-    `goes_on`: it goes on with the run of the attempt before, which has outlived the last node (`Node.outlived`)."""
+    """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
+    slots reserved for evaluations. `stored`: the run to grade, in place of running an agent. `goes_on`: the attempt
+    continues the run of the previous attempt, which has outlived the last node (`Node.outlived`)."""
 
     session: SessionRow
     task: TaskSpec
@@ -47,23 +47,22 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Unique among all attempts of all sessions."""
+        """A name that is unique among all attempts of all sessions."""
         return f"{self.session.id}-{self.session.attempt}"
 
     @property
     def priority(self) -> int:
-        """Its place in the lines of the node. What has a share of its own waits behind nobody else."""
+        """The priority in the node's queues. An attempt on reserved slots waits behind nobody else."""
         return RESERVED_PRIORITY if self.reserved else self.session.priority
 
     @property
     def tenant(self) -> str:
-        """Whose it is: in the lines of the node, tenants take turns."""
+        """The tenant of the session. Tenants take turns in the node's queues."""
         return tenant_of(self.session.bucket)
 
 
 class AttemptStore(Protocol):
-    """What an attempt needs of the store, whose methods these are. They raise Conflict for an attempt that is not under
-    way any more."""
+    """The store's methods for an attempt. They raise Conflict for an attempt that is no longer under way."""
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None: ...
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None: ...
@@ -72,17 +71,18 @@ class AttemptStore(Protocol):
 
 
 class NodeLost(Exception):
-    """The node has died, and the attempt with it; or the attempt was to go on where a dead node had left it, and that
-    did not end well. Nothing is stored for the attempt any more."""
+    """The node has died, and the attempt with it; or the attempt was to continue the run of a dead node, and did not
+    end well. Nothing more is stored for the attempt."""
 
 
 class Node(Protocol):
-    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError and NodeLost.
-    `has_image` tells whether a sandbox of this kind can start without getting its image first; `pull_image` gets one
-    from a registry, and raises OutriderError. Nodes on one `machine` share its resources and its images.
+    """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost.
+    `has_image` returns whether a sandbox of this kind can start without fetching its image first; `pull_image` fetches
+    an image from a registry, and raises OutriderError. Nodes on one `machine` share resources and images.
 
-    `outlived` are the attempts, by session, whose sandboxes and agents have outlived the last node of this name: each
-    is to be run with `goes_on`, or ended with `end_outlived`."""
+    `outlived` are the attempts, by session, whose sandboxes and agents have outlived the last node of this name. Each
+    must be run with `goes_on`, or ended with `end_outlived`.
+    """
 
     name: str
     machine: str
@@ -96,7 +96,7 @@ class Node(Protocol):
 
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
-    """The result without the secrets in the task's environment, which a program that failed may have printed."""
+    """Return the result without the secrets of the task's environment, which a failed program may have printed."""
     runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
     runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
     given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
@@ -132,15 +132,15 @@ def session_result(
     run_reason: StopReason | None = None,
     regrades: str | None = None,
 ) -> SessionResult:
-    """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`, and
-    `frozen` are its turns of frozen models.
+    """Build the result of `session`, and count every token of `turns`. `turns` are the turns of attempt
+    `session.attempt`; `frozen` are its turns of frozen models.
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
-    `at_most` is the most that is done with rows of any kind. `forks` are counted by cause while the attempt runs, and
-    take precedence over those counted from `turns`.
+    `at_most` is the upper bound of the policy for rows of every kind. `forks` are counted by cause while the attempt
+    runs, and take precedence over the counts from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from what uses most of a session to what uses least
+    order = list(BranchPolicy)  # from the policy that uses most of a session to the policy that uses least
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

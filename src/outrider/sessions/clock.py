@@ -1,7 +1,7 @@
-"""A session's own time: budgets limit how long it works, a cutoff ends its run, a stopwatch says how long stages took.
+"""A session's own time: budgets limit working time, a cutoff ends a run, a stopwatch times the stages.
 
-It knows no stage. Invariant: time in which the event loop stood still or the policy was paused, and time outside a
-`spend` block, such as a wait for a slot, is charged to no budget.
+Stages are defined elsewhere. Invariant: no budget is charged for time in which the event loop was blocked or the policy
+was paused, or for time outside a `spend` block, such as a wait for a slot.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 LOOK_AGAIN = 0.02
-"""Seconds after which a clock that stood still is looked at again, at the earliest. A pause may last for minutes, and
-begin when next to nothing is left of a budget."""
+"""Minimum seconds between two looks at a clock that stands still. A pause may last for minutes, and begin when next to
+nothing is left of a budget."""
 
 
 class Budget:
-    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside.
+    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when the seconds run out inside the
+    block.
 
-    `exhausted` says whether they ever did. `stood_still` returns for how many seconds in all the clock has stood still
-    until now.
+    `exhausted` is true once the seconds have run out. `stood_still` returns the total seconds for which the clock has
+    stood still until now.
     """
 
     def __init__(self, seconds: float, stood_still: Callable[[], float]) -> None:
@@ -40,8 +41,8 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A deadline set on entering would be too early after a stall: so a timer looks, and sets itself
-    again. No object here is in a cycle once the timer is cancelled (see concurrency/garbage.py)."""
+    """One `spend` block. A deadline set on entering would come too early after a stall: so a timer checks the budget,
+    and sets itself again. No object here is in a cycle once the timer is cancelled (see concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stood_still: Callable[[], float]) -> None:
         self.timeout = asyncio.timeout(None)
@@ -69,7 +70,8 @@ class _Spending:
 
 
 class Cutoff:
-    """`async with cutoff.block():` raises TimeoutError inside when `cut` is called; outside, `cut` does nothing."""
+    """A switch that ends a block: `async with cutoff.block():` raises TimeoutError inside when `cut` is called. Outside
+    of a block `cut` does nothing."""
 
     def __init__(self) -> None:
         self._timeout: asyncio.Timeout | None = None
@@ -88,7 +90,7 @@ class Cutoff:
 
 
 class Stopwatch:
-    """`lap(name)` adds the time since the last lap to `seconds[name]`."""
+    """The seconds of each stage: `lap(name)` adds the time since the last lap to `seconds[name]`."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

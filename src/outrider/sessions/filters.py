@@ -1,7 +1,7 @@
-"""Decides what becomes of a graded session whose run is of a kind that a task filters, such as one that was cut off.
+"""Applies a task's filters to a graded session: each filter restricts the use of one kind of run, such as cut-off runs.
 
-It knows no rows and no store. Invariant: a filter never raises a reward, and changes nothing of a session that has no
-verdict.
+Rows and the store are handled elsewhere. Invariant: a filter never raises a reward, and changes nothing of a session
+without a verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPEATS = 4
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What filters look at: why the agent's run ended, its model calls, and its patch if one is carried."""
+    """The input of filters: why the agent's run ended, its model calls, and its patch if a patch is carried."""
 
     reason: StopReason
     turns: Sequence[Turn]
@@ -30,8 +30,8 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def filtered(run: Run, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
-    """The verdict, and the most that is done with the session's rows. Each filter that matches is in the verdict's
-    metrics, as `filter_NAME`, and in its reason."""
+    """Return the verdict, and the upper bound for the use of the session's rows. Each matching filter is named in the
+    verdict's metrics, as `filter_NAME`, and in its reason."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
     if not matching:
         return verdict, BranchPolicy.TRAIN
@@ -65,4 +65,4 @@ MATCHES: Mapping[FilterKind, Callable[[Run, Filter], bool]] = {
     "malformed_calls": lambda run, each: any(turn.malformed_calls for turn in run.turns),
     "no_patch": lambda run, each: not run.patch,
 }
-"""Whether a run is of a kind."""
+"""Tests of a run, by kind of filter."""

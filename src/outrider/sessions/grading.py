@@ -1,12 +1,13 @@
-"""Grades the outcome of an agent's run, and decides whether the agent is to blame where that is impossible.
+"""Grades the outcome of an agent's run, and decides whether the agent is to blame if grading is impossible.
 
-An outcome is graded in the agent's own sandbox, or in a new one that no agent has touched, of the agent's runtime or of
-the evaluator's own. A new one gets the paths that the task carries, and may start while the agent still runs; or it
-starts from everything that the agent wrote. This module knows no lane of the session's own and no tokens. Invariants:
-with carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in there;
-every sandbox begun here is stopped; two sandboxes of a session are alive at once only while the resources of both are
-set aside, or the second asks for none; and an agent is blamed only if the runtime says that the failure came from
-inside the sandbox, its model had replied by then, and what failed works in a sandbox that no agent has touched.
+An outcome is graded in the agent's own sandbox, or in a new sandbox, untouched by agents, of the agent's runtime or of
+the evaluator's own. A new sandbox gets the paths carried by the task, and may start while the agent still runs; or it
+starts from everything written by the agent. Tokens, and the lanes of the session itself, are handled elsewhere.
+
+Invariants: with carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows
+in that sandbox; every sandbox begun here is stopped; two sandboxes of a session are alive at once only while the
+resources of both are set aside, or the second needs none; an agent is blamed only if the runtime reports a failure from
+inside the sandbox, the model had replied by then, and the failed operation works in an untouched sandbox.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from outrider.trajectory import Verdict
 log = logging.getLogger("outrider.session")
 
 EXCESS = "agent_excess"
-"""The metric of an agent that made its grading impossible, and the first word of its verdict's reason."""
+"""The metric of an agent that made grading impossible, and the first word of the verdict's reason."""
 
 TRIES_BEFORE_BLAME = 2
-"""How often an evaluation must fail before the agent can be blamed: an unreliable grader seldom fails twice."""
+"""Number of failed evaluations before the agent can be blamed: an unreliable grader seldom fails twice."""
 
 PROBE_SECONDS = 30.0
-"""How long an untouched sandbox may take to run `true`."""
+"""Seconds that an untouched sandbox has to run `true`."""
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt, whether the agent made going on or grading impossible (`agent_excess`), and what it
-    changed in a repository, if that was carried."""
+    """The verdict on an attempt, whether the agent made further work or grading impossible (`agent_excess`), and the
+    agent's patch of a repository, if the task carries one."""
 
     verdict: Verdict
     excess: bool
@@ -65,7 +66,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """What sandboxes are made of: a runtime, the field in which the task has it, and what is mounted besides."""
+    """The parts of a sandbox: a runtime, its field in the task, and the mounts."""
 
     runtime: RuntimeSpec
     field: str
@@ -73,12 +74,15 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class Grading:
-    """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
-    once, when it has ended; or only `await grading.grade_again(...)`. Leaving stops what is left of the sandboxes that
-    were begun here. `keep` is awaited with a file of what was carried, if that is to be kept, and its name as an
-    artifact; `numbers` tell the session's sandboxes for grading apart; `field` is where the task has the evaluator. If
-    another step follows (`goes_on`), the agent's sandbox is stopped only where the session ends with this grade, and
-    the session's resources are enough for a second sandbox beside it."""
+    """The grading of one step: `async with Grading(...) as grading`, `start_ahead` when the agent's run begins, and
+    `await grading.grade(...)` once, when the run has ended; or only `await grading.grade_again(...)`. Leaving the block
+    stops all remaining sandboxes of the grading.
+
+    `keep` is awaited with a file of carried data that is to be kept, and the file's name as an artifact. `numbers`
+    distinguish the session's sandboxes for grading. `field` is the evaluator's field in the task. If another step
+    follows (`goes_on`), the agent's sandbox is stopped only if the session ends with this grade, and the session's
+    resources are enough for a second sandbox beside the agent's.
+    """
 
     def __init__(
         self,
@@ -102,29 +106,30 @@ class Grading:
         self._lanes = lanes
         self._resources = resources
         self._agents = Origin(attempt.task.runtime, RUNTIME, mounts)
-        """What the agent's sandbox is made of."""
+        """The origin of the agent's sandbox."""
         own = attempt.task.evaluator.runtime
         self._graders = self._agents if own is None else Origin(own, f"{field}.runtime", ())
-        """What sandboxes for grading are made of."""
+        """The origin of sandboxes for grading."""
         self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._keep = keep
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Where that is whose changes are carried."""
+        """Path of the repository in the sandbox whose changes are carried."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
         self._paths = [posixpath.join(workdir, path) for path in self._carry] if isinstance(self._carry, list) else []
-        """What the archive is of. Absolute: the evaluator's own runtime may have another working directory."""
+        """The paths in the archive. Absolute, because the evaluator's own runtime may have another working
+        directory."""
         self._patch: bytes | None = None
-        """The changes to a repository, if these are carried: made in the first sandbox for grading."""
+        """The changes to a repository, if they are carried: made in the first sandbox for grading."""
         self._second_share: Slot | None = None
         """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
         self._ahead: GraderSandbox | None = None
         self._gpus: tuple[str, ...] = ()
-        """The session's, once no sandbox uses them: those that follow do, one after another."""
+        """The session's GPUs, once they are free of the agent's sandbox. Later sandboxes use them in turn."""
         self._numbers = numbers
         self._undo = AsyncExitStack()
 
@@ -134,11 +139,11 @@ class Grading:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await shielded(self._undo.aclose)  # one step that raises does not keep the others from being done
+        await shielded(self._undo.aclose)  # a step that raises does not keep the others from running
 
     def start_ahead(self) -> None:
-        """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free.
-        Not one that needs GPUs, which are those of the session: until it has ended, the agent has them."""
+        """Start a new sandbox now, if it can start without the agent's files and the resources for both are free. A
+        sandbox with GPUs cannot start ahead, because the agent has the session's GPUs until the end of the run."""
         needs = required(self._graders.runtime.resources)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
             return
@@ -158,16 +163,16 @@ class Grading:
         model_replied: bool,
         gpus: tuple[str, ...],
     ) -> Grade:
-        """Grade what the agent left in `sandbox`. Unless another step follows in there, it is stopped before a new one
-        is used in its place.
+        """Grade the agent's work in `sandbox`. The sandbox is stopped before a new sandbox takes its place, unless
+        another step follows there.
 
-        `failure` ended the agent's run from inside its sandbox: what is left is graded all the same, if it can be.
-        `gpus` are the session's: the agent has them until its sandbox is stopped.
-        Raises the failure of the grading if the agent is not to blame for it.
+        `failure` ended the agent's run from inside the sandbox: the remaining work is graded all the same, if possible.
+        `gpus` are the session's: the agent has them until `sandbox` is stopped. Raises the failure of the grading if
+        the agent is not to blame.
         """
         verdict: Verdict | None = None
         place = self._agents
-        """Where the failure was, if there is one."""
+        """The origin of the sandbox in which a failure occurs."""
         try:
             if self._carry is not None:
                 async with mark_inside_failures(sandbox.runtime):
@@ -181,7 +186,7 @@ class Grading:
         except OutriderError as error:
             if not (error.inside and model_replied):
                 raise
-            failure = failure or error  # the first one is the cause
+            failure = failure or error  # the first failure is the cause
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
@@ -198,9 +203,9 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox is gone. `fetch` writes what it carried into a file; None if that was not kept:
-        then the evaluator has what the agent said, and `Outcome.beside`. `gpus` are set aside for this. Raises as
-        `grade`."""
+        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. None if no data was
+        kept: then the evaluator has the agent's answer and transcript, and `Outcome.beside`. `gpus` are set aside for
+        this grading. Raises as `grade`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -223,16 +228,16 @@ class Grading:
         self._stopwatch.lap("stop")
 
     async def _take_out(self, runtime: Runtime) -> None:
-        """Copy what is graded from the agent's sandbox to the host. Raises RuntimeFailure."""
+        """Copy the graded files from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if self._carry == "all":  # admission refuses that for other runtimes
+        if self._carry == "all":  # admission refuses "all" for other runtimes
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # Alone: what the agent left running could change the files while they are archived. The next step may need
-            # it, though.
+            # Alone: programs left running by the agent could change the files during archiving. The next step may need
+            # the programs, though.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -270,7 +275,7 @@ class Grading:
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
-        """Where an evaluation happens: the agent's sandbox, or a new one with what was carried."""
+        """Yield the sandbox for an evaluation: the agent's, or a new sandbox with the carried files."""
         if self._carry is None:
             async with mark_inside_failures(agents):
                 yield agents
@@ -288,13 +293,13 @@ class Grading:
             yield runtime
 
     async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, place: Origin) -> Verdict:
-        """The verdict on an agent that broke its sandbox or made grading impossible; its sandbox has been stopped.
-        `place` is what the sandbox is made of in which the failure was.
+        """Return the verdict on an agent that broke its sandbox or made grading impossible. The sandbox has been
+        stopped. `place` is the origin of the sandbox with the failure.
 
-        Raises `failure` if untouched sandboxes fail too: to write a file, to run a command, to open the shell that was
-        missing, or to carry what is there when nothing was done. `outcome` is evaluated in there as well, but if that
-        fails, it counts only where `failure` is the evaluator's. The reward is at most 0, and at most what doing
-        nothing gets.
+        Raises `failure` if untouched sandboxes fail too: to write a file, to run a command, to open the missing shell,
+        or to carry their files without any agent's work. `outcome` is also evaluated in an untouched sandbox, but a
+        failure of this evaluation counts only if `failure` is the evaluator's. The reward is at most 0, and at most the
+        reward for doing nothing.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -306,7 +311,7 @@ class Grading:
                     await probe(runtime, shell if place is self._agents else None)
                     await collect(runtime, self._task.collect)
                     await runtime.snapshot(self._paths, untouched)
-            async with self._new_sandbox(layer=None) as runtime:  # without what the agent wrote
+            async with self._new_sandbox(layer=None) as runtime:  # without the agent's files
                 await probe(runtime, shell if place is self._graders else None)
                 if apart:
                     await runtime.restore(untouched, self._paths)
@@ -320,14 +325,14 @@ class Grading:
         except Exception as error:  # a plugin may raise anything
             raise failure from error
         finally:
-            # The failure's traceback holds this frame. If the frame held the failure, this cycle would keep
-            # the session's tokens, which may have megabytes, until the next garbage collection.
+            # The failure's traceback holds this frame. If the frame held the failure, the cycle would keep the
+            # session's tokens, perhaps megabytes, until the next garbage collection.
             del failure
         return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=reason)
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """The sandbox that was started ahead, if it came up, else another one; stopped on leaving."""
+        """Yield the sandbox started ahead, if it came up, else another sandbox. The sandbox is stopped on leaving."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
@@ -341,8 +346,8 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. It sets nothing aside and waits for no resources; its limits hold all the same. It has
-        no GPUs: those of the session are the other sandbox's."""
+        """See `Outcome.beside`. The sandbox sets nothing aside and waits for no resources, but its limits hold. It has
+        no GPUs, because the other sandbox uses the session's."""
         async with started(self._start(self._graders)) as runtime:
             yield runtime
 
@@ -373,7 +378,7 @@ class Grading:
         return sandbox
 
     async def _evaluate(self, outcome: Outcome) -> Verdict:
-        """One try. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
+        """Evaluate once. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
         seconds = self._task.evaluator.seconds
         clock = asyncio.timeout(seconds)
         aside = partial(_off_the_clock, clock, outcome.aside)
@@ -400,7 +405,7 @@ class Grading:
 
 @asynccontextmanager
 async def _off_the_clock(clock: asyncio.Timeout, aside: Aside) -> AsyncIterator[None]:
-    """A block of `aside` during which the clock stands still."""
+    """Stop the clock during a block of `aside`."""
     now = asyncio.get_running_loop().time
     end = clock.when()
     if end is None or clock.expired():  # an evaluator may wait for several things at once
@@ -416,7 +421,7 @@ async def _off_the_clock(clock: asyncio.Timeout, aside: Aside) -> AsyncIterator[
 
 @asynccontextmanager
 async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
-    """Its runtime, once it is ready; it is stopped on leaving."""
+    """Yield the sandbox's runtime once the sandbox is ready. The sandbox is stopped on leaving."""
     try:
         yield await sandbox.ready()
     finally:
@@ -424,7 +429,7 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Raises RuntimeFailure unless a sandbox takes a file, runs a command and opens that shell."""
+    """Raise RuntimeFailure unless a sandbox takes a file, runs a command and opens that shell."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -434,7 +439,7 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 
 
 class GraderSandbox:
-    """A sandbox that a task of `owner` makes and starts, from the moment that this is constructed.
+    """A sandbox made and started by a task of `owner`, from the construction of this object on.
 
     `starts` bounds how many such sandboxes start at once. Starting may take `seconds`, without the wait for a slot.
     """
@@ -455,8 +460,8 @@ class GraderSandbox:
         )
 
     async def ready(self) -> Runtime:
-        """Wait until it has started. Raises RuntimeFailure, or what else a plugin raised. A cancelled wait leaves the
-        sandbox starting."""
+        """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. A cancelled wait
+        leaves the sandbox starting."""
         await asyncio.wait({self._task})
         if self._failure is not None:
             raise self._failure
@@ -464,7 +469,7 @@ class GraderSandbox:
         return self._sandbox.runtime
 
     async def close(self) -> None:
-        """Stop it, started or not. Idempotent; the caller shields it from cancellation."""
+        """Stop the sandbox, started or not. Idempotent; the caller shields the call from cancellation."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._sandbox is not None:
@@ -486,7 +491,8 @@ class GraderSandbox:
 
 @asynccontextmanager
 async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
-    """Set `inside` on a failure of the sandbox, of the agent program in it or of the evaluator, if it came from inside.
+    """Set `inside` on a failure of the sandbox, of the agent program or of the evaluator, if the failure came from
+    inside the sandbox.
 
     The sandbox must not be stopped within the block. Other failures, such as an engine's, stay as they are.
     """

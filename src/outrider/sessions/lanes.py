@@ -1,4 +1,4 @@
-"""The lanes of a node: the stages of its sessions, each with a bounded number of slots, a line and statistics."""
+"""The lanes of a node: the stages of its sessions, each with a bounded number of slots, a queue and statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
 
 class Lane:
-    """A stage of the session coroutine with `size` slots, as settings and statistics name it."""
+    """A stage of the session coroutine with `size` slots, named as in settings and statistics."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
@@ -36,7 +36,8 @@ class Lane:
 
 
 class Place:
-    """A slot of a lane that a session has for as long as an `async with` block runs, but may leave for a while."""
+    """A session's slot of a lane for an `async with` block. The session may give the slot up for a while within the
+    block."""
 
     def __init__(self, lane: Lane, priority: int, tenant: str = "") -> None:
         self._lane = lane
@@ -57,8 +58,8 @@ class Place:
 
     @asynccontextmanager
     async def aside(self) -> AsyncIterator[None]:
-        """Without the slot, while the block runs. Who comes back has waited already, and is the first in line. What the
-        block raises ends the session's need for the slot."""
+        """Give the slot up while the block runs. Afterwards the session is the first in line, because it has waited
+        already. After an exception in the block no slot is taken again."""
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)
@@ -76,10 +77,10 @@ class Place:
 class Lanes:
     """The lanes of a node.
 
-    A session has a slot of `ready` from before its sandbox is prepared until it has one of `run`: so many sandboxes are
-    prepared or wait for their run, by default twice as many as are prepared at once (`init`), and none that waits
-    keeps others from being prepared. `grading` bounds how many sandboxes for grading start at once; those for agents
-    start in `init`.
+    A session holds a slot of `ready` from before its sandbox is prepared until it has a slot of `run`. So `ready`
+    bounds the sandboxes in preparation or waiting for their run, by default to twice as many as are prepared at once
+    (`init`), and waiting sandboxes do not keep others from being prepared. `grading` bounds how many sandboxes for
+    grading start at once; sandboxes for agents start in `init`.
     """
 
     def __init__(self, *, init: int, run: int, evaluate: int, ready: int | None = None) -> None:
@@ -91,7 +92,7 @@ class Lanes:
 
     @property
     def capacity(self) -> int:
-        """How many sessions can be in the lanes at once."""
+        """The maximum number of sessions in the lanes at once."""
         return self.ready.size + self.run.size + self.eval.size
 
     def stats(self) -> tuple[LaneStats, ...]:

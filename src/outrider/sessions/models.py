@@ -1,8 +1,7 @@
-"""The models that one session attempt can call: the policy, and the frozen models beside it, each in a conversation of
-its own.
+"""The models of one session attempt: the policy, and the frozen models beside it, each in its own conversation.
 
-It knows no HTTP and no engine. Invariant: what a frozen model is asked and says is no part of the policy's
-conversation, and uses up none of its limits.
+HTTP and engines are handled elsewhere. Invariant: calls of a frozen model are no part of the policy's conversation, and
+use up none of its limits.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ if TYPE_CHECKING:
 
 
 class SessionModels:
-    """The conversations of an attempt: with the policy, and with each frozen model by its name. `bodies` are those of
-    all their calls, and `under_way` is how many calls are not answered yet: whoever receives them counts.
+    """The conversations of an attempt: with the policy, and with each frozen model by name. `bodies` are the bodies of
+    all calls. `under_way` is the number of unfinished calls, counted by the receiver of the calls.
 
-    `goes_on`: calls wait until `restore` has returned, because their agent has outlived an earlier node."""
+    `goes_on`: calls wait until `restore` has returned, because the agent has outlived an earlier node.
+    """
 
     def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}, *, goes_on: bool = False) -> None:
         self.policy = policy
         self._known = asyncio.Event()
-        """Set when the conversations are known as far as they have come."""
+        """Set when calls may begin: at once, or after `restore`."""
         if not goes_on:
             self._known.set()
         self.bodies = Bodies(policy.backend.intake)
@@ -51,14 +51,14 @@ class SessionModels:
             return await self.policy.receive(body, parts)
 
         async def any_capacity() -> Capacity:
-            """Which model's capacity counts is known when the body is here."""
+            """Return no limit: which model's capacity counts is only clear once the whole body is here."""
             return _ANY
 
         return await body.received(parts, any_capacity)
 
     async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-        """The conversation that a request belongs to: a frozen model's for exactly its name, else the policy's, for
-        programs have names of their own for the model that they use. Raises TooLarge."""
+        """Return the conversation for a request: a frozen model's for exactly its name, else the policy's, because
+        programs have their own names for their model. Raises TooLarge."""
         if not self._frozen:
             return self.policy
 
@@ -72,7 +72,7 @@ class SessionModels:
         return self.policy if name is None else self._frozen.get(name, self.policy)
 
     def named(self, name: str | None) -> Conversation:
-        """The conversation with a model that is served under this name; None is the policy. Raises NotFound."""
+        """Return the conversation with the model served under this name; None is the policy. Raises NotFound."""
         if name is None or name == self.policy.backend.model:
             return self.policy
         if name not in self._frozen:
@@ -81,8 +81,8 @@ class SessionModels:
         return self._frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
-        """The context length of each model by its name; None where it is not known. Waits for an engine of the policy,
-        as `Conversation.context_tokens` does, and for no other."""
+        """Return the context length of each model by name; None if unknown. Waits for an engine of the policy, as
+        `Conversation.context_tokens` does, and for no other engine."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
         for name, conversation in self._frozen.items():
             backend = conversation.backend
@@ -92,7 +92,7 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """What broke the record of a turn."""
+        """The error that broke the record of a turn."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property
@@ -102,13 +102,12 @@ class SessionModels:
 
     @property
     def failure(self) -> OutriderError | None:
-        """What a run that ends now fails with. A prompt that was too long is no failure: the agent wrote it."""
+        """The error of a run that ends now. A prompt that was too long is no failure: the agent wrote the prompt."""
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
     async def restore(self, turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]]) -> None:
-        """Go on where an earlier node had left the conversations, of which these turns are stored. Raises
-        ServiceError."""
+        """Continue the conversations of an earlier node, given their stored turns. Raises ServiceError."""
         await self.policy.restore(turns)
         for name, conversation in self._frozen.items():
             await conversation.restore(frozen.get(name, ()))
@@ -116,24 +115,24 @@ class SessionModels:
         self._known.set()
 
     def begin_step(self) -> None:
-        """Take calls again, after `close`: those of the task's next step."""
+        """Accept calls again after `close`, for the task's next step."""
         for one in self._all:
             one.begin_step()
 
     async def close(self) -> None:
-        """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""
+        """End the run: later calls are refused, calls in flight are cut off and recorded. Idempotent."""
         for one in self._all:
             one.end()
-        self._known.set()  # calls that wait are refused
+        self._known.set()  # waiting calls are refused
         async with AsyncExitStack() as stack:
             for one in self._all:
                 stack.push_async_callback(one.close)
 
 
 class InProcessClient:
-    """`harnesses.base.ModelClient` for agents that run in this process: calls of the conversations, without HTTP.
+    """A `harnesses.base.ModelClient` for agents in this process, which call the conversations without HTTP.
 
-    Such a call is admitted, recorded and limited like one that comes through the gateway. It hides the conversations'
+    Such a call is admitted, recorded and limited like a call through the gateway. The client hides the conversations'
     other methods from the agent.
     """
 
@@ -167,7 +166,7 @@ async def completed(
     max_tokens: int | None = None,
     stop: Sequence[str] = (),
 ) -> Completion:
-    """One call of a conversation, to its end. Raises as `Conversation.call`."""
+    """Run one call of a conversation to its end. Raises as `Conversation.call`."""
     request = ModelRequest(
         model=conversation.backend.model,
         messages=ParsedMessages(tuple(messages)),

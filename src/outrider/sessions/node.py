@@ -1,8 +1,7 @@
-"""A node: the process that hosts sessions, with their sandboxes, their model endpoints and their lanes.
+"""A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
 
-It knows no queue and no group; it is handed attempts and returns results. For nodes in other processes see `nodes/`.
-Invariant: a session's credential works from the start of its attempt to the end of
-its run, and never again.
+Queues and groups are handled elsewhere: a node receives attempts and returns results. For nodes in other processes see
+`nodes/`. Invariant: a session's credential works from the start of the attempt to the end of the run, and never again.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ PULSE = "pulse"
 
 
 class LocalNode:
-    """The node in this process. `async with LocalNode(...) as node`; leaving it ends its background tasks and
-    removes its folder with all that is left in it."""
+    """The node in this process. `async with LocalNode(...) as node`; leaving the block ends the node's background tasks
+    and removes its folder with all contents."""
 
     def __init__(
         self,
@@ -73,8 +72,8 @@ class LocalNode:
         service_silence: Callable[[], float] = lambda: 0.0,
         failures: Failures | None = None,
     ) -> None:
-        """`owner` tells whose node it is: sandboxes may outlive it for the next node of the same owner and name.
-        Without an owner they end with it. What fails in its background work is noted in `failures`."""
+        """`owner` names the owner of the node: sandboxes may outlive the node for the next node of the same owner and
+        name. Without an owner they end with the node. Failures of background work are recorded in `failures`."""
         self.name = self.machine = name
         self._owner = owner and f"{owner} {name}"
         self.backend = backend
@@ -89,7 +88,7 @@ class LocalNode:
         self._service_silence = service_silence
         self._held = AsyncExitStack()
         self.failures = failures or Failures()
-        """What fails in its background work."""
+        """Failures of the background work."""
         self._background = Chores(self.failures)
         """Sweeps, the pulse, and sandboxes for grading while they start."""
         self._models: dict[str, SessionModels] = {}
@@ -100,7 +99,7 @@ class LocalNode:
             make = partial(NodeFolder.make, self._owner)
             self._folder = await held.enter_async_context(opened_in_thread(make, NodeFolder.remove))
             self._outlived = await asyncio.to_thread(_left_in, self._folder)
-            self.gateway_socket.unlink(missing_ok=True)  # of the last node of this folder
+            self.gateway_socket.unlink(missing_ok=True)  # left by the last node of this folder
             host = await held.enter_async_context(Host(self._folder.path))
             await sweep(host, self.failures)
             await held.enter_async_context(self._background)
@@ -144,28 +143,29 @@ class LocalNode:
 
     @property
     def gateway_socket(self) -> Path:
-        """The Unix socket on which the model gateway must listen; sandboxes without network use it."""
+        """The Unix socket on which the model gateway must listen. Sandboxes without network use the socket."""
         return self._folder.path / "gateway.sock"
 
     @property
     def host(self) -> Host:
-        """What its sandboxes, and its evaluators, share."""
+        """The parts that the sandboxes and evaluators share."""
         return self._services.sandboxes.host
 
     def gateway_at(self, url: str) -> AbstractContextManager[None]:
-        """Sandboxes that are made within this block reach the model gateway at `url`; see `Sandboxes.gateway_at`."""
+        """Set the URL of the model gateway for sandboxes made within this block; see `Sandboxes.gateway_at`."""
         return self._services.sandboxes.gateway_at(url)
 
     def models(self, key: str) -> SessionModels | None:
-        """The models that a credential gives access to, while its run lasts."""
+        """Return the models that a credential gives access to while its run lasts."""
         return self._models.get(key)
 
     def note_stall(self, seconds: float) -> None:
-        """The service, another process, has stood still for so long."""
+        """Record that the service, another process, has stood still for `seconds`."""
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
-        """While its folder cannot be written it takes no sessions: their sandboxes would fail, one after another."""
+        """Return the state of the node. While its folder cannot be written the capacity is 0, because the sandboxes of
+        new sessions would fail, one after another."""
         failing = tuple(msgspec.structs.replace(each, node=self.name) for each in self.failures.failing())
         return NodeStats(
             name=self.name,
@@ -185,7 +185,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     def keeps_runs(self) -> bool:
-        """Whether it has agents that may outlive it."""
+        """Whether agents may outlive the node."""
         return any(survives(directory) for directory in self._folder.path.iterdir())
 
     def outlived(self) -> dict[str, int]:
@@ -205,9 +205,11 @@ class LocalNode:
             await sandbox.stop()
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """The attempt's result, whatever fails. Raises only CancelledError, and NodeLost for one that `goes_on`."""
+        """Run an attempt to its result, whatever fails. Raises only CancelledError, and NodeLost for an attempt that
+        `goes_on`."""
         left = self._outlived.pop(attempt.session.id) if attempt.goes_on else None
-        # Found in `_models` by its hash, for which Python has a random seed: how long that takes tells nothing of it.
+        # `_models` finds the key by hash, for which Python has a random seed: the time of a look-up reveals nothing of
+        # the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}" if left is None else left.run.key
         try:
             rollout = Rollout(attempt, key, self._services, left)
@@ -215,7 +217,7 @@ class LocalNode:
             return without_secrets(await rollout.run(), attempt.task)
         except NodeLost:
             raise
-        except Exception as error:  # such as that of a record that cannot be read back
+        except Exception as error:  # such as for a record that cannot be read back
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))

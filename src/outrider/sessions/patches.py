@@ -1,9 +1,9 @@
-"""What an agent changed in a git repository, as a patch, and that patch applied in a sandbox that it never touched.
+"""The agent's changes to a git repository, as a patch, and the patch applied in an untouched sandbox.
 
-The patch is made in a new sandbox, by its git and from its repository, of the files that the agent left: so nothing of
-the agent's own `.git` counts, no hook, filter or attribute driver of its making runs, and it does not matter whether it
-has committed. It decides nothing about grading. Invariant: after `make_patch` and `apply_patch` the repository is as
-the sandbox's preparation left it, with the patch and nothing else of the agent.
+The patch is made in a new sandbox, by the new sandbox's git and from its repository, of the files left by the agent. So
+the agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no
+difference. Grading is decided elsewhere. Invariant: after `make_patch` and `apply_patch` the repository is as the
+sandbox's preparation left it, with the patch and nothing else of the agent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.spec import DiffSpec
 MAX_PATCH = 16 << 20
 """Bytes."""
 SECONDS = 300.0
-"""How long git may take for one step."""
+"""Time limit in seconds of one git step."""
 GIT = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -28,17 +28,17 @@ git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
-# What preparation has changed and not committed is no change of the agent's: so the base is the folder, not HEAD.
+# Uncommitted changes of the preparation are not the agent's: so the base is the folder, not HEAD.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# What was there goes aside within `.git`, which is surely on the same file system.
+# The old files are moved within `.git`, which is surely on the same file system.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
 """
-# A repository within would be added as a link to a commit that nobody has.
+# Git would add a repository within the repository as a link to a commit that nobody has.
 MAKE = """find . -path ./.git -prune -o -name .git -prune -exec rm -rf -- {{}} +
 git add -A --ignore-errors . || true
 git diff --binary --full-index --no-renames --no-color --no-ext-diff --no-textconv \
@@ -49,7 +49,7 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# A file that git ignores may be there from the preparation, and may be one that the agent has added.
+# A file that git ignores may be there from the preparation, and may also have been added by the agent.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
@@ -59,20 +59,20 @@ TIDY = """rm -f .git/outrider-patch .git/outrider-paths .git/outrider-index
 
 
 def place_of(spec: DiffSpec, workdir: str) -> str:
-    """The repository's absolute path in the sandbox."""
+    """Return the repository's absolute path in the sandbox."""
     return posixpath.normpath(posixpath.join(workdir, spec.diff))
 
 
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
-    """What is in the repository's folder, but for `.git`: what the agent's sandbox is asked for. Raises
+    """Return the paths in the repository's folder, except `.git`, for the snapshot of the agent's sandbox. Raises
     RuntimeFailure."""
     found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{repository}/{pattern}")]
     return [path for path in found if posixpath.basename(path) not in (".", "..", ".git")]
 
 
 async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive: Path, paths: list[str]) -> bytes:
-    """The difference between the repository of a new sandbox and what the archive has of the agent's. Raises
-    RuntimeFailure, and EvaluatorError where it cannot be made."""
+    """Return the difference between the repository of a new sandbox and the agent's files in the archive. Raises
+    RuntimeFailure, and EvaluatorError if the patch cannot be made."""
     base = (await _run(runtime, repository, BASE + MAKE_ROOM)).decode().strip()
     await runtime.restore(archive, paths)
     excluded = " ".join(shlex.quote(f":(exclude){pattern}") for pattern in spec.exclude)
@@ -80,7 +80,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
     try:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=SECONDS)  # raises where the whole sandbox is broken
+        await runtime.exec(["true"], seconds=SECONDS)  # raises if the whole sandbox is broken
         message = f"what the agent changed in {repository} is more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)
@@ -88,8 +88,8 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 
 async def apply_patch(runtime: Runtime, repository: str, patch: bytes) -> None:
-    """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure, and EvaluatorError where it does not
-    apply: the repository is another one than it was."""
+    """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure, and EvaluatorError if the patch does not
+    apply, because the repository differs from the one that the patch was made from."""
     if not patch:
         return
     await runtime.write(f"{repository}/.git/outrider-patch", patch)

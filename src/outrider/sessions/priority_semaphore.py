@@ -1,14 +1,14 @@
-"""A line for shares of something bounded: slots of a lane; processors, memory and GPUs of a node; memory for bodies.
+"""A queue for parts of a bounded resource: slots of a lane; processors, memory and GPUs of a node; memory for bodies.
 
-It knows nothing of what is done with a share. Owners (tenants) take turns: of those that wait, the owner that holds the
-least is served next, then the one that was served the longest time ago. Those of one owner are served by priority,
-first come first served among equals; a priority orders the work of one owner, and none of another's. URGENT ones come
-before all.
+The use of a part is decided elsewhere. Owners (tenants) take turns: the waiting owner with the smallest holding is
+served next, and among equals the owner served the longest time ago. Requests of one owner are served by priority, first
+come first served among equals; a priority has no effect on the requests of other owners. URGENT requests come before
+all others.
 
-Who waits for a kind of thing keeps all behind it from taking any, so that small requests that would fit cannot starve a
-large one; who wants none of it may pass, as long as the first in line would still find the rest of what it wants.
-Invariants: no more is taken than there is, by one owner no more than its share, and nobody who passes delays the first
-in line.
+A request waiting for a kind of resource keeps all requests behind it from taking any of this kind, so that small
+requests cannot starve a large request. A request that needs none of this kind may pass, as long as the first in line
+still finds the rest of its needs. Invariants: no more is taken than exists, no owner takes more than its share, and no
+passing request delays the first in line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
-"""So much of each kind. Whole numbers, because their sums are exact."""
+"""An amount of each kind. Whole numbers, because their sums are exact."""
 
 
 URGENT = 1 << 20
-"""The least priority that comes before all owners."""
+"""The lowest priority that comes before all owners."""
 
 
 def fits(needs: Quantities, room: Quantities) -> bool:
@@ -36,13 +36,14 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """What is left of `room` for those behind one that waits there: nothing of what it is short of; and all of the
-    rest, but for what it needs itself if it is the first in line."""
+    """Return the part of `room` left for requests behind a waiting request: nothing of the kinds of which the request
+    needs more than is there; of the other kinds everything, less the needs of the request if it is the first in
+    line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
 class Slot:
-    """What was taken, until `give_back` is called: by `release`, which is idempotent, or by leaving the `async with`
+    """A taken amount. `give_back` is called by `release`, which is idempotent, or at the end of the `async with`
     block."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
@@ -63,9 +64,9 @@ class Slot:
 
 
 class PrioritySemaphore:
-    """Counts one or several kinds of things, such as millicpus and MiB; all that a slot needs is taken at once.
+    """A queue for one or several kinds of resources, such as millicpus and MiB. All needs of a slot are taken at once.
 
-    More than `capacity` of any kind is never given, and to one owner not more than `share` of it. `served` and
+    At most `capacity` of any kind is given out, and at most `share` of the capacity to one owner. `served` and
     `waited_seconds` are totals over all slots taken.
     """
 
@@ -75,11 +76,11 @@ class PrioritySemaphore:
         self.served = 0
         self.waited_seconds = 0.0
         self._most = None if share >= 1 else tuple(int(share * each) for each in capacity)
-        """Of each kind, what one owner may have."""
+        """The maximum of each kind for one owner; None without a limit."""
         self._owners: dict[str, _Owner] = {}
-        """Who has something, or waits for it."""
+        """Owners that hold an amount or wait for one."""
         self._urgent = _Owner(len(capacity))
-        """The line of all URGENT ones. What they take counts as their owners'."""
+        """The line of all URGENT requests. Amounts given to them count as their owners'."""
         self._order = count()
 
     @property
@@ -87,7 +88,7 @@ class PrioritySemaphore:
         return sum(len(line.waiters) for line in self._lines())
 
     async def take(self, quantities: Quantities, priority: int = 0, owner: str = "") -> Slot:
-        """Wait for the turn. A cancelled wait takes nothing."""
+        """Wait in line. A cancelled wait takes nothing."""
         started = time.monotonic()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._urgent if priority >= URGENT else self._owners.setdefault(owner, _Owner(len(self.capacity)))
@@ -98,12 +99,12 @@ class PrioritySemaphore:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give_back(quantities, owner)  # the cancellation came after `_serve` had given it to this waiter
+                self._give_back(quantities, owner)  # `_serve` granted the request before the cancellation came
                 raise
             if entry in line.waiters:
                 line.waiters.remove(entry)
                 heapq.heapify(line.waiters)
-            self._serve()  # the next in line may fit where this one did not
+            self._serve()  # the next in line may fit where this request did not
             self._forget(owner)
             raise
         self.served += 1
@@ -111,7 +112,7 @@ class PrioritySemaphore:
         return self._slot(quantities, owner)
 
     def try_take(self, quantities: Quantities, owner: str = "") -> Slot | None:
-        """None if it would have to wait."""
+        """Return None if the request would have to wait."""
         room, first = self._free(), True
         for line in sorted(self._lines(), key=self._rank):
             for _, _, turn, needs, _ in sorted(line.waiters):
@@ -128,7 +129,8 @@ class PrioritySemaphore:
         yield from self._owners.values()
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
-        """The order in which lines are served: an owner has as much as of the kind of which it has the most."""
+        """Sort key of lines: the urgent line first, then by the largest fraction held of any kind, then by the last
+        turn."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 
@@ -158,13 +160,13 @@ class PrioritySemaphore:
         self._forget(owner)
 
     def _forget(self, owner: str) -> None:
-        """An owner that neither has anything nor waits is not kept: there may be any number of them."""
+        """Drop an owner that neither holds nor waits for anything: the number of owners is unbounded."""
         known = self._owners.get(owner)
         if known is not None and not known.waiters and not any(known.taken):
             del self._owners[owner]
 
     def _serve(self) -> None:
-        """Serve those who fit, in the order of the line."""
+        """Serve the requests that fit, in the order of the line."""
         room = self._free()
         passed: list[tuple[_Owner, _Waiter]] = []
         first = True
@@ -175,9 +177,9 @@ class PrioritySemaphore:
             if not line.waiters:
                 waiting.remove(line)
             _, _, turn, quantities, owner = entry
-            if turn.done():  # cancelled, and its task has not run since to leave the line
+            if turn.done():  # cancelled, and its task has not yet left the line
                 continue
-            if not self._may_have(owner, quantities):  # all behind it are of the same owner, unless it is urgent
+            if not self._may_have(owner, quantities):  # all behind are of the same owner, unless this request is urgent
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)
@@ -193,7 +195,7 @@ class PrioritySemaphore:
 
 
 class _Waiter(NamedTuple):
-    """Entries of a heap: the highest priority first, then the oldest."""
+    """An entry of a heap: the highest priority first, then the oldest."""
 
     below: int
     number: int
@@ -203,7 +205,7 @@ class _Waiter(NamedTuple):
 
 
 class _Owner:
-    """What an owner has taken, when it was served last, and its line."""
+    """The amounts taken by an owner, the number of its last turn, and its line."""
 
     __slots__ = ("last", "taken", "waiters")
 

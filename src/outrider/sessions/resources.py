@@ -1,7 +1,7 @@
-"""The processors, memory and GPUs of a node: how much there is, and what is set aside for sandboxes that ask for some.
+"""The processors, memory and GPUs of a node: the total, and the amounts set aside for sandboxes.
 
-Use is neither measured nor limited here: each runtime limits its sandbox, and this keeps the sum of the limits within
-what there is. Invariants: no more is set aside than there is, and no GPU for two at a time.
+Usage is neither measured nor limited here: each runtime limits its sandbox, and this module keeps the sum of the limits
+within the total. Invariants: no more is set aside than exists, and no GPU belongs to two shares at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, 
 from outrider.spec import MEBIBYTE, Resources, TaskSpec
 
 CORES_EACH = 4
-"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
+"""Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
+too."""
 MILLI = 1000
 MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
-"""More than any machine has: amounts come from nodes on other machines, too."""
+"""Upper bounds above any machine, because amounts also come from nodes on other machines."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -34,7 +35,7 @@ GpuName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GPU_NAME)]
 
 
 class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
-    """Processors' worth of time, MiB of memory, and GPUs."""
+    """An amount of processor time (in processors), of memory (in MiB) and of GPUs."""
 
     cpus: Annotated[float, msgspec.Meta(ge=0, le=MAX_CPUS)] = 0.0
     memory_mb: Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMORY_MB)] = 0
@@ -42,7 +43,7 @@ class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantities(self) -> Quantities:
-        """In millicpus, MiB and GPUs."""
+        """The amount in millicpus, MiB and GPUs."""
         return round(self.cpus * MILLI), self.memory_mb, self.gpus
 
     def within(self, other: ResourceAmount) -> bool:
@@ -53,7 +54,7 @@ class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine has for its sandboxes. `gpus` are the names of its GPUs, by which a runtime finds them."""
+    """The resources of a machine for its sandboxes. `gpus` are the GPU names used by runtimes."""
 
     cpus: Annotated[float, msgspec.Meta(gt=0, le=MAX_CPUS)]
     memory_mb: Annotated[int, msgspec.Meta(gt=0, le=MAX_MEMORY_MB)]
@@ -65,12 +66,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def required(resources: Resources) -> ResourceAmount:
-    """What is set aside for a task's sandbox: its limits. A resource that the task does not limit counts as 0."""
+    """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0."""
     return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0, gpus=resources.gpus)
 
 
 class Share(Slot):
-    """What is set aside. `gpus` are the names of those that nobody else has until it is released."""
+    """Resources set aside. `gpus` are the names of the GPUs reserved for this share until its release."""
 
     def __init__(self, give_back: Callable[[], None] = lambda: None, gpus: tuple[str, ...] = ()) -> None:
         super().__init__(give_back)
@@ -78,11 +79,11 @@ class Share(Slot):
 
 
 def session_needs(task: TaskSpec) -> ResourceAmount:
-    """What is set aside for a session: enough for its agent's sandbox with one beside it that grades an earlier step,
-    and for the one that grades the last step, once the agent's is gone.
+    """Return the amount set aside for a session: enough for the agent's sandbox together with a sandbox for grading an
+    earlier step, and enough for the sandbox for grading the last step, after the agent's sandbox has stopped.
 
-    It is set aside as one. If sessions asked for the second sandbox's later, each could wait for what the others hold.
-    A sandbox beside the agent's has no GPUs.
+    The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
+    resources held by the others. A sandbox beside the agent's has no GPUs.
     """
     agent = required(task.runtime.resources)
     *beside, last = [
@@ -97,7 +98,8 @@ def session_needs(task: TaskSpec) -> ResourceAmount:
 
 
 class NodeResources:
-    """`await resources.take(amount, priority, tenant)` waits for its turn, in the order of `PrioritySemaphore`."""
+    """The resources of a node. `await resources.take(amount, priority, tenant)` waits in the order of
+    `PrioritySemaphore`."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -106,7 +108,7 @@ class NodeResources:
         self._free_gpus = set(capacity.gpus)
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> Share:
-        """Set an amount aside; an empty one never waits. Raises RuntimeUnavailable for more than the total."""
+        """Set an amount aside. An empty amount never waits. Raises RuntimeUnavailable for more than the total."""
         quantities = amount.quantities
         if not any(quantities):
             return Share()
@@ -119,19 +121,19 @@ class NodeResources:
         return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
-        """None if not enough is free, or if others wait for it: for a use that can be done without."""
+        """Return None if not enough is free, or if others wait for resources: for optional uses."""
         if not any(quantities := amount.quantities):
             return Share()
         slot = self._taken.try_take(quantities, tenant)
         return None if slot is None else self._share(slot, amount.gpus)
 
     def _share(self, slot: Slot, number: int) -> Share:
-        """So many GPUs that are free, of which the slot says that there are enough."""
+        """Assign `number` free GPUs. The slot guarantees that enough are free."""
         gpus = tuple([name for name in self.capacity.gpus if name in self._free_gpus][:number])
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # before the next in line is served, who may be given these
+            self._free_gpus.update(gpus)  # before the next in line is served, who may get these GPUs
             slot.release()
 
         return Share(give_back, gpus)
@@ -152,7 +154,7 @@ class NodeResources:
 
 
 def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Capacity:
-    """What the sandboxes of this machine may set aside in all: as the settings say, else all that it has. Raises
+    """Return the total for sandboxes of this machine: as set in the settings, else the whole machine. Raises
     InvalidField for two names of one GPU."""
     machine = machine_capacity()
     gpus = tuple(gpu.name for gpu in driver.visible()) if settings.gpus is None else settings.gpus
@@ -171,7 +173,7 @@ def capacity_of(settings: SandboxesConfig, driver: NvidiaDriver = NVIDIA) -> Cap
 
 
 def with_processes(config: Config) -> Config:
-    """The settings, with as many processes as suit this machine if they do not say."""
+    """Return the settings, with a number of processes that suits this machine if the settings have none."""
     if "processes" in config.model_fields_set:
         return config
     return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
@@ -190,8 +192,8 @@ def free_of(stats: ResourceStats) -> ResourceAmount:
 
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
-    """The processors and memory that this process may use: the machine's, or less where a control group (v1 or v2)
-    limits it. A limit that cannot be read counts as none."""
+    """Return the processors and memory available to this process: the machine's, or less under a control group's (v1 or
+    v2) limits. An unreadable limit counts as none."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -211,10 +213,10 @@ def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceA
 
 
 def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
-    """The folders of a group and of all groups above it, each of which limits it.
+    """Yield the folders of a group and of all groups above the group, each of which limits the group.
 
-    In a container /proc may name the group by its path on the host, which is not below the container's mount: the
-    process's own group is then the mount itself.
+    In a container /proc may name the group by its path on the host, which is not below the container's mount. Then the
+    mount is the process's own group.
     """
     if group is None:
         return
@@ -223,13 +225,13 @@ def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
 
 
 def _processors(quota: str, period: str) -> float:
-    """Processors' worth of time: microseconds of processor time in each period of so many microseconds."""
+    """Convert a quota to processors: `quota` microseconds of processor time in each period of `period` microseconds."""
     limit = _limit(quota)
     return limit / _limit(period) if math.isfinite(limit) else math.inf
 
 
 def _limit(text: str) -> float:
-    """A positive number; `max` (v2), -1 (v1) and nothing stand for no limit."""
+    """Parse a limit, a positive number. `max` (v2), -1 (v1) and an empty text mean no limit."""
     text = text.strip()
     return float(text) if text.isdigit() and int(text) > 0 else math.inf
 

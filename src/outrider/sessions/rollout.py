@@ -4,12 +4,11 @@
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
-The steps of a task that has several are run one after another in the same sandbox; all but the last are graded in the
-run slot.
-An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
+The steps of a task with several steps run one after another in the same sandbox. All but the last are graded in the run
+slot. An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
 
-To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
-the sandbox is stopped exactly once and every slot is given back, the resources last.
+To cancel the session is to cancel this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
+happens, the sandbox is stopped exactly once and every slot is given back, the resources last.
 """
 
 from __future__ import annotations
@@ -76,18 +75,18 @@ AGENT = "agent"
 """The name of an agent's run in a sandbox that may outlive its node."""
 
 HARMFUL_SECONDS = 2.0
-"""Stalls of the service, and overdue waits for an engine or the store, from this length on may have made an agent's
-client give up. A shorter one is no longer than a slow model call."""
+"""Seconds. A stall of the service, or an overdue wait for an engine or the store, of this length or more may have made
+an agent's client give up. Shorter waits are no longer than a slow model call."""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
-"""Ends of a step's run after which no other step is begun."""
+"""Ends of a step's run after which no further step is begun."""
 
 ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.NONZERO_EXIT})
 """Ends of a run that a stall of the service may have caused."""
 
 
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rollouts of a node share."""
+    """The shared parts of all rollouts of a node."""
 
     model: ModelBackend
     frozen: tuple[FrozenModel, ...] = ()
@@ -100,19 +99,19 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     may_outlive: bool = False
-    """Whether the next node may go on with what this one has, if it dies."""
+    """Whether the next node may continue this node's sandboxes after its death."""
     service_silence: Callable[[], float] = lambda: 0.0
-    """For how long the service, if it is another process, has stood still until now."""
+    """Returns the seconds for which the service, if another process, has stood still until now."""
 
     def stood_still(self) -> float:
-        """Seconds in all, until now, in which no session could go on: the event loop stood still, or the service did,
-        or the policy was paused. What happens at the same time counts twice, in the sessions' favour."""
+        """The total seconds until now in which no session could go on: the event loop was blocked, or the service stood
+        still, or the policy was paused. Overlapping stops count twice, in the sessions' favour."""
         return self.watchdog.stood_still() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent's run ended. `failure` is there for AGENT_EXCESS: it came from inside the agent's sandbox, and it is
-    not confirmed yet that the agent caused it."""
+    """The end of an agent's run. `failure` is set for AGENT_EXCESS: it came from inside the agent's sandbox, and is not
+    yet confirmed to be the agent's doing."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -136,8 +135,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout:
-    """`await Rollout(attempt, key, node).run()` once. `key` is the credential with which the agent calls its model.
-    `outlived` is the sandbox of an attempt that `goes_on`."""
+    """The run of one attempt: `await Rollout(attempt, key, node).run()` once. `key` is the credential for the agent's
+    model calls. `outlived` is the sandbox of an attempt that `goes_on`."""
 
     def __init__(self, attempt: Attempt, key: str, node: NodeServices, outlived: Outlived | None = None) -> None:
         self._attempt = attempt
@@ -150,7 +149,7 @@ class Rollout:
         self._overdue = Overdue()
         overdue = self._overdue  # no reference to this rollout: see `on_limit` below
         self._stood_still: Callable[[], float] = lambda: node.stood_still() + overdue.seconds()
-        """Seconds that are charged to no clock of the session."""
+        """Returns the seconds that are charged to no clock of the session."""
         self._budget = Budget(seconds, self._stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
@@ -158,16 +157,16 @@ class Rollout:
             session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
         )
         self._graded: AgentRun | None = None
-        """The agent's run, once it is being graded."""
+        """The agent's run, set once its grading begins."""
         self._gpus: tuple[str, ...] = ()
-        """Those that are set aside for the session."""
+        """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
         """The step that is under way, as a task by itself."""
         self._verdicts: list[Verdict] = []
-        """Of the steps before it."""
+        """Verdicts on the steps before `_step`."""
         self.conversation = Conversation(
             node.model,
             session_key=attempt.name,
@@ -187,14 +186,14 @@ class Rollout:
         )
 
     async def run(self) -> SessionResult:
-        """The attempt's result. Raises only CancelledError, ServiceError where its turns cannot be read back, and
-        NodeLost for one that goes on where a dead node had left it."""
+        """Run the attempt and return its result. Raises only CancelledError, ServiceError if its turns cannot be read
+        back, and NodeLost if it cannot continue the run of a dead node."""
         try:
             with plugin_code():
                 ending = await self._stages()
         except NodeLost:
             raise
-        except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
+        except Exception as failed:  # of plugins, too: any error is this session's failure alone
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
@@ -228,7 +227,8 @@ class Rollout:
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
     async def _stages(self) -> Ending:
-        """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
+        """Run the stages of the attempt, in order. Everything held is released in the reverse order, whatever
+        happens."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
         # In a thread: options may have megabytes to be read, and some harnesses build the folder that they mount first.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
@@ -255,8 +255,8 @@ class Rollout:
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # From here each slot is taken before the one before it is released: so the slots bound how many sandboxes
-            # are alive.
+            # From here on each slot is taken before the previous slot is released: so the slots bound the number of
+            # living sandboxes.
             run = await held.enter_async_context(await lanes.run.take(*line))
             ready.release()
             self._stopwatch.lap("ready")
@@ -281,8 +281,8 @@ class Rollout:
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
-        """The harness, what of the host its programs need, and the evaluator of each step. Raises InvalidField for more
-        of the host than the task may name."""
+        """Make the harness, the host paths needed by its programs, and the evaluator of each step. Raises InvalidField
+        for host paths that the task may not name."""
         harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:
@@ -308,7 +308,8 @@ class Rollout:
     async def _run_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Run and grade a step that another one follows; how the session ends, if that is not begun."""
+        """Run and grade a step that another step follows. Returns the end of the session if the next step is not to
+        begin."""
         async with grading:
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
@@ -328,11 +329,12 @@ class Rollout:
     async def _begin_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Prepare the sandbox and the agent for the next step; how the session ends, if that is impossible.
+        """Prepare the sandbox and the agent for the next step. Returns the end of the session if that is impossible.
 
-        An agent has worked in there: where a command fails that succeeds in a new sandbox, that is the agent's doing.
+        An agent has worked in the sandbox: a command that fails here and succeeds in a new sandbox fails because of the
+        agent.
         """
-        before = len(self._verdicts) - 1  # the place in `then` of the step that begins: the first step is not in there
+        before = len(self._verdicts) - 1  # the index in `then` of the step that begins: the first step is not in `then`
         self._step = self._steps[before + 1]
         prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
@@ -355,14 +357,14 @@ class Rollout:
         return None
 
     def _with_all_steps(self, ending: Ending) -> Ending:
-        """The ending of the last step that was graded, with the verdict on all of them."""
+        """Return the ending of the last graded step, with the verdict on all steps."""
         if len(self._steps) == 1 or ending.reason is StopReason.AGENT_EXCESS or ending.verdict is None:
             return ending
         verdict = verdict_on_steps([*self._verdicts, ending.verdict], self._task.steps_reward)
         return msgspec.structs.replace(ending, verdict=verdict)
 
     async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
-        """A warm one, a new one, or the one that has outlived the last node."""
+        """Return a warm sandbox, a new sandbox, or the sandbox that has outlived the last node."""
         if self._outlived is not None:
             return self._node.sandboxes.take_over(self._outlived)
         return await self._node.warm_pool.take(self._task.runtime, mounts) or await self._node.sandboxes.make(
@@ -374,8 +376,7 @@ class Rollout:
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Start the sandbox unless it was warm, and install the harness in it; or find both as the last node has left
-        them."""
+        """Start the sandbox unless it was warm, and install the harness; or continue both as left by the last node."""
         if self._outlived is None:
             await sandbox.ready()
         else:
@@ -392,7 +393,8 @@ class Rollout:
         return context
 
     async def _meet_again(self, sandbox: Sandbox) -> None:
-        """Raises NodeLost if the attempt cannot go on."""
+        """Reconnect to a sandbox that has outlived its node, and restore the conversations. Raises NodeLost if the
+        attempt cannot go on."""
         session, store = self._session, self._node.store
         try:
             await sandbox.ready()
@@ -403,10 +405,12 @@ class Rollout:
 
     @asynccontextmanager
     async def _outliving(self, sandbox: Sandbox, harness: Harness, clock: Budget) -> AsyncIterator[str | None]:
-        """Within this block the sandbox and its agent may outlive this node, if they can: the name of the agent's run.
+        """Let the sandbox and its agent outlive this node within the block, if they can. Yields the name of the agent's
+        run, or None.
 
-        Only in tasks of one step, for the verdicts of steps before are in no store, and without GPUs, whose locks end
-        with the node."""
+        Only tasks of one step qualify, because the verdicts of earlier steps are in no store, and only tasks without
+        GPUs, whose locks end with the node.
+        """
         kind = resolve("runtime", self._task.runtime.kind)
         able = self._node.may_outlive and isinstance(kind, TakesOver) and getattr(harness, "outlives_node", False)
         if not able or len(self._steps) > 1 or self._task.runtime.resources.gpus:
@@ -429,9 +433,9 @@ class Rollout:
             await shielded(partial(asyncio.to_thread, forget, sandbox.directory))
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
-        """The agent's run, and the artifacts that it left, also when it failed: then they are wanted most.
+        """Run the agent and collect its artifacts, also after a failure: then they are needed most.
 
-        Raises what failed, unless the agent seems to have broken its sandbox: that is an outcome, and is graded.
+        Raises the failure, unless the agent seems to have broken the sandbox: such an end is an outcome, and is graded.
         """
         self._overdue.begin_run()
         try:
@@ -439,14 +443,14 @@ class Rollout:
                 with self._node.watchdog.witness() as stalls:
                     try:
                         ended = await self._run_agent(sandbox, harness, context)
-                    except Exception as error:  # plugins too: whatever it was is raised again
+                    except Exception as error:  # plugins too: any error is raised again
                         await self._collect(sandbox)
                         await self._check_harm(stalls, error)
                         raise
                     await self._collect(sandbox)
                 if self.models.broken is not None:  # perhaps by the last call, which was cut off
                     raise self.models.broken
-                self._check_engines(ended.outcome.log_tail)  # however it ended, and with the calls that were left
+                self._check_engines(ended.outcome.log_tail)  # however the run ended, and with the calls that were left
                 if self.models.hung_up or ended.reason in ENDED_BADLY:
                     await self._check_harm(stalls)
                 await self._settle_doubts()
@@ -460,7 +464,7 @@ class Rollout:
     async def _run_agent(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it.
 
-        Raises the first true cause of a failed run: a failed model call outranks a limit and the harness's own.
+        Raises the first true cause of a failed run: a failed model call outranks a limit and the harness's own error.
         """
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
         clock = Budget(seconds, self._stood_still)
@@ -479,7 +483,7 @@ class Rollout:
                 self._check_engines(None)
                 reason = self.conversation.limit or self._out_of_time()
             return AgentRun(reason=reason, outcome=HarnessOutcome())
-        except LimitReached as reached:  # in-process agents let it out
+        except LimitReached as reached:  # raised through in-process agents
             self._check_engines(None)
             return AgentRun(reason=reached.reason, outcome=HarnessOutcome())
         except ModelRefused as refused:
@@ -506,25 +510,27 @@ class Rollout:
         return AgentRun(reason=StopReason.COMPLETED, outcome=outcome)
 
     def _ended_by_model(self, log_tail: str | None) -> StopReason | None:
-        """The limit, or the prompt that was too long, that ended the run before the harness did, if one did. Raises as
-        `_check_engines`."""
+        """Return the limit, or the prompt that was too long, that ended the run before the harness did, if any. Raises
+        as `_check_engines`."""
         self._check_engines(log_tail)
         if self.conversation.limit is None and self.conversation.failure is not None:
             return StopReason.CONTEXT_OVERFLOW
         return self.conversation.limit
 
     def _check_engines(self, log_tail: str | None) -> None:
-        """Raise the failure of a model call that the agent has not gone on from, with the end of the agent's log.
+        """Raise the failure of a model call after which the agent has not gone on, with the end of the agent's log.
 
-        However the agent took it: what it does without its model, its judge or its user says nothing about the policy.
-        So it also outranks a limit, which the broken reply may have used up."""
+        The agent's reaction does not matter: actions without its model, judge or user show nothing about the policy. So
+        the failure also outranks a limit, which the broken reply may have used up.
+        """
         if (failure := self.models.failure) is not None:
             failure.log_tail = log_tail
             raise failure
 
     async def _out_of_agent_time(self) -> StopReason:
-        """What the agent did by then is graded, unless a model call had failed or none was ever answered."""
-        await self.models.close()  # a call in flight is recorded first: it counts as a turn
+        """Return the reason for a run whose agent time is used up. The agent's work is graded, unless a model call had
+        failed or no call was ever answered."""
+        await self.models.close()  # a call in flight is recorded first, and counts as a turn
         if self.conversation.failure is None and self.conversation.step_turns:
             return StopReason.AGENT_TIMEOUT
         if (ended := self._ended_by_model(None)) is not None:
@@ -535,16 +541,17 @@ class Rollout:
         )
 
     def _out_of_time(self, *others: Budget) -> StopReason:
-        """A TimeoutError left a step: that of a budget, or one that a plugin let out. Raises HarnessError for that."""
+        """Return the reason for a TimeoutError, which came from a budget or a plugin. Raises HarnessError for a
+        plugin's."""
         if not any(budget.exhausted for budget in (self._budget, *others)):
             raise HarnessError("a step of the session timed out by itself") from None
         return StopReason.SESSION_TIMEOUT
 
     async def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
         """Raise NodeLost for a run that ended badly after its node had died, ServiceError after the service itself had
-        stood still, and EngineSilent or ServiceError after an engine or the store had kept it waiting.
+        stood still, and EngineSilent or ServiceError after an overdue wait for an engine or the store.
 
-        A client may have given up meanwhile; what such an agent did says nothing about the policy.
+        A client may have given up meanwhile, and the later actions of the agent show nothing about the policy.
         """
         if self._outlived is not None:
             raise NodeLost("its agent has outlived a node, and then ended badly") from error
@@ -559,14 +566,14 @@ class Rollout:
         await self._settle_doubts()
 
     async def _settle_doubts(self) -> None:
-        """Raise the error of something that the agent has waited for in vain, if that was at fault. However the run
+        """Raise the error of an engine or store that was at fault for a wait in vain. The check applies however the run
         ended: an agent that gave a call up may have ended as if all were well."""
         for doubt in self._overdue.doubts:
             await doubt()
         self._overdue.doubts.clear()
 
     async def _collect(self, sandbox: Sandbox) -> None:
-        """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
+        """End the agent's calls, run the task's commands that collect the outcome, and keep the artifacts."""
         await self.models.close()
         self._stopwatch.lap("run")
         await collect(sandbox.runtime, self._step.collect)
@@ -596,7 +603,7 @@ class Rollout:
         return _graded(ended, grade)
 
     async def _grade_again(self, grading: Grading, stored: StoredRun) -> Ending:
-        """Grade an earlier session's run, once there is room for a sandbox to do that in."""
+        """Grade an earlier session's run, once there is room for a sandbox."""
         code, log_tail = 0, ""
         if stored.harness_exit is not None:
             code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
@@ -639,12 +646,12 @@ class Rollout:
     async def _ask_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. What is
-        judged opens and ends no turn of it: it has no special tokens."""
+        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. The judged
+        text cannot open or end a turn, because its special tokens are removed."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
-            """The verdict has what is kept of it."""
+            """Store nothing: the verdict keeps the relevant part."""
 
         conversation = Conversation(
             frozen.backend,
@@ -682,8 +689,8 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
 
 
 def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue) -> Conversation:
-    """An attempt's conversation with a frozen model. It is sampled as the agent asks: the task's sampling is the
-    policy's."""
+    """Make an attempt's conversation with a frozen model. The agent's sampling applies: the task's sampling is for the
+    policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

@@ -1,4 +1,4 @@
-"""The verdict on a task of several steps, from those on its steps. Pure."""
+"""The verdict on a task of several steps, made from the verdicts on its steps. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from outrider.trajectory import Verdict
 
 
 def verdict_on_steps(verdicts: Sequence[Verdict], reward: Literal["mean", "final"]) -> Verdict:
-    """The mean of the verdicts, metric by metric, where one that a step does not have counts as 0; or the final one.
-    Both have what each step was given as metrics `step1.reward`, `step1.NAME` and so on. Rewards of turns are added up.
-    """
+    """Return the mean of the verdicts, metric by metric, with 0 for a metric that a step lacks; or the final verdict.
+    Both repeat each step's numbers as metrics `step1.reward`, `step1.NAME` and so on. Rewards of turns are added up."""
     final = verdicts[-1]
     names = {name for verdict in verdicts for name in verdict.metrics}
     metrics = {name: fmean(verdict.metrics.get(name, 0.0) for verdict in verdicts) for name in sorted(names)}

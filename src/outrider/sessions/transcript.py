@@ -10,10 +10,10 @@ from outrider.trajectory import Turn
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
-    """The messages of the newest answered turn of the main conversation, its reply included.
+    """Return the messages of the newest answered turn of the main conversation, its reply included.
 
-    Where a harness replaced its history by a summary, they begin with that summary. Empty if no turn was answered.
-    `turns[i].index` must be `i`.
+    Where a harness replaced its history by a summary, the messages begin with the summary. Empty if no turn was
+    answered. `turns[i].index` must be `i`.
     """
     lines = lineages(turns)
     answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)

@@ -1,8 +1,8 @@
-"""Limits on the body of a model call. It is refused by its size and its number of JSON values, before it is parsed.
+"""Limits on the body of a model call. A body is refused by its size and its number of JSON values, before parsing.
 
-A body that cannot fit the model's context costs no more than a count of its bytes. The module knows no dialect: JSON's
-separators are the same in all of them. Invariant: the bytes held for calls are bounded for each session and over all
-sessions; a call counts from its first byte to its end.
+A body that cannot fit the model's context costs no more than a count of its bytes. The module is independent of
+dialects, because JSON's separators are the same in all. Invariant: the bytes held for calls are bounded for each
+session and over all sessions; a call counts from its first byte to its end.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from outrider.concurrency.offload import Steps
 from outrider.errors import ContextOverflow, RequestError, TooLarge
 
 MAX_BODY = 32 << 20
-"""Bytes of one body. The providers' own bounds are between 20 and 50 MB."""
+"""Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""The same where the engine takes token ids, and so no images: two million tokens of ordinary text."""
+"""MAX_BODY where the engine takes token ids, and so no images: two million tokens of ordinary text."""
 MAX_IN_SESSION = 64 << 20
-"""Bytes of all bodies of one session's calls that have not ended."""
+"""Maximum bytes of all bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
-"""The same over all sessions, of bodies that are LARGE."""
+"""Maximum bytes of the LARGE bodies of all sessions' unfinished calls."""
 LARGE = 1 << 20
-"""Bytes up to which a body is parsed whatever it holds: the worst takes 25 ms."""
+"""Bytes up to which a body is parsed whatever it holds: the worst body takes 25 ms."""
 BODY_SECONDS = 120.0
-"""Time for a body to arrive. Agents run on the same machine."""
+"""Seconds in which a body must arrive. Agents run on the same machine."""
 
 BYTES_PER_TOKEN = 64
-"""A text with more bytes than this times the context does not fit: few tokens are so long."""
+"""A text of more than this many bytes per token of context does not fit: few tokens are so long."""
 FREE_SIZE = 1 << 20
-"""Bytes allowed beyond that, since the model is not shown all of a body."""
+"""Bytes allowed in addition, because the model is not shown all of a body."""
 VALUES_PER_TOKEN = 4
-"""The same for JSON values: every message, tool, part and field that is shown to the model takes a token or more."""
+"""Maximum JSON values per token of context: every message, tool, part and field shown to the model takes a token or
+more."""
 FREE_VALUES = 4096
-"""Values allowed beyond that, since the model is not shown some of them."""
+"""Values allowed in addition, because the model is not shown some of them."""
 MAX_VALUES = 1 << 17
-"""JSON values of any body: decoding so many takes 15 ms, during which the interpreter does nothing else."""
+"""Maximum JSON values of any body: decoding so many takes 15 ms, during which the interpreter does nothing else."""
 MAX_TOOLS = 4096
-"""Tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
+"""Maximum tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
 MAX_ESCAPES = 1 << 21
-"""Escaped characters of any body: decoding so many takes 25 ms."""
+"""Maximum escaped characters of any body: decoding so many takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """Too many calls have not ended, or their bodies have more bytes together than are held at once."""
+    """Too many calls have not ended, or their bodies together have more bytes than are held at once."""
 
     code = "too_much_at_once"
     http_status = 429
@@ -64,8 +65,8 @@ class TooSlow(RequestError):
 
 
 class Intake:
-    """The LARGE bodies of all sessions; `seconds` is the time for any body to arrive. Where one more would exceed the
-    limit, the one that has been arriving for the longest is given up: otherwise a client could use up the limit by
+    """The LARGE bodies of all sessions. `seconds` is the time in which any body must arrive. When a body exceeds the
+    limit, the body that has been arriving for the longest is given up: otherwise a client could use up the limit by
     sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
@@ -100,7 +101,7 @@ class Bodies:
 
 
 class Body:
-    """One call's body. `with Body(bodies) as body:` around the call: its bytes count until the call has ended."""
+    """One call's body. `with Body(bodies) as body:` around the call: the bytes count until the call has ended."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -118,8 +119,8 @@ class Body:
         self._counted = self._large = 0
 
     async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[Capacity]]) -> bytes:
-        """All parts. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and what `capacity` raises, which is
-        asked for LARGE ones."""
+        """Receive all parts and return the body. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the
+        errors of `capacity`, which is called for LARGE bodies."""
         held: list[bytes] = []
         size = 0
         bound: Capacity | None = None
@@ -140,7 +141,7 @@ class Body:
         return held[0] if len(held) == 1 else b"".join(held)
 
     def give_up(self) -> None:
-        """Stop receiving it."""
+        """Stop receiving the body."""
         self._given_up = True
         self._bodies.intake.remove(self, self._large)
         self._large = 0
@@ -174,7 +175,7 @@ class Capacity(msgspec.Struct, frozen=True):
         return min(MAX_VALUES, FREE_VALUES + shown)
 
     def check_size(self, size: int) -> None:
-        """Raises ContextOverflow or TooLarge."""
+        """Raise ContextOverflow or TooLarge for a body that is too large."""
         if size <= self.size:
             return
         if self.context is not None and not self.images and size > FREE_SIZE + BYTES_PER_TOKEN * self.context:
@@ -185,7 +186,7 @@ class Capacity(msgspec.Struct, frozen=True):
         )
 
     def check_numbers(self, messages: int, tools: int) -> None:
-        """Raises ContextOverflow for more messages than tokens, RequestError for more than MAX_TOOLS."""
+        """Raise ContextOverflow for more messages than tokens, RequestError for more than MAX_TOOLS."""
         if tools > MAX_TOOLS:
             raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
         if self.context is not None and messages > self.context:
@@ -201,7 +202,8 @@ class Capacity(msgspec.Struct, frozen=True):
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
-        # The quick count includes separators inside texts. Mostly it is small enough, and the exact one is not needed.
+        # The quick count includes separators inside texts. It is usually small enough to make the exact count
+        # unnecessary.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 
@@ -211,8 +213,8 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
-    """The number of objects, lists and commas of a JSON text outside of its strings. For bytes that are no JSON the
-    result has no meaning."""
+    """Count the objects, lists and commas of a JSON text outside of its strings. The result has no meaning for bytes
+    that are not JSON."""
     total = 0
     inside = False
     backslashes = 0
@@ -221,7 +223,7 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
         piece = np.frombuffer(body, np.uint8, min(piece_size, len(body) - start), start)
         places = np.arange(len(piece))
         other = np.maximum.accumulate(np.where(piece == _BACKSLASH, -1 - backslashes, places))
-        run = np.empty(len(piece), np.int64)  # how many backslashes stand right before each byte
+        run = np.empty(len(piece), np.int64)  # number of backslashes right before each byte
         run[0] = backslashes
         run[1:] = places[:-1] - other[:-1]
         ends = (piece == _QUOTE) & (run % 2 == 0)

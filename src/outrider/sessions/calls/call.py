@@ -1,6 +1,6 @@
-"""What model calls on both kinds of engines have in common: the steps they give, and what they share on a node.
+"""Common parts of model calls on both kinds of engines: the steps of a call, and the parts shared on a node.
 
-It knows neither limits nor the store.
+Limits and the store are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node's conversations with one model share: how it is rendered and served, and, over all models, the memory
-    for requests that arrive and the thread for long work on them."""
+    """The shared parts of a node's conversations with one model: its renderer and engines, and, over all models, the
+    memory for arriving requests and the thread for long work on requests."""
 
     renderer: Renderer
     pool: EnginePool
@@ -39,7 +39,7 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model beside the policy that is never trained. `limits` holds its turns and tokens for one attempt."""
+    """A model that is never trained, beside the policy. `limits` bounds the turns and tokens in one attempt."""
 
     backend: ModelBackend
     limits: Limits
@@ -47,9 +47,8 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 class Call(Protocol):
     """One model call. `start` begins the generation and is called once, with the call's share of at least
-    `promised_tokens`; `take` gives the steps of each chunk, until `ended` or the last one, and `finish` those that
-    remain. Then either `commit` (it ran to its end) or `abort` gives its turn.
-    """
+    `promised_tokens`. `take` returns the steps of each chunk, until `ended` or the last chunk, and `finish` the
+    remaining steps. Then `commit` (the call ran to its end) or `abort` returns the turn."""
 
     promised_tokens: int
     ended: bool
@@ -58,32 +57,33 @@ class Call(Protocol):
     def start(self, share: Share) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...
     def finish(self) -> list[Step]:
-        """Raises EngineUnavailable where the last chunk had no finish."""
+        """Return the remaining steps. Raises EngineUnavailable if the last chunk had no finish."""
         ...
 
     def commit(self) -> Turn: ...
     def abort(self) -> Turn | None:
-        """The turn of a call that was cut off; None when nothing was sampled that can be recorded."""
+        """Return the turn of a call that was cut off; None if no recordable token was sampled."""
         ...
 
     def completion(self) -> Completion: ...
 
 
 def clamped(sampling: SamplingParams, share: Share) -> SamplingParams:
-    """The sampling of a call that begins now: while it waited for its share, others may have used the tokens up."""
+    """Return the sampling of a call that begins now. Other calls may have used tokens up during the wait for the
+    share."""
     if sampling.max_tokens <= share.unsampled:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=share.unsampled)
 
 
 def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
-    """What a turn keeps of how it was sampled."""
+    """Return the record of a turn's sampling."""
     told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
     return told | {"thinking": thinking}
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:
-    """Positions at which two id sequences differ, the difference of their lengths included."""
+    """Count the positions at which two id sequences differ, including the difference of their lengths."""
     other = np.asarray(reported, dtype=np.int32)
     shared = min(len(sent), len(other))
     return int(np.count_nonzero(sent[:shared] != other[:shared])) + abs(len(sent) - len(other))

@@ -1,9 +1,10 @@
-"""The failed model calls that a session has not gone on from: what its run ends with, if it ends now.
+"""The failed model calls that a session has not gone on from. If the run ends now, it ends with the error of such a
+call.
 
-A session goes on from a failed call with a later one: one that began after the failure, and has ended. If that fails,
-too, it takes the place of the first. A call that was under way beside the failed one says nothing, and neither does a
-call without tools about one that offered them: agents ask for a title, or what to call a branch, beside their work, and
-go on asking when their work has failed.
+A session goes on from a failed call with a later call, begun after the failure and ended. If the later call fails, too,
+it takes the place of the first. A call under way beside the failed call has no effect. Neither has a call without tools
+on a failed call with tools: agents request a title, or a name for a branch, beside their work, and continue to do so
+when the work has failed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outrider.errors import ContextOverflow, OutriderError
 
 
 class _Failed(msgspec.Struct, frozen=True):
-    """`begun` is how many calls had begun when it failed."""
+    """A failed call. `begun` is the number of calls that had begun when the call failed."""
 
     error: OutriderError
     begun: int
@@ -22,25 +23,27 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """`number = begin()` as a call begins, then `ended(number, ...)`, unless its client was at fault or gave it up."""
+    """The record of one session's failed calls: `number = begin()` as a call begins, then `ended(number, ...)`, unless
+    the client was at fault or gave the call up."""
 
     def __init__(self) -> None:
         self._begun = 0
         self._failed: list[_Failed] = []
 
     def begin(self) -> int:
-        """The number of a call that begins now."""
+        """Return the number of a call that begins now."""
         self._begun += 1
         return self._begun
 
     def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> None:
-        """A call succeeded, or failed with `error`. `tools`: whether it is known to have offered any."""
+        """Record that a call succeeded, or failed with `error`. `tools`: whether the call is known to have offered
+        tools."""
         self._failed = [one for one in self._failed if number <= one.begun or (one.tools and not tools)]
         if error is not None:
             self._failed.append(_Failed(error, self._begun, tools))
 
     def forget(self) -> None:
-        """Another step of the task begins."""
+        """Clear the record, because another step of the task begins."""
         self._failed.clear()
 
     @property

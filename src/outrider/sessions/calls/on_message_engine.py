@@ -1,7 +1,8 @@
-"""One model call on an engine that takes messages: its ids are captured from the reply, where it reports any.
+"""One model call on an engine that takes messages. Token ids are captured from the response, if the engine reports any.
 
 This is second best, and every turn is marked so: the engine renders the history anew each time, so a prompt may not
-extend the previous turn's ids. Invariant: nothing is spliced; such a turn stands alone and its drift is counted.
+extend the previous turn's ids. Invariant: nothing is spliced; a turn without an extended predecessor stands alone and
+its drift is counted.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from outrider.trajectory import (
 
 
 class MessageCall:
-    """A call on an engine that is given messages and reports the ids it used, or none at all.
+    """A call on an engine that takes messages, and reports the used token ids or none at all.
 
-    The prompt joins the session's record by its ids: where it does not extend the previous turn's, the turn
-    stands alone and the difference is counted as drift.
+    The prompt joins the session's record by ids. A prompt that does not extend the previous turn's ids stands alone,
+    and the difference is counted as drift.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class MessageCall:
         overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All of it is promised: text is passed on before its tokens are counted, and then it cannot be cut any more.
+        # All tokens are promised: text is passed on before its tokens are counted, and cannot be cut afterwards.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -106,7 +107,7 @@ class MessageCall:
         last = self._last
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
-        # Where the reply has no ids, the engine's own count of its tokens is believed.
+        # Where the response has no ids, the engine's own count of its tokens is used.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -160,7 +161,7 @@ class MessageCall:
         )
 
     def abort(self) -> Turn | None:
-        """A generation that was cut off has reported no ids: there is nothing to record."""
+        """Return None: a generation that was cut off has reported no ids, so there is nothing to record."""
         return None
 
     def completion(self) -> Completion:
@@ -180,7 +181,7 @@ class MessageCall:
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a captured turn among its session's turns."""
+    """The position of a captured turn among its session's turns."""
 
     index: int
     parent: int | None
@@ -194,8 +195,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationStart(msgspec.Struct, frozen=True):
-    """Digests of the parts of a conversation that stay the same while it grows: its tools, its first system messages,
-    and the first message behind them."""
+    """Digests of the constant parts of a growing conversation: the tools, the first system messages, and the first
+    message behind them."""
 
     tools: bytes = b""
     system: bytes = b""
@@ -206,8 +207,8 @@ NOTHING = ConversationStart()
 
 
 class CapturedTurns:
-    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends it, if it
-    also shows the same images up to there: two different images of one size have the same ids."""
+    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends the turn, if
+    the images up to there are also the same: two different images of one size have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -228,16 +229,17 @@ class CapturedTurns:
         messages: Sequence[Message] = (),
         reply: Message | None = None,
     ) -> Placement:
-        """`shown[n]` is a digest of the images in the request's first `n` messages. Requests with the same `opening`
-        belong to one conversation. A request that quotes the `reply` of another conversation, and has the same first
-        message, continues that one with other tools or another system prompt."""
+        """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
+        messages. Requests with the same `opening` belong to one conversation. A request that quotes the `reply` of
+        another conversation, and has the same first message, continues the quoted conversation with other tools or
+        another system prompt."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # The turns whose ids the prompt begins with; and of these, those that show the same images in the messages that
-        # both requests have.
+        # `fitting` are the turns whose ids the prompt begins with; `same` are the turns of `fitting` with the same
+        # images in the messages of both requests.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -291,8 +293,8 @@ class CapturedTurns:
         )
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Place the turns again that an earlier attempt had stored, by their indexes from 0. Raises ServiceError if any
-        are missing, or come to another place now."""
+        """Place the stored turns of an earlier attempt again, by their indexes from 0. Raises ServiceError if turns are
+        missing, or now get another position."""
         check_complete(turns)
         for turn in turns:
             request = StoredRequest(turns, turn)
@@ -312,7 +314,8 @@ class CapturedTurns:
                 raise cannot_go_on(f"turn {turn.index} does not follow from the turns before it")
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """The turn whose reply the messages quote last, if no turn with this `opening` gave the same reply."""
+        """Return the turn whose reply the messages quote last, unless a turn with this `opening` gave the same
+        reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
@@ -322,7 +325,7 @@ class CapturedTurns:
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:
-    """For every number of messages, from none to all, a digest of the images in so many."""
+    """Return digests of the images in the first `n` messages, for each `n` from 0 to all."""
     paths = [b""]
     for message in messages:
         path = paths[-1]

@@ -1,7 +1,7 @@
-"""One model call in flight, from joined prompt to turn, on an engine that is given ids.
+"""One model call in flight, from joined prompt to turn, on an engine that takes token ids.
 
-It knows neither limits nor the store. Invariant: the turn it makes holds every token the engine reported, whether the
-call ended well, failed half way or was given up.
+Limits and the store are handled elsewhere. Invariant: the call's turn holds every token that the engine reported,
+whether the call ended well, failed half way or was given up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
 
 PROMISED_TOKENS = 2048
-"""Tokens of its session's limit that a call can count on, if it asks for as many. Nearly all replies are shorter, and
-programs ask for far more: if all of it were kept for them, their calls would wait for one another."""
+"""Maximum tokens of the session's limit reserved for a call before it begins. Nearly all replies are shorter, and
+programs request far more: if the whole request were reserved, calls would wait for one another."""
 
 
 class TokenCall:
-    """A call on an engine that is given exactly the recorded ids."""
+    """A call on an engine that receives exactly the recorded ids."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class TokenCall:
                 versions=(),
             )
         self._last = chunk
-        if chunk.prompt_ids is not None:  # again for each request that the generation took
+        if chunk.prompt_ids is not None:  # repeated for each request that the generation took
             self._drift = max(self._drift, count_differences(self._prompt, chunk.prompt_ids))
         elif chunk.prompt_tokens is not None:
             self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))

@@ -1,7 +1,7 @@
-"""The settings of one model call: what the task and the client ask for besides messages, and what an engine can do.
+"""The settings of one model call: the choices of the task and the client, and the abilities of the engine.
 
-Pure. It knows no dialect, and of engines only what they say of themselves. Invariant: nothing that a client asks for is
-left out without its name being kept with the turn.
+Pure. The module is independent of dialects, and uses only the engines' own reports. Invariant: no setting of a client
+is left out without keeping its name with the turn.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.trajectory import TokenMode
 T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
-"""Every engine takes 31 bits: llama.cpp's seeds have 32, those of vLLM 64 with a sign."""
+"""The largest seed. Every engine takes 31 bits: llama.cpp's seeds have 32, vLLM's 64 with a sign."""
 
 MAX_SEEDED_CALLS = 1 << 17
-"""A session may have made more calls than it may have turns, for those that fail leave none. To look through so many
-seeds takes a quarter of a second."""
+"""Maximum number of calls that are searched for seeds. A session may make more calls than turns, because failed calls
+leave no turn. Searching this many seeds takes a quarter of a second."""
 
 UNNAMED_TOKENS = 32_768
-"""Tokens a call may sample that names no number, of a model whose context length is not known."""
+"""Maximum number of sampled tokens of a call that sets no maximum, for a model of unknown context length."""
 
 
 def sampling_for(
@@ -41,9 +41,9 @@ def sampling_for(
     seed: int | None,
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """For each setting the task's choice, else the client's, else the neutral value; settings that a task does not have
-    are the client's. `room` is how many tokens are left, in the session and in the `context`; `stop_ids` end every
-    reply."""
+    """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
+    Settings that a task does not have are the client's. `room` is the number of tokens left, in the session and in the
+    `context`; `stop_ids` end every reply."""
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
         max_tokens=max(1, min(first_of(task.max_tokens, client.max_tokens, unnamed), room)),
@@ -64,22 +64,22 @@ def sampling_for(
 
 
 def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
-    """The task's choice, else the client's, else the default."""
+    """Return the task's choice, else the client's, else the default."""
     if task is not None:
         return task
     return otherwise if asked is None else asked
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """A seed from 0 to 2^31 - 1, different for different numbers and the same on any machine and in any version. With
-    one seed for all calls the samples of a group would be copies of each other."""
+    """Return a seed from 0 to 2^31 - 1, different for different numbers and the same on any machine and in any version.
+    With one seed for all calls the samples of a group would be copies of each other."""
     text = "/".join(map(str, (seed, *numbers)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
 def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | None:
-    """How many of a session's calls had been given seeds, when the last one got one of these; None if they are not all
-    among the first MAX_SEEDED_CALLS. Calls that failed had seeds, too."""
+    """Return how many of a session's calls had been given seeds when the last of these `seeds` was used; None if not
+    all of them are among the first MAX_SEEDED_CALLS. Failed calls used seeds, too."""
     missing = set(seeds)
     for call in range(MAX_SEEDED_CALLS):
         if not missing:
@@ -90,13 +90,13 @@ def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | 
 
 def client_may_be_at_fault(asked: AskedSampling) -> bool:
     """Whether an engine may have refused the request for a setting that only the client can choose, such as a schema
-    that does not compile. Such a refusal is the client's error: an agent must not make its session fail as if its
-    engine had."""
+    that does not compile. The refusal is then the client's error: an agent must not be able to make its session fail
+    with an engine's error."""
     return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
 
 
 def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raises RequestError for a constraint that the engine cannot keep, or not beside tools."""
+    """Raise RequestError for a constraint that the engine does not support, or not together with tools."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
@@ -115,8 +115,8 @@ def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
 def for_openai_api(
     sampling: SamplingParams, thinking: bool | None, client: AskedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The sampling without what a server of OpenAI's own API does not know, and the names of what was left out although
-    it was asked for."""
+    """Return the sampling without the settings that a server of OpenAI's own API lacks, and the names of the requested
+    settings that were left out."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]

@@ -1,8 +1,8 @@
-"""The tokens that a session may still sample, shared by its calls, which may run side by side.
+"""The tokens left for a session to sample, shared by its calls, which may run side by side.
 
-A call is promised some tokens before it begins, so that it ends as it would alone; while too few are free and others
-run, it waits for what they leave. It knows no call and no engine. Invariant: the tokens sampled, promised and free add
-up to the limit.
+A call is promised some tokens before it begins, so that it ends as it would alone. While too few tokens are free and
+other calls run, the call waits for tokens that the others leave unused. Calls and engines are handled elsewhere.
+Invariant: the tokens sampled, promised and free add up to the limit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outrider.lifecycle import StopReason
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens of `model`, or calls under way will have.
-    None is the policy."""
+    """A call was refused because the session has used up its turns or tokens of `model`, or will have with the calls
+    under way. None is the policy."""
 
     code = "limit_reached"
     http_status = 429
@@ -28,7 +28,7 @@ class LimitReached(RequestError):
 
 
 class Allowance:
-    """`sampled` counts the tokens of all calls so far, those that are running included."""
+    """The tokens of one session and model. `sampled` counts the tokens of all calls so far, including running calls."""
 
     def __init__(self, tokens: int, model: str | None = None) -> None:
         self.sampled = 0
@@ -41,16 +41,16 @@ class Allowance:
 
     @property
     def unsampled(self) -> int:
-        """How many tokens nobody has sampled yet, promised or not."""
+        """Number of tokens that are not yet sampled, promised or not."""
         return self._limit - self.sampled
 
     def restore(self, sampled: int) -> None:
-        """Before any call: so many tokens had been sampled by calls that are over."""
+        """Count the tokens sampled by calls of an earlier node. Call this before any call."""
         self.sampled = self._take_free(sampled)
 
     async def share(self, promised: int) -> Share:
-        """The share of one call, to be used in a `with` block: at least so many tokens, or all there are when nothing
-        else runs. Calls get theirs in the order they came. Raises LimitReached when all are sampled."""
+        """Return the share of one call, for a `with` block: at least `promised` tokens, or all free tokens when no
+        other call runs. Calls are served in the order they came. Raises LimitReached when all tokens are sampled."""
         async with self._queue:
             while self._free < promised and self._running:
                 self._returned.clear()
@@ -61,7 +61,7 @@ class Allowance:
             return Share(self, self._take_free(promised))
 
     def draw(self, share: Share, tokens: int) -> int:
-        """For a share: how many of these tokens it may have."""
+        """Take up to `tokens` sampled tokens for a share. Returns how many count."""
         if tokens <= share.promised:
             share.promised -= tokens
             self.sampled += tokens
@@ -73,7 +73,7 @@ class Allowance:
         return taken
 
     def give_back(self, share: Share) -> None:
-        """For a share whose call has ended."""
+        """Return a share's unused tokens after the end of its call."""
         self._running -= 1
         self._free += share.promised
         self._returned.set()
@@ -85,7 +85,7 @@ class Allowance:
 
 
 class Share:
-    """`promised` is what is left of the promise."""
+    """One call's share of the allowance. `promised` is the number of promised tokens that are left."""
 
     def __init__(self, allowance: Allowance, promised: int) -> None:
         self.promised = promised
@@ -99,9 +99,10 @@ class Share:
 
     @property
     def unsampled(self) -> int:
-        """How many of the session's tokens nobody has sampled yet, promised or not."""
+        """Number of the session's tokens that are not yet sampled, promised or not."""
         return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:
-        """So many more tokens were sampled: how many of them count. Beyond the promise it is what is free now."""
+        """Count `tokens` more sampled tokens. Returns how many of them count: beyond the promise, as many as are free
+        now."""
         return self._allowance.draw(self, tokens)
