@@ -1,2 +1,2 @@
-"""Bridges to trainers: each speaks its trainer's interface on one side and the control API on the other. A bridge is an
-optional extra, and nothing else of Outrider imports one but the demo that trains."""
+"""Bridges to trainers, from a trainer's interface to the control API. A bridge is an optional extra: in Outrider, only
+the training demo imports a bridge."""

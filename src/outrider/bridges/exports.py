@@ -1,8 +1,8 @@
-"""Samples in the shapes of trainers that read data instead of being called: NeMo Gym's `/run` reply, training samples
+"""Samples in the formats of trainers that read data instead of being called: NeMo Gym's `/run` reply, training samples
 of prime-rl, traces of verifiers, and the datums of Tinker-style clients.
 
-Plain dicts and lists, so none of these trainers need be installed. Invariant: ids, mask and log-probabilities are those
-of the sample, to the bit; a sample that must not be trained on is refused.
+The results are plain dicts and lists, so no trainer has to be installed. Invariant: ids, mask and log-probabilities
+equal the sample's, bit for bit; a sample that must not be trained on is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from outrider.errors import InvalidField
 from outrider.trajectory import Sample
 
 Decode = Callable[[list[int]], str]
-"""Makes text of ids, as a tokenizer's `decode`."""
+"""Converts ids to text, like a tokenizer's `decode`."""
 
 
 class Span(NamedTuple):
-    """Ids [start, end) of a row, either trained or context."""
+    """The ids [start, end) of a row, either all trained or all context."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def spans_of(sample: Sample) -> Iterator[Span]:
-    """The row cut wherever its mask changes; together the spans are the whole row."""
+    """Cut the row wherever its mask changes. Together the spans are the whole row."""
     start = 0
     for end in range(1, len(sample.ids) + 1):
         if end == len(sample.ids) or sample.loss_mask[end] != sample.loss_mask[start]:
@@ -35,10 +35,10 @@ def spans_of(sample: Sample) -> Iterator[Span]:
 
 
 def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None) -> dict[str, Any]:
-    """The reply to NeMo Gym's `POST /run` with the body `request`: an output item for each trained span.
+    """Return the reply to NeMo Gym's `POST /run` with the body `request`: an output item for each trained span.
 
-    Each item has all ids before it as its prompt, so the prompts extend each other, as NeMo RL asserts. The text of
-    an item is empty without `decode`. Raises InvalidField for a sample without a reward.
+    An item's prompt is all ids before the item, so the prompts extend each other, as NeMo RL asserts. Without `decode`,
+    the items have no text. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     output = [
@@ -69,9 +69,9 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
 def prime_rl_sample(
     sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
 ) -> dict[str, Any]:
-    """The fields of prime-rl's TrainingSample; its lists have equal length. The advantage is one number for the row, or
-    one for each id, as made of `Sample.token_rewards()`; it is 0.0 on context. Raises InvalidField for a sample without
-    a reward."""
+    """Return the fields of prime-rl's TrainingSample, with lists of equal length. The advantage is a number for the
+    row, or a list with a number for each id, for example made from `Sample.token_rewards()`. On context it becomes 0.0.
+    Raises InvalidField for a sample without a reward."""
     return {
         "token_ids": list(sample.ids),
         "mask": [bool(trained) for trained in sample.loss_mask],
@@ -84,10 +84,10 @@ def prime_rl_sample(
 
 
 def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) -> list[dict[str, Any]]:
-    """The `nodes` of a verifiers trace with a path for each sample of a session, from a root of its own.
+    """Return the `nodes` of a verifiers trace with a path for each sample of a session. Each path has its own root.
 
-    A trained span is an assistant's node and sampled; context is a user's, because a row does not tell whose it is.
-    Along a path the nodes' `token_ids` are the row, and their `logprobs` those of its trained ids.
+    A trained span is a sampled assistant node. Context is a user node, because a row does not record the role. The
+    nodes' `token_ids` along a path are the row; their `logprobs` are the log-probabilities of the row's trained ids.
     """
     nodes: list[dict[str, Any]] = []
     for sample in samples:
@@ -110,13 +110,14 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
 
 
 def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
-    """A datum of a Tinker-style client, for its losses importance_sampling, ppo and cispo: `model_input` are the ids
-    without the last, and in `loss_fn_inputs` position i belongs to the id i + 1 of the row. The advantage is one number
-    for the row, or one for each of its ids.
+    """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo. `model_input` is the
+    ids without the last, and position i in `loss_fn_inputs` belongs to the id i + 1 of the row. The advantage is a
+    number for the row, or a list with a number for each id.
 
-    `weights` are 1.0 where an id trains: cross_entropy takes them in place of the other two. tinker's own class is
-    `Datum(model_input=ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"])`.
-    Raises InvalidField for a sample without a reward, and for one that begins with a trained id: nothing predicts it.
+    `weights` are 1.0 where an id trains: cross_entropy takes `weights` in place of `logprobs` and `advantages`.
+    tinker's class is `Datum(model_input=ModelInput.from_ints(made["model_input"]),
+    loss_fn_inputs=made["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
+    begins with a trained id: nothing predicts that id.
     """
     _reward(sample)
     if sample.loss_mask[:1] == [1]:

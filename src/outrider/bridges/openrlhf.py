@@ -1,14 +1,14 @@
 """The bridge to OpenRLHF: an agent executor whose rollouts are sessions of a service.
 
-The file that `--train.agent_func_path` names has two lines:
+The file in `--train.agent_func_path` has two lines:
 
     from outrider.bridges.openrlhf import agent_executor
     AgentExecutor = agent_executor()
 
 OpenRLHF calls `execute` once for each sample of a prompt, inside its rollout actors, and takes one row from each call
 (`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay` the vLLM of each actor generates for
-the service. This module imports neither OpenRLHF nor vLLM at its head. Invariants: the row's tokens are those that the
-engine sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
+the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens that the engine
+sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from outrider.trajectory import FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
-"""What is read of vLLM's SamplingParams, which OpenRLHF passes as an object."""
+"""The fields read from vLLM's SamplingParams, which OpenRLHF passes as an object."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """A call gives one row, so `rows` is "main": that of the session's main conversation. relay: the name of the relay
-    engine for which OpenRLHF's own vLLM engines generate; without it the service has an engine of its own."""
+    """rows: always "main", because a call returns a single row, the main conversation's. relay: the name of the relay
+    engine for which OpenRLHF's own vLLM engines generate. Without `relay` the service has its own engine."""
 
     rows: Literal["main"] = "main"
     relay: Name | None = None
@@ -63,8 +63,9 @@ class Executor:
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """One session, as OpenRLHF's response. `label` may be a JSON object: the columns of the row, its task among
-        them. Raises the session's error: OpenRLHF has no other way to be told, and ends its training with it."""
+        """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
+        including the task. Raises the session's error, which ends OpenRLHF's training: there is no other way to report
+        a failure."""
         if images:
             raise InvalidField(
                 "the prompt has images, which this bridge does not hand over", field="images", hint="use text prompts"
@@ -95,7 +96,7 @@ class Executor:
             "reward": row.reward,
             "scores": row.reward,
             "truncated": trajectory.truncated,
-            # OpenRLHF makes columns of these: every row must have the same ones, and numbers only.
+            # OpenRLHF makes columns of these logs: every row must have the same keys, and only numbers.
             "extra_logs": {
                 "outrider_turns": float(trajectory.result.turns),
                 "outrider_agent_seconds": trajectory.seconds,
@@ -107,17 +108,17 @@ class Executor:
         }
 
     def close(self) -> None:
-        """Detach the engine. It also ends with the process."""
+        """Detach the engine. It is also detached when the process exits."""
         if self._attached is not None:
             self._attached.close()
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
-        """Have this actor's engine generate for the service, from the first call on. Raises ServiceError when it is not
-        taken up."""
+        """Attach the actor's engine to the service, on the first call. Raises ServiceError if the service does not
+        accept it."""
         async with self._attaching:
             if self._attached is not None:
                 return
-            # OpenRLHF has vLLM report the processed log-probabilities where it corrects with them, else the raw ones.
+            # vLLM reports processed log-probabilities if OpenRLHF corrects with log-probabilities, else raw ones.
             kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
             engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
             settings = self._settings
@@ -129,7 +130,8 @@ class Executor:
 
 
 class EngineGenerate:
-    """`generate` of a relay worker, by the `llm_engine` of an executor, which lives on the event loop `loop`."""
+    """The `generate` function of a relay worker, on the `llm_engine` of an executor, which runs on the event loop
+    `loop`."""
 
     def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm_engine = llm_engine
@@ -170,8 +172,8 @@ class EngineGenerate:
 
 
 def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
-    """The class that OpenRLHF looks for by the name AgentExecutor, with these settings and those in $OUTRIDER_OPENRLHF.
-    Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
+    """Return the class that OpenRLHF looks up as AgentExecutor, with the settings `settings`, overridden by
+    $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
     checked = read_settings(OpenRLHFSettings, settings, source="agent_executor()", variable=VARIABLE)
     base: type = importlib.import_module("openrlhf.utils.agent").AgentExecutorBase
 
@@ -189,13 +191,13 @@ def _columns(prompt: str, label: Any) -> dict[str, Any]:
         try:
             read = json.loads(label)
         except json.JSONDecodeError:
-            return columns  # an answer that happens to begin with a brace
+            return columns  # a plain label that happens to begin with a brace
         return columns | read if isinstance(read, dict) else columns
     return columns
 
 
 def _ranges(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """The spans [start, end) of ones."""
+    """Yield the spans [start, end) of ones."""
     start = None
     for place, trains in enumerate([*mask, 0]):
         if trains and start is None:

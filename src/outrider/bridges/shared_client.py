@@ -1,9 +1,9 @@
-"""One client of the control API for all rollouts that run at once on an event loop.
+"""A client of the control API for all concurrent rollouts of an event loop.
 
 For trainers that make a new object for each trajectory and give it nothing that lives longer. The first rollout opens
-the client, the last one closes it. It knows no trainer. Invariants: an event loop has at most one open client for each
-service; finished groups are learned from one request at a time, however many rollouts wait; and a rollout that is
-cancelled cancels its group.
+the client, the last one closes it. Independent of the trainer. Invariants: an event loop has at most one open client
+for each service; at most one request at a time reads finished groups, however many rollouts wait; and cancelling a
+rollout cancels its group.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from outrider.schemas import GroupView
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Seconds for which a service may be out of reach before it has answered once: its address may be wrong."""
+"""Seconds for which a service may be out of reach before its first reply: its address may be wrong."""
 
 
 class SharedClient:
     """Runs groups. Made by `shared_client` only.
 
-    Raises what the service answers with, and ServiceError when it stays out of reach.
+    Raises the errors that the service returns, and ServiceError if the service stays out of reach.
     """
 
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop. It is kept here because no object of the trainer lives long enough."""
+    """The open clients of each event loop. A class attribute, because no object of the trainer lives long enough."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.users = 0
@@ -51,13 +51,13 @@ class SharedClient:
         self._changed = Broadcast()
 
     async def run(self, group: Mapping[str, Any]) -> GroupView:
-        """Submit a group and wait until it is done; it is returned with its samples. `group` needs an idempotency key,
-        because the submission is repeated when its reply is lost."""
+        """Submit a group, wait until it is done, and return it with its samples. `group` needs an idempotency key,
+        because a submission without a reply is repeated."""
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                raise self._no_answer  # all who waited for this answer would wait as long, one after the other
-            if self._cursor is None:  # taken before the submission, so that the end of the group comes after it
+                raise self._no_answer  # else each waiting rollout would wait as long again, one after the other
+            if self._cursor is None:  # read before the submission, so that the group ends after this cursor
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:
@@ -80,7 +80,7 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # It may have been done, and its result read for another group, before its id was known here.
+            # The group may have ended, and its result may have been read, before the id was known here.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
@@ -94,7 +94,7 @@ class SharedClient:
         return await patiently(partial(self.client.group, group_id, samples=True))
 
     async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
-        """Run groups at once. The first error cancels the others and is raised."""
+        """Run groups concurrently. The first error cancels the others and is raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run(group)) for group in groups]
@@ -103,7 +103,7 @@ class SharedClient:
         return [task.result() for task in running]
 
     async def _follow(self) -> None:
-        """Read one page of results for everybody who waits. An error is everybody's, too."""
+        """Read one page of results for all waiting rollouts. An error is raised in all of them, too."""
         self._following = True
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
@@ -120,17 +120,17 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            self._changed.send()  # also to have another one follow when this rollout leaves
+            self._changed.send()  # if this rollout leaves, another one follows
 
 
 @asynccontextmanager
 async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
-    """The client of the running event loop for this service. Raises ServiceError when it cannot be reached."""
+    """The client of the running event loop for this service. Raises ServiceError if the service cannot be reached."""
     clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
     shared = clients.get((url, token))
     if shared is None:
         shared = clients[url, token] = SharedClient(url, token)
-        await shared.client.__aenter__()  # does not yield to the loop: nobody sees it half open
+        await shared.client.__aenter__()  # does not yield to the loop: no rollout gets it half open
     shared.users += 1
     try:
         yield shared
@@ -142,7 +142,8 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
 
 
 def checked_url(url: str, source: str) -> str:
-    """An address of a service as AsyncClient takes it. Raises InvalidField that names `source`, where it was set."""
+    """Return the address of a service in the form that AsyncClient takes. Raises InvalidField naming `source`, the
+    place where the address was set."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -1,7 +1,7 @@
-"""What bridges share on the way in: their settings, and the task that they make of a dataset row.
+"""The input side that bridges share: the settings, and the conversion of a dataset row to a task.
 
-It awaits nothing and knows no trainer. Invariant: a task that is made here shares nothing with the settings, so that
-one rollout cannot change another's.
+Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so that no rollout
+can change another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 S = TypeVar("S", bound="BridgeSettings")
 
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""SGLang's names of sampling parameters."""
+"""SGLang's names of sampling parameters, with vLLM's."""
 WITHOUT_EFFECT_ON_IDS = frozenset(
     {
         "logprobs",
@@ -39,19 +39,20 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters that say how an engine's text is shown. The gateway makes the text of the ids itself."""
+"""Sampling parameters for the display of an engine's text. The gateway makes the text from the ids itself."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
-"""Values of sampling parameters that change nothing; other values cannot be passed on."""
+"""Values of sampling parameters that change nothing. Other values cannot be passed on."""
 
 
 class BridgeSettings(Spec):
-    """Settings that all of these bridges have.
+    """The settings that bridges share.
 
-    url, token: the service; OUTRIDER_URL and OUTRIDER_TOKEN win. task: what all tasks have in common, in which
+    url, token: the service; OUTRIDER_URL and OUTRIDER_TOKEN win. task: the common part of all tasks, in which
     "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own task, an object or
-    JSON, which wins over `task` field by field. rows: all rows of a session that train, or that of its main
-    conversation only. max_row_tokens: rows are cut behind so many tokens. metrics: metrics of the verdict that the
-    trainer shall see; each verdict must have them. priority: of training groups; evaluation_priority: of others.
+    JSON, which wins over `task` field by field. rows: "all" rows of a session that train, or only the "main"
+    conversation's row. max_row_tokens: length to which rows are cut. metrics: metrics of the verdict to pass to the
+    trainer; each verdict must have all of them. priority: of training groups; evaluation_priority: of evaluation
+    groups.
     """
 
     url: Name = DEFAULT_URL
@@ -66,10 +67,10 @@ class BridgeSettings(Spec):
 
 
 def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
-    """The settings in `given`, which came from `source`, under those in the environment variable `variable`.
+    """Return the settings in `given`, overridden by the environment variable `variable`.
 
-    The variable holds a JSON object, or @FILE for a JSON or TOML file. Raises InvalidField that names the setting and
-    its source.
+    The variable holds a JSON object, or @FILE for a JSON or TOML file. `source` is the origin of `given`. Raises
+    InvalidField naming the setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
@@ -94,7 +95,7 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `base` with the values of `over`, object by object; a list is replaced as a whole."""
+    """Return a deep copy of `base`, overridden by `over` object by object. A list is replaced as a whole."""
     result = copy.deepcopy(dict(base))
     for name, value in over.items():
         inner = result.get(name)
@@ -106,7 +107,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Mappings and sequences of any kind, such as OmegaConf's and numpy's, as dicts and lists."""
+    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -124,10 +125,11 @@ def task_for(
     sampling: Mapping[str, Any],
     labels: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The task of a dataset row: its own (`task_column`) over the settings', the trainer's `sampling`, and `labels`.
+    """Return the task of a dataset row: the row's own (`task_column`) over the settings', the trainer's `sampling`, and
+    `labels`.
 
-    The trainer's sampling wins: it computes importance weights with it. A task without an instruction gets the text of
-    `prompt`, a text or messages of which the last one of the user counts. Raises InvalidField.
+    The trainer's sampling wins, because the trainer computes importance weights with it. A task without an instruction
+    gets the text of `prompt`: a text, or the last user message of a list of messages. Raises InvalidField.
     """
     if settings.task_column not in row and "task_column" in settings.model_fields_set:
         raise InvalidField(
@@ -143,7 +145,7 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # Arrow gives every row the fields of all rows, None where a row had none.
+    # Arrow gives every row the fields of all rows, with None for missing ones.
     task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -157,15 +159,15 @@ def task_for(
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A trainer's sampling parameters, by vLLM's or SGLang's names, as fields of `task.sampling`. Raises InvalidField
-    for one that would change what is sampled and that a task cannot have."""
+    """Return a trainer's sampling parameters, named as in vLLM or SGLang, as fields of `task.sampling`. Raises
+    InvalidField for a parameter that would change the sampled ids and that a task cannot have."""
     found: dict[str, Any] = {}
     for name, value in parameters.items():
         ours, value = OTHER_NAMES.get(name, name), plain(value)
         if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
             continue
         if ours in Sampling.model_fields:
-            # A trainer's configuration may say 1 where a task has 1.0.
+            # A trainer's configuration may have 1 where a task has 1.0.
             try:
                 found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
             except (TypeError, ValueError) as error:

@@ -4,9 +4,9 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return OutriderGenerator(cfg.generator, settings)
 
-It has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3) and imports SkyRL only to compute its usual
-metrics. Invariant: the rows come in the order of the input, those of one trajectory adjacent, and all columns have
-equal length.
+The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3) and imports SkyRL only to compute
+its usual metrics. Invariant: the rows come in the order of the input, the rows of one trajectory are adjacent, and all
+columns have equal length.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outrider.spec import EVALUATION_LABEL
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""So many instances without a trajectory, and none with one between, mean that something is broken for all of them."""
+"""Consecutive instances without any trajectory after which the generator fails: the cause affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
-    """versions: whether policy versions are those that the engines report, or SkyRL's steps: then the service is told
-    the number of finished steps before the first batch of each.
+    """versions: the origin of policy versions, the "engine" or SkyRL's "step". With "step", the policy version is set
+    to the number of finished steps before the first batch of each step.
 
-    rewards: "row" gives one number for each row; "token" one for each of its response ids, with the rewards of turns at
-    their ends. SkyRL joins batches and takes one kind for all, so the rewards of one batch cannot decide.
+    rewards: a number for each "row", or for each response "token", with the rewards of turns at the turns' ends. SkyRL
+    joins batches and takes one kind for all, so the rewards of a single batch cannot decide the kind.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -41,13 +41,13 @@ class SkyRLSettings(BridgeSettings):
 
 
 class OutriderGenerator:
-    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings, under those in $OUTRIDER_SKYRL.
+    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings, overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories` a trajectory gives a row for each of its branches that trains, that of the main
-    conversation last; without it, only that one. SkyRL has no way to leave a trajectory out. So, as in its own Harbor
-    example, all rows of an instance with a failed trajectory are placeholders of one token, which do not train. For an
-    evaluation only the failed trajectories are; they count as reward 0 there, and `outrider/failed_trajectories` says
-    how many these are.
+    With `step_wise_trajectories` a trajectory gives a row for each branch that trains, the main conversation's last.
+    Without, it gives only the main conversation's row. SkyRL cannot leave a trajectory out. So, as in SkyRL's own
+    Harbor example, all rows of an instance with a failed trajectory are placeholders of one token, which do not train.
+    In an evaluation only the failed trajectories are placeholders, with reward 0. `outrider/failed_trajectories` counts
+    them.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -61,15 +61,15 @@ class OutriderGenerator:
             self._settings = self._settings.model_copy(update={"rows": "main"})
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
-        """A GeneratorOutput. Raises InvalidField for an input that has no trajectory ids or a row that makes no task,
-        ServiceError when the service is gone, and the first trajectory's error when all have failed: all of a batch, of
-        an evaluation, or of FAILED_IN_A_ROW instances that were asked for one by one."""
+        """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or a row that makes no
+        task, ServiceError if the service is gone, and the first trajectory's error if all have failed: all of a batch,
+        of an evaluation, or of FAILED_IN_A_ROW instances that were requested singly."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
         metadata = input_batch.get("batch_metadata")
         evaluating = metadata is not None and metadata.training_phase == "eval"
-        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # SkyRL counts the one it works on
+        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # SkyRL counts the current step
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
         places: dict[str, list[int]] = {}
         for place, trajectory_id in enumerate(ids):
@@ -85,7 +85,7 @@ class OutriderGenerator:
             found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # The asynchronous trainer asks for one instance at a time, and ends its process with any error.
+        # The asynchronous trainer requests one instance at a time, and any error ends its process.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -110,7 +110,7 @@ class OutriderGenerator:
     def _group(
         self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
     ) -> dict[str, Any]:
-        """The group of one instance: as many samples as the input has rows of it."""
+        """Return the group of one instance, with one sample for each row of the instance in the input."""
         prompt = input_batch["prompts"][places[0]]
         extras = input_batch.get("env_extras")
         metadata = input_batch.get("batch_metadata")
@@ -134,7 +134,7 @@ class OutriderGenerator:
 
 
 class _Output:
-    """The columns of a GeneratorOutput while they grow."""
+    """The columns of a GeneratorOutput under construction."""
 
     def __init__(
         self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool, *, by_token: bool
@@ -161,7 +161,7 @@ class _Output:
         self._trained: list[Trajectory] = []
 
     def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
-        # In SkyRL's words: "stop" where the agent ended by itself, "length" where tokens ran out.
+        # In SkyRL's terms: "stop" if the agent ended by itself, "length" if tokens ran out.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
@@ -203,7 +203,7 @@ class _Output:
         )
 
     def count(self, name: str, number: float) -> None:
-        """A metric that SkyRL adds up over the parts of a batch."""
+        """Add to a metric that SkyRL adds up over the parts of a batch."""
         self._counts[name] = self._counts.get(name, 0.0) + number
 
     def columns(self) -> dict[str, Any]:

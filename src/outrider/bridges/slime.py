@@ -5,9 +5,9 @@
     --custom-generate-function-path outrider.bridges.slime.custom_generate  slime's own loop, a session for each sample
     --custom-reward-post-process-path outrider.bridges.slime.post_process_rewards
 
-It follows slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`), and imports it only when it
-is called. Invariants: the samples of the data source are never changed, only copies of them; the n samples of a prompt
-come from one group; and tokens, mask and log-probabilities of a sample are those of the engine, aligned.
+Written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`), which is imported only
+when a function is called. Invariants: the samples of the data source are never changed, only copied; the n samples of a
+prompt come from one group; and tokens, mask and log-probabilities of a sample are those of the engine, aligned.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.bridges.slime.post_process_rewards"
 LEAVE_SECONDS = 10.0
 NUMBER = "slime.prompt"
-"""The label with a prompt's number in its sampler."""
+"""The label that holds a prompt's number in its sampler."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
-"""Estimators of advantages for which slime normalises rewards."""
+"""Advantage estimators for which slime normalises rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
-"""Those of them that divide by the standard deviation, if grpo_std_normalization is set."""
+"""Estimators of NORMALISED that divide by the standard deviation, if grpo_std_normalization is set."""
 UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
     "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
     "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
 }
-"""Options of slime that no function here can follow."""
+"""Options of slime that no function here supports, with the reason."""
 OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
-"""Options that only slime's own loop can follow."""
+"""Options that only slime's own loop supports, with the reason."""
 
 SlimeSample = Any
-"""slime's own `Sample`. (Ours is a row.)"""
+"""slime's own `Sample`. (Outrider's Sample is a row.)"""
 
 
 class SlimeSettings(BridgeSettings):
-    """The mapping `outrider` of slime's `--custom-config-path`, under the JSON in $OUTRIDER_SLIME.
+    """The mapping `outrider` of slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
 
-    logprobs: whether samples have `rollout_log_probs`. complete: whether all samples of a group must have been graded,
-    or any two; those that were not are then given with `remove_sample`. max_age: how many policy versions older than
-    the engines' a trained token may be (`generate_rollout_async`). on_failure: what `custom_generate` does with a
-    session that cannot be trained on: raise its error, give the sample back as ABORTED, which slime's fully
-    asynchronous rollout repeats, or as FAILED with `remove_sample`.
+    logprobs: whether samples have `rollout_log_probs`. complete: whether "all" samples of a group must have been
+    graded, or "any" two; ungraded samples then get `remove_sample`. max_age: how many policy versions older than the
+    engines' a trained token may be (`generate_rollout_async`). on_failure: the reaction of `custom_generate` to a
+    session that cannot be trained on: "raise" the error; "abort": return the sample as ABORTED, which slime's fully
+    asynchronous rollout repeats; "remove": return it as FAILED with `remove_sample`.
     """
 
     logprobs: bool = True
@@ -81,9 +81,9 @@ class SlimeSettings(BridgeSettings):
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """slime's rollout function: `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
 
-    Groups that did not pass are replaced at once. When the batch is full the others are stopped, and their prompts go
-    back to the data source. With `--partial-rollout` they are paused instead, and go on in the next rollout on the new
-    weights: each keeps its tokens, and its agent's clock stands still meanwhile.
+    Groups that did not pass are replaced at once. When the batch is full, the other groups are stopped, and their
+    prompts go back to the data source. With `--partial-rollout` the other groups are paused instead, and go on in the
+    next rollout on the new weights: each group keeps its tokens, and its agents' clocks stand still meanwhile.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -103,8 +103,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """The same, but groups run on while slime trains, and are used by a later rollout. Those with tokens older than
-    `max_age` policy versions are dropped, and their prompts are submitted again."""
+    """Like `generate_rollout`, but groups run on while slime trains, and are used by a later rollout. Groups with
+    tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -127,8 +127,8 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
 async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
-    """One session for one sample: the sample with its tokens and reward, or a list of them where the session gives
-    several rows. For an evaluation there is one, that of the main conversation."""
+    """Run a session for a sample. Returns the sample with its tokens and reward, or a list of samples if the session
+    gives several rows. An evaluation gets a single sample, the main conversation."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
@@ -150,7 +150,7 @@ async def custom_generate(
         )
     [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
     if trajectory.error is not None:
-        # In an evaluation slime has no use for a sample without a reward.
+        # slime cannot use a sample without a reward in an evaluation.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
         failed = _removed(args, settings, sample, trajectory)
@@ -163,11 +163,11 @@ async def custom_generate(
 
 
 def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: the rewards, and the rewards normalised in each group.
+    """`--custom-reward-post-process-path`: return the rewards, and the rewards normalised within each group.
 
-    A rollout counts once, however many samples it gives, and one with `remove_sample` does not count. (slime's own
-    normalisation takes the batch for a single group unless it has exactly n samples for each prompt.) The standard
-    deviation is that of a sample, as torch's; a group in which one rollout counts gives 0.
+    A rollout counts once, however many samples it gives, and a rollout with `remove_sample` does not count. (slime's
+    own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.) The standard
+    deviation is the sample standard deviation, like torch's. A group in which one rollout counts gives 0.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -175,7 +175,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # A rollout's first sample is that of its main conversation; its others may have rewards of their own.
+            # A rollout's first sample is its main conversation. Further samples may have rewards of their own.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -193,18 +193,18 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel what runs between rollouts for this data source. That is also done when the process ends."""
+    """Cancel the groups that run between rollouts for a data source, as the exit of the process does, too."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
 
 
 class _Bridge:
-    """What lives between the calls of a rollout function: one client, and the sampler of the asynchronous one."""
+    """The state between the calls of a rollout function: one client, and the sampler of the asynchronous function."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
-    """By data source. It is kept here because slime finds a rollout function by its name, and gives it no object of
-    its own."""
+    """The bridges by data source. A class attribute, because slime finds a rollout function by name and gives it no
+    object."""
 
     def __init__(self, settings: SlimeSettings) -> None:
         self.settings = settings
@@ -221,7 +221,7 @@ class _Bridge:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
-            try:  # a wrong address or token is told now, not when slime has waited for minutes
+            try:  # a wrong address or token raises now, not after minutes of waiting
                 bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
             except OutriderError:
                 bridge.opened.close()
@@ -231,7 +231,7 @@ class _Bridge:
 
     @contextmanager
     def policy_runs(self) -> Iterator[None]:
-        """The policy generates inside the block, and is paused when it has ended, as slime needs it while it trains."""
+        """Let the policy generate inside the block, and pause it at the end, as slime needs for training."""
         self.client.resume_policy()
         try:
             yield
@@ -240,7 +240,7 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that nobody will ask for any more, and leave the policy to the service's other users."""
+        """Cancel the groups that will not be used, and resume the policy for the service's other users."""
         with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends
             self.client.run(self._leave())
 
@@ -265,7 +265,7 @@ class _Prompts:
         self._filter = _load_function(path) if path else None
 
     def task(self, number: int) -> dict[str, Any]:
-        """The task of a prompt, as DynamicSampler asks for it."""
+        """Return the task of a prompt, for DynamicSampler."""
         if number not in self.groups:
             pulled = self._data_source.get_samples(1)
             if not pulled:
@@ -289,7 +289,7 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Whether slime's filter keeps a group; one of which too little was graded is tried again."""
+        """Return whether slime's filter keeps a group, or "again" if too few samples of the group were graded."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -336,7 +336,7 @@ def _sampler(
 
 
 def _inflight(args: Any) -> int:
-    """How many groups run at once."""
+    """Return how many groups run at once."""
     return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
 
 
@@ -357,7 +357,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
             if trajectory.error is None:
                 of_group.append(_filled(args, settings, sample, trajectory))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
-            else:  # if it was graded, it has no token to train on, which the filter could not see
+            else:  # not graded, or graded without a token to train on, which the filter could not check
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -366,7 +366,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # slime tells rollouts that give several samples by a third level, which then all rollouts must have.
+    # For rollouts that give several samples, slime requires a third level of lists for all rollouts.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)
@@ -386,7 +386,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
-    """All evaluation sets at once. Every session has the same seeds each time; those that failed are left out and
+    """Run all evaluation sets at once. Every session has the same seeds each time. Failed sessions are left out and
     counted."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
@@ -409,7 +409,7 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates slime takes n samples after n for a prompt's.
+            # For pass rates slime takes each n consecutive samples as one prompt's.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
             raise errors[0]
@@ -423,8 +423,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
 
 
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
-    """Copies of the prompts of an evaluation set, and the group of each. Raises InvalidField for a set without prompts
-    or with images, and for sampling parameters that cannot be followed."""
+    """Return copies of the prompts of an evaluation set, with the group of each. Raises InvalidField for a set without
+    prompts or with images, and for unsupported sampling parameters."""
     if getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None):
         raise InvalidField(
             f"the evaluation set {config.name!r} has images, which this bridge does not hand over",
@@ -481,7 +481,7 @@ def _task_of(
 def _filled(
     args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
 ) -> list[SlimeSample]:
-    """A copy of slime's sample for each row of the session."""
+    """Return a copy of slime's sample for each row of the session."""
     return [_filled_row(args, settings, sample, trajectory, row, evaluation) for row in trajectory.rows]
 
 
@@ -513,7 +513,8 @@ def _filled_row(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """A stand-in that does not train, in the place of a session without a row. Its reward is 0 unless it was graded."""
+    """Return a stand-in that does not train, for a session without a row. Its reward is 0 unless the session was
+    graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -536,7 +537,7 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
 ) -> float | dict[str, float]:
-    """The reward, or with a reward key all that it may name."""
+    """Return the reward, or, with a reward key, all values that the key may name."""
     if not key:
         return reward
     assert trajectory.result.verdict is not None
@@ -562,13 +563,13 @@ def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
 
 
 def _rollout_id(sample: SlimeSample) -> Any:
-    """What the samples of one rollout have in common; older versions of slime do not set it."""
+    """Return the id that the samples of a rollout share. Older versions of slime do not set `rollout_id`."""
     given = getattr(sample, "rollout_id", None)
     return sample.index if given is None else given
 
 
 def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
-    """Raises InvalidField for wrong settings, and for an option of slime that is set and cannot be followed."""
+    """Read the settings. Raises InvalidField for wrong settings, and for an unsupported option of slime that is set."""
     for option, why in unsupported.items():
         if getattr(args, option, None):
             raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
@@ -584,7 +585,8 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """slime normalises the rewards of a whole batch as one group unless it has exactly n samples for each prompt."""
+    """Raise InvalidField if slime would normalise the rewards of the batch as one group. slime does so unless the batch
+    has exactly n samples for each prompt."""
     exact = settings.rows == "main" and settings.complete == "all"
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(
         args, "custom_convert_samples_to_train_data_path", None

@@ -1,7 +1,7 @@
-"""What bridges share on the way out: what a trainer may train on of a finished group.
+"""The output side that bridges share: what a trainer may train on in a finished group.
 
-It awaits nothing and knows no trainer. Invariant: a session without a verdict, or without a token to train on, has an
-error and no rows.
+Nothing here awaits or depends on a trainer. Invariant: a session without a verdict, or without a token to train on, has
+an error and no rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
 ENDED_BY_A_LIMIT = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
-"""The agent did not end by itself; trainers call such a trajectory truncated."""
+"""Stop reasons of an agent that did not end by itself. Trainers call such a trajectory truncated."""
 
 
 @dataclass(frozen=True)
 class Row:
     """A training row with a reward. The four columns have equal length, and at least one token has mask 1.
 
-    `start` is the number of ids before the first sampled one. `cut` trained tokens were behind `max_row_tokens`.
+    `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens lost to
+    `max_row_tokens`.
     """
 
     ids: list[int]
@@ -52,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A session that is done: its `rows`, that of the main conversation first, or the `error` why it has none."""
+    """A finished session: its `rows`, the main conversation's first, or the `error` if it has none."""
 
     session: SessionView
     rows: list[Row]
@@ -74,12 +75,12 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """How long its agent ran."""
+        """Seconds for which the agent ran."""
         return self.result.seconds.run
 
 
 def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
-    """The sessions of a group that was read with its samples, in sample order. With `logprobs`, a row without
+    """Return the sessions of a group that was read with its samples, in sample order. With `logprobs`, a row without
     log-probabilities is an error of its session."""
     found = []
     for session in group.sessions:
@@ -92,8 +93,8 @@ def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: boo
 
 
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
-    """The verdict's metrics that the settings name. Raises EvaluatorError for a verdict without one of them: trainers
-    put them in columns, which every row must have."""
+    """Return the verdict's metrics that the settings name. Raises EvaluatorError for a verdict that lacks one: trainers
+    put metrics in columns, which every row must have."""
     verdict = trajectory.result.verdict
     assert verdict is not None
     for name in settings.metrics:

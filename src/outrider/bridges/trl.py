@@ -1,4 +1,4 @@
-"""Trains with TRL on rollouts of a service: `GRPOTrainer` by `Rollouts`, `AsyncGRPOTrainer` by `RolloutWorker`.
+"""Trains with TRL on rollouts of a service: `GRPOTrainer` with `Rollouts`, `AsyncGRPOTrainer` with `RolloutWorker`.
 
     class Trainer(ServiceLogprobs, GRPOTrainer):
         pass
@@ -6,14 +6,14 @@
     with Client() as client, PolicyWeights(client) as weights, Rollouts(client, tasks, weights) as rollouts:
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
-Which rows train. A session is one attempt at a task and has one row for each of its branches; each sampled token trains
-in one of them at most. GRPOTrainer takes exactly one row of each session: the first that trains, which is the main
-branch; the others are left out and counted. AsyncGRPOTrainer takes all of them, each with the advantage of its session.
-A session that failed has no reward and counts in no mean. Where GRPOTrainer needs a row for it all the same, that row
-has one token with mask 0.
+Which rows train: a session is one attempt at a task and has one row for each of its branches. Each sampled token trains
+in one row at most. GRPOTrainer takes exactly one row of each session: the first that trains, which is the main branch.
+The others are left out and counted. AsyncGRPOTrainer takes all of them, each with the advantage of its session. A
+session that failed has no reward and counts in no mean. If GRPOTrainer needs a row for it all the same, that row has
+one token with mask 0.
 
-It does not import TRL by itself. Invariant: every token with mask 1 that a trainer gets was sampled by the service,
-comes with the log-probability it was sampled with, and is handed over once.
+Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer gets was sampled by the
+service, comes with the log-probability it was sampled with, and is handed over once.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""What of a session may train: every row that does."""
+"""The default settings: all rows of a session that train."""
 STATE_FILE = "outrider_sampler.json"
-"""The sampler's state in a checkpoint of the trainer."""
+"""Name of the file with the sampler's state in a checkpoint of the trainer."""
 PROMPT_COLUMN = "prompt"
 REWARD_COLUMN = "outrider_reward"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row as GRPOTrainer takes it. The four lists behind the prompt have equal length; `versions` is -1 where `mask`
-    is 0. `reward` is None for a session that was not graded."""
+    """A row for GRPOTrainer. The four lists after the prompt have equal length; `versions` is -1 where `mask` is 0.
+    `reward` is None for a session that was not graded."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -79,17 +79,17 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, kw_only=True):
-    """What one batch was made of.
+    """The statistics of one batch.
 
-    reward, spread: mean reward, and mean standard deviation within a group, of all groups that were graded since the
-        batch before, also those that were not kept. kept_reward: mean reward of those in the batch.
+    reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
+        batch, kept or not. kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: by how many versions the tokens that train are older than the policy in training.
     waited: seconds for which the trainer waited for the batch.
-    left_out_rows, left_out_tokens: rows that trained and are not in the batch, as a session has one there.
+    left_out_rows, left_out_tokens: rows that train and are not in the batch, because a session has one row there.
     empty_rows: rows without a token that trains.
     errors: sessions of the batch that failed. drift_tokens: ids that an engine reported differently.
-    logprob_gap: largest difference between the recorded log-probability of a token and that which the trainer computes
-        with the weights that the token was sampled from, over `compared_tokens` tokens; None if it was not measured.
+    logprob_gap: largest difference between a token's recorded log-probability and the trainer's, computed with the
+        weights that the token was sampled from, over `compared_tokens` tokens; None if it was not measured.
     """
 
     step: int
@@ -110,7 +110,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     compared_tokens: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """As TRL logs them."""
+        """Return the metrics that TRL logs, by name."""
         found = {
             "reward_all_groups": self.reward,
             "group_spread": self.spread,
@@ -132,33 +132,34 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """A dataset for GRPOTrainer that only counts groups: which tasks are rolled out is decided by `Rollouts`, since a
-    group that teaches nothing is replaced by one of another task. It has to hold at least one batch of groups."""
+    """Return a dataset for GRPOTrainer that only counts groups. `Rollouts` decides which tasks are rolled out, because
+    a group that teaches nothing is replaced by a group of another task. The dataset must hold at least one batch of
+    groups."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
 
 
 def service_reward(*, outrider_reward: list[float | None], **columns: Any) -> list[float | None]:
-    """The reward function for GRPOTrainer: what the service's evaluator gave. None for a session without a verdict,
-    which TRL leaves out of the group's mean."""
+    """The reward function for GRPOTrainer: return the rewards of the service's evaluator. A session without a verdict
+    has None, and TRL leaves it out of the group's mean."""
     return outrider_reward
 
 
 class Rollouts:
     """The `rollout_func` of a GRPOTrainer: `with Rollouts(client, tasks, weights) as rollouts`.
 
-    Each call publishes the trainer's weights if they have changed, and returns the next batch of a `DynamicSampler`,
-    whose arguments these are. `max_age` bounds how many versions old a token may be; the groups that run while the
-    trainer trains are at least one version old when they are used.
+    Each call publishes the trainer's weights if they have changed, and returns the next batch of a `DynamicSampler`
+    (see there for the other arguments). `max_age` bounds how many versions old a token may be. The groups that run
+    while the trainer trains are at least one version old when they are used.
 
-    `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first ones for the first batch of an
-    evaluation, and so on. `measure` compares the recorded
-    log-probabilities with the trainer's own, at the weights that each token was sampled from (`StepStats.logprob_gap`):
-    one more forward pass for each version in a batch. `weights.keep` should then be at least `max_age` + 1.
-    `state`: from `sampler_state(checkpoint)`, to go on where a checkpoint was written.
+    `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first tasks for the first batch of an
+    evaluation, and so on. `measure` compares the recorded log-probabilities with the trainer's own, at the weights that
+    each token was sampled from (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch,
+    and `weights.keep` should be at least `max_age` + 1. `state`: from `sampler_state(checkpoint)`, to continue from a
+    checkpoint.
 
-    Leaving the block cancels what still runs; after an error it runs on, for a trainer that continues.
+    Leaving the block cancels the groups that still run. After an error they run on, for a trainer that continues.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Rollouts:
         self.weights = weights
         self.measure = measure
         self.versions: list[list[int]] = []
-        """The versions of the tokens of the last batch, row by row as the completions."""
+        """The versions of the tokens of the last batch, one list for each completion."""
         self._client = client
         self._tasks = tasks
         self._eval_tasks = eval_tasks
@@ -197,7 +198,7 @@ class Rollouts:
         }
         if state is not None:
             weights.begin_above(state.version)
-        self._evaluated = (-1, 0)  # the step of the last evaluation, and how many tasks it has gone through
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and its next task
         self._graded: list[list[float]] = []
         self._sampler: DynamicSampler | None = None
         self._shape = (0, 0)
@@ -218,11 +219,11 @@ class Rollouts:
             self._stack.close()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """The rows of len(prompts) sessions, those of a group adjacent, as TRL's `rollout_func` returns them. The
+        """Return the rows of len(prompts) sessions, the rows of a group adjacent, as TRL's `rollout_func` does. The
         prompts are only counted.
 
-        Raises InvalidField where the trainer is set up so that it would train on something else, and ServiceError when
-        the tasks are used up or the service is gone.
+        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if the
+        tasks are used up or the service is gone.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -261,7 +262,7 @@ class Rollouts:
         }
 
     def publish(self, trainer: Any) -> None:
-        """Have the engines serve the trainer's weights as they are now."""
+        """Publish the trainer's current weights to the engines."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         version = self.weights.publish(model.named_parameters())
         if self._sampler is not None:
@@ -269,7 +270,7 @@ class Rollouts:
         self._published_at = trainer.state.global_step
 
     def state(self) -> SamplerState | None:
-        """Where the sampler is; None before the first batch."""
+        """The sampler's state, None before the first batch."""
         return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
 
     def _next_batch(self, n: int, target: int) -> Batch | None:
@@ -290,7 +291,8 @@ class Rollouts:
         return self._client.run(self._sampler.batch())
 
     def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
-        """The next groups of the evaluation at this step: each batch goes on behind the tasks of the one before."""
+        """Return the next groups of the evaluation at this step. Each batch continues after the tasks of the previous
+        batch."""
         begin = self._evaluated[1] if self._evaluated[0] == step else 0
         state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
 
@@ -306,7 +308,8 @@ class Rollouts:
         return batch
 
     def _noted(self, group: GroupView) -> Choice:
-        """The filter, which sees every group that was graded; only so are the rewards of dropped groups known."""
+        """The sampler's filter. It also records the rewards of each graded group, because dropped groups appear nowhere
+        else."""
         self._graded.append(rewards_of(group))
         return self._informative(group)
 
@@ -320,7 +323,7 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        graded = graded or [rewards_of(group) for group in batch.groups]  # all of them were ready at the batch before
+        graded = graded or [rewards_of(group) for group in batch.groups]  # all were ready at the previous batch
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
             step=step,
@@ -341,16 +344,16 @@ class Rollouts:
 
 
 class ServiceLogprobs:
-    """Mixin for GRPOTrainer, to stand before it: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+    """Mixin for GRPOTrainer, placed before it: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
-    TRL takes the trainer's own log-probabilities for those of the sampler unless vLLM generates, so that tokens of an
-    older policy would count as if the current one had sampled them. With this the importance ratio, and its clipping,
-    is against the log-probabilities that the tokens were sampled with. It also logs `StepStats` as `outrider/...`, and
-    writes the sampler's state into checkpoints.
+    Unless vLLM generates, TRL uses the trainer's own log-probabilities as the sampler's, so that tokens of an older
+    policy would count as sampled by the current one. With the mixin, the importance ratio and its clipping use the
+    log-probabilities that the tokens were sampled with. The mixin also logs `StepStats` as `outrider/...`, and writes
+    the sampler's state into checkpoints.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin: TRL has it
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin
         rollouts = self.rollout_func
         if not isinstance(rollouts, Rollouts):
             return output
@@ -385,7 +388,7 @@ class ServiceLogprobs:
 
 
 def sampler_state(checkpoint: Path | str) -> SamplerState:
-    """The sampler's state that a checkpoint holds. Raises InvalidField without one."""
+    """Return the sampler's state in a checkpoint. Raises InvalidField if there is none."""
     try:
         return msgspec.json.decode((Path(checkpoint) / STATE_FILE).read_bytes(), type=SamplerState)
     except (OSError, msgspec.DecodeError) as error:
@@ -397,9 +400,9 @@ class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running, and every row that trains goes into
-    `rollout_buffer` with the advantage of its session, of the kind `advantages`. Where `buffered` rows wait, no group
-    is submitted until there is room. `max_age` should be the trainer's max_staleness: older groups are replaced before
-    the trainer would drop them.
+    `rollout_buffer` with the advantage of its session, of the kind `advantages`. While `buffered` rows wait, no group
+    is submitted. `max_age` should be the trainer's max_staleness: older groups are replaced before the trainer would
+    drop them.
     """
 
     def __init__(
@@ -437,7 +440,7 @@ class RolloutWorker:
         )
         self._running = ExitStack()
         self._started = False
-        self._behind = 0  # the service's version is the trainer's and this
+        self._behind = 0  # the service's version minus the trainer's
         self._failure: Exception | None = None
         self._last_row = time.monotonic()
 
@@ -447,7 +450,7 @@ class RolloutWorker:
         self._started = True
 
     def stop(self) -> None:
-        """Cancel what runs. Does nothing when it was not started, or is stopped already."""
+        """Cancel the groups that run. Does nothing if the worker was not started, or is stopped already."""
         self._started = False
         self._running.close()
 
@@ -457,7 +460,7 @@ class RolloutWorker:
             self._client.run(self._sampler.set_version(self._weights.version))
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the worker, and ServiceError when no row came for so many seconds."""
+        """Raise the error that ended the worker, and ServiceError if no row came for `stale_after_s` seconds."""
         if self._failure is not None:
             raise self._failure
         if self._started and time.monotonic() - self._last_row > stale_after_s:
@@ -467,8 +470,8 @@ class RolloutWorker:
             )
 
     def state(self) -> SamplerState:
-        """Where the sampler is; rows in `rollout_buffer` count as trained on."""
-        if not self._started:  # nothing changes it, and the client may be closed
+        """The sampler's state. Rows in `rollout_buffer` count as trained on."""
+        if not self._started:  # nothing changes the state, and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
@@ -481,7 +484,7 @@ class RolloutWorker:
                 yield
             finally:
                 filling.cancel()
-                if self._failure is None:  # else the service may be out of reach, and what runs is of use to another
+                if self._failure is None:  # else the service may be out of reach, and the groups are of use later
                     await sampler.stop()
 
     async def _fill(self, sampler: DynamicSampler) -> None:
@@ -499,11 +502,11 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give them as a sequence, which is gone through again and again"
             )
-        except Exception as error:  # whatever it is: the trainer must not wait for ever
+        except Exception as error:  # any error: the trainer must not wait for ever
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
-        """RolloutSamples of every row that trains."""
+        """Yield a RolloutSample for every row that trains."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         rewards = {session.id: reward for session in group.sessions if (reward := _reward_of(session)) is not None}
@@ -526,14 +529,14 @@ class RolloutWorker:
 
 
 async def _state_of(sampler: DynamicSampler) -> SamplerState:
-    """The sampler's state, read on its own event loop, where nothing changes meanwhile."""
+    """Return the sampler's state. Runs on the sampler's event loop, so that nothing changes meanwhile."""
     return sampler.state()
 
 
 class ServiceWeights:
     """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol): publishes `weights`.
 
-    One call of the service pauses, loads and resumes, so pause and resume have nothing left to do.
+    One call to the service pauses, loads and resumes, so `pause` and `resume` do nothing.
     """
 
     def __init__(self, weights: PolicyWeights) -> None:
@@ -552,14 +555,14 @@ class ServiceWeights:
 
 
 class GroupRows(msgspec.Struct, frozen=True):
-    """One row for each session of a group, in sample order, and the rows that train and are not among them."""
+    """One row for each session of a group, in sample order, and the other rows that train."""
 
     rows: list[BatchRow]
     left_out: list[Row]
 
 
 def rows_of(group: GroupView) -> GroupRows:
-    """Raises why its sessions have no rows, if none of them has one."""
+    """Return the rows of a group. If no session has a row, raises the first session's error."""
     trajectories = trajectories_of(group, SETTINGS, logprobs=True)
     some = next((each.rows[0] for each in trajectories if each.rows), None)
     if some is None:
@@ -569,7 +572,8 @@ def rows_of(group: GroupView) -> GroupRows:
 
 
 def _batch_row(trajectory: Trajectory, other: Row) -> BatchRow:
-    """The first row of a session; for one without, a row with the prompt of `other` in which nothing trains."""
+    """Return the first row of a session; for a session without rows, a row with the prompt of `other` that does not
+    train."""
     row = trajectory.rows[0] if trajectory.rows else None
     if row is not None:
         return BatchRow(
@@ -596,7 +600,7 @@ def _reward_of(session: SessionView) -> float | None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse what would silently train on something else than the service's samples."""
+    """Raise InvalidField for a trainer that would silently train on other data than the service's samples."""
     if not isinstance(trainer, ServiceLogprobs):
         raise InvalidField(
             f"{type(trainer).__name__} would not use the log-probabilities that tokens were sampled with",
@@ -615,7 +619,8 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
-    """The largest difference over tokens whose version's weights are still kept, and the number of these tokens."""
+    """Return the largest difference over tokens whose version's weights are still stored, and the number of these
+    tokens."""
     import torch
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -641,10 +646,11 @@ def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) ->
 
 
 def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
-    """The model as a function that gives a row's first token position 0, as the engine did.
+    """Wrap the model in a function that gives a row's first token position 0, as the engine did.
 
     TRL pads prompts on the left and counts the padding. Rotary positions are relative, but their angles are rounded to
-    float32: where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5."""
+    float32: where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5.
+    """
 
     def call(**inputs: Any) -> Any:
         positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
@@ -654,7 +660,7 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_weights(model: Any, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """The model as a function with other parameters."""
+    """Wrap the model in a function that uses other parameters."""
     from torch.func import functional_call
 
     def call(**inputs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""verl (0.9.1): an agent loop that runs each trajectory as a session of an Outrider service, and an agent-loop manager
-for the V1 trainer that runs each prompt as a group.
+"""The bridge to verl (0.9.1): an agent loop that runs each trajectory as a session of an Outrider service, and an
+agent-loop manager for the V1 trainer that runs each prompt as a group.
 
     # agent_loop_config_path: a file with
     - name: outrider
       _target_: outrider.bridges.verl.RemoteAgentLoop
 
-Settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service is found at $OUTRIDER_URL, through the
-named Ray actor that `start_service` makes, or at the setting `url`. With the setting `relay`, verl's own servers
-generate: a Ray actor attaches them to the service.
+Settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address is $OUTRIDER_URL, or comes
+from the named Ray actor that `start_service` makes, or from the setting `url`. With the setting `relay`, verl's own
+servers generate: a Ray actor attaches them to the service.
 
-It knows verl and Ray, and speaks to the service over HTTP only. Invariant: a session that cannot be trained on raises,
-so that verl replaces its group; no sample is made up.
+The service is used over HTTP only. Invariant: a session that cannot be trained on raises, so that verl replaces its
+group; no sample is made up.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ from outrider.trajectory import FinishReason, VersionSpan
 log = logging.getLogger("outrider.verl")
 
 START_SECONDS = 120.0
-"""Seconds that `start_service` gives the service to be ready."""
+"""Seconds for the service of `start_service` to become ready."""
 READY = b"outrider is ready at "
-"""What `outrider serve` prints before its address."""
+"""The text that `outrider serve` prints before its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Seconds before an aborted generation goes on, as verl's own client waits: its servers load weights meanwhile."""
+"""Seconds before an aborted generation goes on, as in verl's own client: its servers load weights meanwhile."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
@@ -86,8 +86,8 @@ class Address(NamedTuple):
 
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
-    """An output with a reward for each of its response ids. The V1 trainer would give the score of a session's last
-    output to all of them, at their last ids; the V0 trainer still does."""
+    """An output with a reward for each of its response ids. Otherwise the V1 trainer would give the score of a
+    session's last output to all of them, at their last ids, as the V0 trainer still does."""
 
     token_rewards: list[float]
 
@@ -100,12 +100,12 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Runs one trajectory as a group of one session.
 
-    In the V1 trainer it returns an AgentLoopOutput for each row of the session, that of the main conversation last. The
-    V0 trainer takes exactly one.
+    In the V1 trainer it returns an AgentLoopOutput for each row of the session, the main conversation's last. The V0
+    trainer takes exactly one output.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """`row` is the dataset's. Raises what failed: an OutriderError that names its boundary."""
+        """Run one session. `row` is the dataset's row. Raises the failure: an OutriderError that names its boundary."""
         settings = settings_of(self.config)
         terms = terms_of(self.config, sampling_params)
         task = verl_task(settings, row, terms)
@@ -140,17 +140,17 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         try:
             await self._roll_out(prompt, dict(sampling_params), validate)
             status = "finished"
-        except OutriderError as error:  # verl replaces the group and does not ask why
+        except OutriderError as error:  # verl replaces the group, whatever the reason
             log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
         except Exception:  # a bug or a setting: verl waits for ever for a prompt that is neither finished nor failed
             log.exception("the group of prompt %s failed", uid)
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. Nothing is stored of a group that is not complete."""
+        """Run the group and store its rows. Nothing is stored of a group that fails (see the setting `complete`)."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
-        prompt.pop("agent_name", None)  # chooses a loop, and there is none
+        prompt.pop("agent_name", None)  # names an agent loop; this worker has none
         n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
@@ -185,7 +185,7 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
 
 
 def settings_of(config: Any) -> VerlSettings:
-    """The settings in verl's whole config. Raises InvalidField."""
+    """Return the settings in verl's whole config. Raises InvalidField."""
     custom = config.actor_rollout_ref.rollout.get("custom")
     return verl_settings(OmegaConf.to_container(custom, resolve=True) if OmegaConf.is_config(custom) else custom)
 
@@ -201,7 +201,7 @@ def terms_of(config: Any, sampling: Mapping[str, Any]) -> Terms:
 
 
 async def run_group(body: Mapping[str, Any], settings: VerlSettings, llm_client: Any) -> GroupView:
-    """Run a group, with verl's servers attached if the settings say so. It is returned with its samples."""
+    """Run a group and return it with its samples. With the setting `relay`, verl's servers are attached first."""
     url, token = await address_of(settings)
     if settings.relay is not None:
         await attach_servers(llm_client, url, token, settings.relay)
@@ -210,7 +210,7 @@ async def run_group(body: Mapping[str, Any], settings: VerlSettings, llm_client:
 
 
 async def address_of(settings: VerlSettings) -> Address:
-    """Where the service is: $OUTRIDER_URL, what the setting's Ray actor says, or the setting `url`. Raises
+    """Return the service's address: $OUTRIDER_URL, else from the setting's Ray actor, else the setting `url`. Raises
     InvalidField."""
     if settings.actor is None or environment("OUTRIDER_URL"):
         return Address(settings.url, settings.token)
@@ -227,7 +227,7 @@ async def address_of(settings: VerlSettings) -> Address:
 
 
 def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
-    """verl's outputs of one session. Raises as `columns_of`."""
+    """Return verl's outputs of one session. Raises like `columns_of`."""
     return [
         RowOutput(
             prompt_ids=row.prompt_ids,
@@ -254,12 +254,13 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
 
 
 def _step(row: Mapping[str, Any]) -> int:
-    """The trainer's step, in V1."""
+    """The trainer's step in V1, else 0."""
     return int(row.get("global_steps", 0))
 
 
 class VerlGenerate:
-    """`generate` of a relay worker, by verl's own servers. It can be pickled, as the client that it holds.
+    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, like the client that it
+    holds.
 
     A generation that verl aborts to load new weights goes on with the ids it has, so that each chunk has one version.
     The tokens of an attempt come in one chunk, because verl does not stream.
@@ -269,7 +270,7 @@ class VerlGenerate:
         self._client = client
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Raises ContextOverflow, EngineRejected, and EngineUnavailable for what verl's server raises."""
+        """Generate. Raises ContextOverflow, EngineRejected, and EngineUnavailable for errors of verl's server."""
         prompt = [int(token) for token in request.input_ids]
         rollout = self._client.config.actor_rollout_ref.rollout
         context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
@@ -304,7 +305,7 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                # None where a server did not tell its version: then the spans do not cover all tokens.
+                # No versions if a server did not report its version: then the spans do not cover all tokens.
                 versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
@@ -312,7 +313,7 @@ class VerlGenerate:
 
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
-        # The client of verl's asynchronous trainers goes on after an abort, too, but does not tell where.
+        # The client of verl's asynchronous trainers goes on after an abort, too, but does not report the position.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)
@@ -322,13 +323,13 @@ class VerlGenerate:
 
 
 def verl_generate(llm_client: Any) -> VerlGenerate:
-    """What `outrider.relay.Worker` calls, for an LLMServerClient of verl."""
+    """Return the function that `outrider.relay.Worker` calls, for an LLMServerClient of verl."""
     return VerlGenerate(llm_client)
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """verl passes these on to vLLM or SGLang as they are, so each has its server's own name; neutral ones are left
-    out, since not every backend has them. Raises EngineRejected."""
+    """Return the sampling parameters for vLLM or SGLang. verl passes them on unchanged, so each has its server's own
+    name. Neutral ones are left out, because not every backend has them. Raises EngineRejected."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers cannot hold a reply to a form")
     params: dict[str, Any] = {
@@ -362,13 +363,13 @@ class RelayActor:
         self._held.enter_context(worker.in_thread())
 
     def attached(self) -> bool:
-        """Answers when the service has taken the worker up."""
+        """Return once the service has accepted the worker."""
         return True
 
 
 async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
-    """Have verl's servers generate for the service. One actor does so for the whole Ray job; it ends with the worker
-    that made it, and the next rollout makes another. Raises EngineUnavailable."""
+    """Attach verl's servers to the service. One actor does so for the whole Ray job. It ends with the worker that made
+    it, and the next rollout makes another. Raises EngineUnavailable."""
     actor = _RELAYS.get((url, engine))
     if actor is None:
         options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
@@ -384,12 +385,12 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
 
 
 _RELAYS: dict[tuple[str, str], Any] = {}
-"""The relay actors that this process knows. Ray ends an actor when the last handle of its maker is gone, and no object
-of verl lives long enough to hold it."""
+"""The relay actors of this process. Ray ends an actor with its maker's last handle, and no object of verl lives long
+enough to hold one."""
 
 
 class ServiceActor:
-    """Runs `outrider serve` in a process of its own, and ends it with itself."""
+    """Runs `outrider serve` in its own process, and ends that process with itself."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._token = secrets.token_urlsafe(32)
@@ -399,7 +400,7 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless its cluster says so
+            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless its cluster is configured so
             "plugins": {"allow": ["*"]},  # nobody but the trainer has the token
         }
         settings = {**own, **config, "token": self._token}
@@ -407,7 +408,7 @@ class ServiceActor:
         for name, value in settings.items():
             env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
         command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
-        # The shell ends the service when its own input ends, which it does however this process dies.
+        # The shell ends the service when the shell's input ends, however this process exits.
         watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
         with self._log.open("wb") as log_file:
             self._process = subprocess.Popen(
@@ -437,11 +438,11 @@ class ServiceActor:
         )
 
     def address(self) -> tuple[str, str]:
-        """The URL and the token, for AsyncClient."""
+        """Return the URL and the token, for AsyncClient."""
         return self._url, self._token
 
     def stop(self) -> None:
-        """End the service. Its data folder goes with it, unless `config` named another."""
+        """End the service. Its data folder is removed, unless `config` named another."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -449,9 +450,9 @@ class ServiceActor:
 
 
 def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
-    """Run a service in a named Ray actor on this node, for `RemoteAgentLoop`s of the same Ray job to find. `config` has
-    the settings of `outrider serve`, such as model and engines. Returns the actor: keep it, for the service ends with
-    it. Raises ServiceError, with the end of its log, when it does not start."""
+    """Run a service in a named Ray actor on this node, where `RemoteAgentLoop`s of the same Ray job find it. `config`
+    has the settings of `outrider serve`, such as model and engines. Returns the actor: keep it, because the service
+    ends with it. Raises ServiceError, with the end of the service's log, if it does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

@@ -1,7 +1,7 @@
-"""The verl bridge as far as it needs no verl: its settings, the task of a dataset row, and a session's rows as the
-columns of verl's AgentLoopOutput.
+"""The part of the verl bridge that does not need verl: its settings, the task of a dataset row, and a session's rows as
+the columns of verl's AgentLoopOutput.
 
-It awaits nothing. Invariant: a session that cannot be trained on raises; it never becomes a row.
+Nothing here awaits. Invariant: a session that cannot be trained on raises; it never becomes a row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from outrider.trajectory import LogprobKind
 SETTINGS = "actor_rollout_ref.rollout.custom.outrider"
 VARIABLE = "OUTRIDER_VERL"
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""What verl decides about sampling. It recomputes log-probabilities with it."""
+"""The sampling parameters that verl decides. verl recomputes log-probabilities with them."""
 LABELS = ("uid", "index", "data_source", "global_steps")
-"""Columns of a row that become labels of its sessions, as far as it has them."""
+"""Columns of a row that become labels of its sessions, if the row has them."""
 
 
 class VerlSettings(BridgeSettings):
     """`rollout.custom.outrider`: the settings of all bridges, and these.
 
     actor: the named Ray actor that runs the service, instead of `url`. relay: the name of the relay engine through
-    which verl's own servers generate. complete: whether all sessions of a prompt must succeed, or any will do; the
-    manager's alone, as `evaluation_priority` is, because a loop sees one trajectory and is not told what it is for.
+    which verl's own servers generate. complete: whether "all" sessions of a prompt must succeed, or "any". Only the
+    manager uses `complete` and `evaluation_priority`, because a loop gets one trajectory without its purpose.
     """
 
     actor: Name | None = None
@@ -39,8 +39,8 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """What verl asks of a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether it wants
-    log-probabilities (`.calculate_log_probs`), and its sampling parameters."""
+    """verl's terms for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether log-probabilities
+    are required (`.calculate_log_probs`), and the sampling parameters."""
 
     prompt_length: int
     response_length: int
@@ -52,8 +52,8 @@ class Terms:
 class Columns:
     """One AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
 
-    `reward` is the row's; `token_rewards` has it at the last response id that trains, and those of turns at their ends.
-    `about` is for `extra_fields`; its `cut_tokens` would have trained, but lie behind what verl takes.
+    `reward` is the row's. `token_rewards` has it at the last response id that trains, and the rewards of turns at their
+    ends. `about` is for `extra_fields`; its `cut_tokens` would have trained, but lie behind verl's lengths.
     """
 
     prompt_ids: list[int]
@@ -71,28 +71,28 @@ class Columns:
 
 
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
-    """The settings of `rollout.custom`. Each call reads them anew, so that no two rollouts share a nested value. Raises
-    InvalidField."""
+    """Return the settings of `rollout.custom`. Each call reads them anew, so that no two rollouts share a nested value.
+    Raises InvalidField."""
     return read_settings(VerlSettings, (custom or {}).get("outrider"), source=SETTINGS, variable=VARIABLE)
 
 
 def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-    """The task of a dataset row, with verl's sampling, and verl's response length as the limit of sampled tokens.
-    Raises InvalidField."""
+    """Return the task of a dataset row, with verl's sampling, and verl's response length as the limit of sampled
+    tokens. Raises InvalidField."""
     sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
     own = limits.get("response_tokens")
-    if own is None or (isinstance(own, int) and own > terms.response_length):  # what is no number, the service refuses
+    if own is None or (isinstance(own, int) and own > terms.response_length):  # the service refuses other types
         limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
 
 
 def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
-    """Make the seed of a task that is submitted for one of `n` trajectories of a prompt its own: two of them must not
-    draw the same. A group of n sessions sees to that itself. `number` is the trajectory's, None where verl does not
-    tell. Raises InvalidField."""
+    """Set the seed of a task for one of `n` trajectories of a prompt, so that no two trajectories draw the same tokens.
+    (A group of n sessions does so itself.) `number` is the trajectory's, None if verl does not pass it. Raises
+    InvalidField."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return
@@ -106,8 +106,8 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[Columns]:
-    """What verl trains of a session, the row of the main conversation last: verl takes the last one for the session's
-    own. `step` is the version of tokens whose engine told none. Raises the session's error."""
+    """Return the columns that verl trains of a session, the main conversation's last: verl uses the last one as the
+    session's own. `step` is the version of tokens whose engine reported none. Raises the session's error."""
     if trajectory.error is not None:
         raise trajectory.error
     reward = trajectory.reward
@@ -133,7 +133,7 @@ def _columns(row: Row, info: dict[str, float], terms: Terms, step: int) -> Colum
             " compares them with its own, behind it",
             hint="have the engine report those of the sampling distribution, or set rollout.temperature=1.0",
         )
-    # Ids behind prompt_length go to the response, with mask 0: the sequence stays as it was, and nothing is cut.
+    # Ids behind prompt_length go to the response, with mask 0: the sequence is unchanged, and nothing is cut.
     start = min(row.start, terms.prompt_length)
     end = start + terms.response_length
     mask = row.mask[start:end]

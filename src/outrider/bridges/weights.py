@@ -1,7 +1,7 @@
-"""Hands the weights of a policy in training to the engines of a service, through a folder that both can read.
+"""Publishes the weights of a policy in training to the engines of a service, through a folder that both can read.
 
-It knows no trainer. Invariant: each published version is higher than all that the service had before, and is in a
-folder of its own, which is whole before the service is told of it.
+Independent of the trainer. Invariant: each published version is higher than all earlier versions of the service, and
+has its own folder, which is complete before the service gets its path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_OPEN = "open it first: `with PolicyWeights(client) as weights:`"
 
 
 class PolicyControl(Protocol):
-    """What is needed of a service; `client.Client` is one."""
+    """The methods of a service that `PolicyWeights` calls; `client.Client` has them."""
 
     def policy(self) -> PolicyStatus: ...
     def update_policy(
@@ -38,10 +38,10 @@ class PolicyControl(Protocol):
 class PolicyWeights:
     """`with PolicyWeights(client, model="models/tiny") as weights: weights.publish(model.named_parameters())`.
 
-    `folder`: where weights are written; it must be readable by the engines, under the same path. None makes a temporary
-    one, for engines on this machine. `model`: the folder that the model was loaded from; its configuration and
+    `folder`: the folder for weights; the engines must be able to read it under the same path. None makes a temporary
+    folder, for engines on this machine. `model`: the folder that the model was loaded from; its configuration and
     tokenizer are put beside each version's weights, for engines that load whole folders. `keep`: how many versions stay
-    on disk. `mode`: what happens to generations in flight while the engines load ("finish" or "abort").
+    on disk. `mode`: whether generations in flight "finish" before the engines load, or "abort".
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PolicyWeights:
         if keep < 1:
             raise InvalidField(f"keep is {keep}; it must be at least 1", field="keep")
         self.version = -1
-        """The version that was published last, or that `begin_above` was told; -1 before."""
+        """The version that was published last, or that was passed to `begin_above`; -1 before."""
         self._client = client
         self._folder = Path(folder) if folder is not None else None
         self._model = Path(model) if model is not None else None
@@ -76,15 +76,15 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish higher versions than this one from now on, whatever the service says: a trainer that goes on from a
-        checkpoint has tokens of it, and the service may have begun anew."""
+        """Publish only higher versions from now on, whatever version the service has: a trainer that continues from a
+        checkpoint has tokens of this version, and the service may be new."""
         self.version = max(self.version, version)
 
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
 
-        Parameters have the names of the published model; tied ones are given once. Raises InvalidField for those of
-        an adapter, and what the service raises.
+        Parameters have the names of the published model; tied ones are given once. Raises InvalidField for the
+        parameters of an adapter, and the errors of the service.
         """
         from safetensors.torch import save_file
 
@@ -96,7 +96,7 @@ class PolicyWeights:
                 hint="merge the adapter, and publish the merged model's parameters",
             )
         assert self._folder is not None, NOT_OPEN
-        # Folders of an earlier run may be there, or of a publication that failed: none is written twice.
+        # Folders of an earlier run, or of a failed publication, may exist: no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         version = 1 + max(self.version, self._client.policy().version, *numbers)
@@ -107,7 +107,7 @@ class PolicyWeights:
                 if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copyfile(file, folder / file.name)
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        except BaseException:  # a full disk, say: half a model must neither stay nor be taken for one
+        except BaseException:  # for instance a full disk: half a model must not stay on disk
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._client.update_policy(version, mode=self._mode, weights=str(folder))
@@ -118,7 +118,7 @@ class PolicyWeights:
         return version
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
-        """The parameters of a version; None if they are not kept any more."""
+        """Return the parameters of a version, None if they are no longer on disk."""
         from safetensors.torch import load_file
 
         if version not in self._written:

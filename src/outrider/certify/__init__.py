@@ -1,1 +1,1 @@
-"""Certifies one harness against this build: a scripted model makes it do small tasks, and what is left is judged."""
+"""Certifies one harness against this build: a scripted model makes it do small tasks, and the results are judged."""

@@ -1,6 +1,7 @@
-"""A tap between sandboxes and the model gateway: passes bytes on, and looks for words in what clients are sent.
+"""A tap between sandboxes and the model gateway: passes bytes on, and searches the bytes sent to clients for given
+words.
 
-It knows no HTTP. Invariant: it neither delays nor changes a byte.
+Independent of HTTP. Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Protocol
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Bytes kept of the piece before, for a word that is split between two pieces."""
+"""Number of bytes kept of the previous piece, for a word that is split between two pieces."""
 
 WAIT_SECONDS = 5.0
-"""Longest wait for a word to be sent. A harness that asks for whole replies never sends one early."""
+"""Longest wait for a word to be sent. A harness that requests whole replies gets no word early."""
 
 EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Connects to the socket `behind` for each connection it gets. `in_time` are the `words` that were sent to a client
-    while `wait_until_sent` waited for them; `streams` says whether any reply was an event stream."""
+    """Opens a connection to the socket `behind` for each accepted connection. `in_time` are the `words` that were sent
+    to a client while `wait_until_sent` waited for them; `streams` is true once any reply was an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -33,7 +34,7 @@ class GatewayTap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def wait_until_sent(self, word: str) -> bool:
-        """Whether a client was sent the word, before now or within WAIT_SECONDS."""
+        """Return whether a client was sent the word, before now or within WAIT_SECONDS."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()
@@ -78,7 +79,7 @@ class GatewayTap:
 
 
 class ServedNode(Protocol):
-    """How sandboxes reach a node's gateway: by a Unix socket, or by a URL."""
+    """The ways in which sandboxes reach a node's gateway: a Unix socket, or a URL."""
 
     @property
     def gateway_socket(self) -> Path: ...
@@ -87,9 +88,9 @@ class ServedNode(Protocol):
 
 @asynccontextmanager
 async def tapped(node: ServedNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
-    """Put a tap in front of a served node's gateway, for every sandbox that is started from then on."""
+    """Put a tap in front of a served node's gateway, for sandboxes started from now on."""
     socket = node.gateway_socket
-    # Sandboxes know the socket by its path, so the gateway's own moves aside.
+    # Sandboxes use the path of the socket, so the gateway's own socket gets another path.
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
     tap = GatewayTap(behind, words)

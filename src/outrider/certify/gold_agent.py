@@ -1,6 +1,6 @@
-"""The agent of a task check: carries out a known solution, or nothing, and says what it was told to say.
+"""The agent of a task check: carries out a known solution, or nothing, and answers with the model's reply.
 
-It knows no task. Invariant: it calls the model once in each step, as every agent must, and the reply is what it says.
+Independent of the task. Invariant: the agent calls the model once in each step, as every agent must.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.spec import Write
 
 class GoldAgent:
     """Option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a command for the
-    sandbox, with `env`; `files`, prepare steps that write, which are carried out before; `ask`, the words by which the
-    scripted model knows what to reply. `seconds` are for each command; `desktop` are the options of the task's own
-    desktop, which is opened behind the first step's `files`."""
+    sandbox, with `env`; `files`, prepare steps that write, carried out before the command; `ask`, the message for which
+    the scripted model has the reply. `seconds` is the time limit of each command. `desktop` are the options of the
+    task's own desktop, opened after the first step's `files`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds: float = options["seconds"]

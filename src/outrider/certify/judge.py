@@ -1,7 +1,7 @@
-"""The verdict of a row: compares what its session left with what the scripted model was given and said.
+"""The verdict of a row: compares the records of its session with the scripted model's own input and output.
 
-Pure, and independent of how training samples are made. Invariant: a row holds only if every trained id stands in a
-sample behind exactly the ids that the model was given when it sampled it, with its own log-probability.
+Pure, and independent of the code that makes training samples. Invariant: a row holds only if every trained id stands in
+a sample after exactly the ids from which the model sampled it, with the model's log-probability.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Word = Literal["holds", "does not hold", "not tried"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What is certified: a harness and its sandbox as a task names them, the dialect that it must speak (None: any),
-    and what its preset says of its tools."""
+    """The subject of a certificate: a harness and a sandbox as a task names them, the dialect that the harness must
+    speak (None: any), and the preset's hint about the harness's tools."""
 
     name: str
     harness: HarnessSpec
@@ -40,10 +40,10 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a certificate.
 
-    `required` says whether the certificate needs the row. `reason` is why the row does not hold or was not tried, or a
-    remark. `turns` is the number of model calls, `forks` how often the history came back changed, by cause, `branches`
-    the number of branches of each kind, `labels` their names. `streamed` says whether the program asks for streamed
-    replies. `log_tail` is the end of the program's output, where the row does not hold.
+    `required` is true if the certificate needs the row. `reason` is why the row does not hold or was not tried, or a
+    remark. `turns` is the number of model calls. `forks` counts by cause how often the history came back changed.
+    `branches` counts the branches of each kind; `labels` are their names. `streamed` is true if the program requests
+    streamed replies. `log_tail` is the end of the program's output, if the row does not hold.
     """
 
     row: str
@@ -64,7 +64,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts, in the order of the rows. `ok` says whether it holds (see `holds`)."""
+    """The verdicts, in the order of the rows. `ok` is the result of `holds`."""
 
     harness: str
     dialect: str | None
@@ -75,7 +75,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:
-    """Whether a certificate of these rows holds: at least one row was tried, every row that was tried holds, and every
+    """Return whether a certificate of these rows holds: at least one row was tried, every tried row holds, and every
     required row was tried."""
     tried = [row for row in rows if row.verdict != "not tried"]
     untried = [row for row in rows if row.verdict == "not tried" and row.required]
@@ -83,8 +83,8 @@ def holds(rows: Sequence[RowVerdict]) -> bool:
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a row's session left. `streams` says whether the harness asks for streamed replies, `in_time`
-    whether it was sent the first word of a reply before the rest was sampled."""
+    """The records of a row's session. `streams` is true if the harness requests streamed replies, `in_time` if it was
+    sent the first word of a reply before the rest was sampled."""
 
     result: SessionResult
     samples: Sequence[Sample]
@@ -95,13 +95,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
-    """The verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
+    """Return the verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
     result = evidence.result
     forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
     declared = [tool for call in evidence.calls for tool in call.state.tools]
     tools = find_tools(declared, hint)
     word: Word = "not tried"
-    # A harness that failed before its first call has not told its tools: it fails below.
+    # A harness that failed before the first call has declared no tools, and fails below.
     if evidence.calls and any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
         reason = (
             f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
@@ -137,7 +137,7 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
 
 
 def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str]:
-    """What is wrong with a session, the most telling first."""
+    """Yield the faults of a session, the most informative first."""
     result, tokens = evidence.result, evidence.result.tokens
     if result.error is not None:
         yield f"{result.error.code}: {'; '.join(filter(None, (result.error.message, result.error.hint)))}"
@@ -174,7 +174,7 @@ def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str
 
 
 def sample_faults(samples: Sequence[Sample], calls: Sequence[ModelCall]) -> list[str]:
-    """What is wrong with the samples of one session, in words. `calls` are all of its generations."""
+    """Return the faults of one session's samples, in words. `calls` are all of its generations."""
     found = []
     for sample in samples:
         ids: Ids = np.asarray(sample.ids, dtype=np.int32)

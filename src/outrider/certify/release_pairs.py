@@ -1,8 +1,9 @@
-"""Three tasks of real software, made of what PyPI has: an old release, and what the next one mended, with its tests.
+"""Three tasks of real software, made of releases on PyPI: an old release, and the fix in the next release, with its
+tests.
 
-The source distributions of both are downloaded when the tasks are asked for, and kept in the cache. The older one is
-the repository, the difference of the tests is the test patch, and that of the sources the known solution. Which tests
-fail before it and pass after it is found by running them in sandboxes. It knows no service. Invariant: nothing of these
+The source distributions of both are downloaded when the tasks are requested, and kept in the cache. The older release
+is the repository, the difference of the tests is the test patch, and the difference of the sources the known solution.
+Test runs in sandboxes show which tests the solution mends. Independent of the service. Invariant: nothing of these
 packages is part of Outrider.
 """
 
@@ -35,20 +36,21 @@ from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 FORMAT = 2
-"""Part of the cache's key: raised when the same releases give another task."""
+"""Part of the cache's key. Raise it if the same releases give another task."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
-"""What swebench counts as passed: sqlparse has two tests that are expected to fail, and do."""
+"""Statuses that swebench counts as passed: two tests of sqlparse are expected to fail, and do."""
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
-"""Where sandboxes have the repository and the tools, read-only."""
+"""Path of the repository and the tools in sandboxes, read-only."""
 COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class Pair(NamedTuple):
-    """Two releases. `folder` has the package, below the distribution's; `asks` is what the newer one mended."""
+    """Two releases. `folder` is the package's folder in the distribution; `asks` describes the fix of the newer
+    release."""
 
     name: str
     old: str
@@ -88,8 +90,8 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """The tasks, for the namespace runtime of this machine. Blocks, for minutes the first time; `note` is called with a
-    line before that. Raises InvalidField where swebench, pip or the namespace runtime is missing."""
+    """Return the tasks, for the namespace runtime of this machine. Blocks, for minutes the first time; `note` is called
+    with a line before that. Raises InvalidField if swebench, pip or the namespace runtime is missing."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -139,7 +141,7 @@ def make(pair: Pair, draft: Path, tools: Path) -> None:
 
 
 async def statuses(pair: Pair, place: Path, tools: Path, command: str, patches: tuple[str, ...]) -> dict[str, str]:
-    """What becomes of each test with these patches, as swebench reads it."""
+    """Return the status of each test with the patches applied, as swebench reads it."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
         (folder / "sandbox").mkdir()
@@ -178,7 +180,7 @@ async def statuses(pair: Pair, place: Path, tools: Path, command: str, patches: 
 
 
 def runtime_of(pair: Pair, place: Path, tools: Path) -> dict[str, Any]:
-    """The part `runtime` of a pair's task, whose repository is in `place`."""
+    """Return the `runtime` of a pair's task, whose repository is in `place`."""
     library = pair.folder if pair.folder == "src" else "."
     return {
         "mounts": [
@@ -191,7 +193,7 @@ def runtime_of(pair: Pair, place: Path, tools: Path) -> dict[str, Any]:
 
 
 def source_of(pair: Pair, version: str) -> dict[str, bytes]:
-    """The files of a source distribution, without those that say what it is."""
+    """Return the files of a source distribution, with paths relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
         # Not `:all:`, which would build the build tools from source as well.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
@@ -206,7 +208,7 @@ def source_of(pair: Pair, version: str) -> dict[str, bytes]:
 
 
 def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: Callable[[str], bool]) -> str:
-    """A diff of the wanted files, as git writes it. Files that are no text are left out."""
+    """Return a diff of the wanted files, in git's format. Files that are not text are left out."""
     written = []
     for name in sorted(filter(wanted, {*before, *after})):
         try:
@@ -228,7 +230,7 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str) -> None:
-    """Run pip. Raises InvalidField with the end of what it says."""
+    """Run pip. Raises InvalidField with the end of pip's output."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False

@@ -1,7 +1,7 @@
-"""The rows of a certificate, as data: one scripted task each, and the check that it must pass.
+"""The rows of a certificate, as data: for each row a scripted task, and the check that the task must pass.
 
-It knows no harness and no tool by name. Invariant: every row writes its file with its first command, so that a harness
-that fails at a later step is told from one that runs nothing.
+No harness and no tool is named here. Invariant: every row writes a file with the first command, so that a harness that
+fails at a later step differs from a harness that runs nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Stands before the row's name in the instruction, so that a prompt tells which row it belongs to."""
+"""Prefix of the row's name in the instruction, by which prompts are matched to rows."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""The same, in the task of a sub-agent."""
+"""The same prefix in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""Said before the pause of the streaming row, and nowhere else."""
+"""Sent before the pause of the streaming row, and nowhere else."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the model does, with a shell `command`; or, where a harness has no tool for commands, with a tool
-    that writes a file (`write` is its name and text) or one that reads the file `read`."""
+    """An action of the model, with a shell `command`. For a harness without a tool for commands, the action is a tool
+    call that writes a file (`write` is its name and text) or reads the file `read`."""
 
     command: str
     write: tuple[str, str] | None = None
@@ -37,10 +37,11 @@ READ_HELLO = Action(command="cat out.txt", read="out.txt")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
+    """A reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
 
-    `subagent` is a task for a sub-agent; `wait` waits for the sub-agent, where a tool does that. `raw` is appended as
-    it is and has `malformed` malformed calls in it. `stall` pauses after FIRST_WORD until a client was sent it.
+    `subagent` is a task for a sub-agent. `wait` calls a tool that waits for the sub-agent, if there is such a tool.
+    `raw` is appended unchanged and contains `malformed` malformed calls. `stall` pauses after FIRST_WORD until a client
+    was sent that word.
     """
 
     text: str = ""
@@ -55,8 +56,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `steps` are the model's replies; the last is repeated if the harness asks for more. `check` is a shell
-    command that succeeds if the actions were carried out. `needs` is a feature that a harness may lack: the row is then
+    """A task. `steps` are the model's replies; the last is repeated if the harness requests more. `check` is a shell
+    command that succeeds if the actions were carried out. `needs` is a feature that a harness may lack; the row is then
     not tried. `files` are in the sandbox at the start, by name."""
 
     name: str
@@ -69,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 WRITE_HELPED = Action(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
 SUBAGENT_STEPS = (Step(actions=(WRITE_HELPED,)), Step(text="The helper is done."))
-"""What the model says to a sub-agent."""
+"""The model's replies to a sub-agent."""
 
 WRITE_TWO = Action(command="echo two > two.txt", write=("two.txt", "two\n"))
 READ_TWO = Action(command="cat two.txt", read="two.txt")

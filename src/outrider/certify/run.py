@@ -1,6 +1,6 @@
 """Runs a certification: a whole service in this process with the scripted model, and one session for each row.
 
-It knows no terminal. Invariant: when `certify` returns, nothing is left of it but the certificate.
+Independent of the terminal. Invariant: when `certify` returns, only the certificate is left.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 RENDERER = "qwen3"
 MODEL = "outrider-check"
 AT_ONCE = 2
-"""Sessions that run at the same time."""
+"""Number of sessions that run at the same time."""
 
 TURNS = 24
-"""Model calls of one session: far more than any row needs, so that only a program that never ends reaches it."""
+"""Maximum model calls of a session: far more than any row needs. Only a program that never ends reaches the limit."""
 
 
 async def certify(
@@ -40,9 +40,9 @@ async def certify(
     agent_seconds: float = 180,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run every row and judge it; `watch` is called with each verdict as it comes.
+    """Run and judge every row. `watch` is called with each verdict as it comes.
 
-    Raises what admission raises, for a harness that is not installed or a runtime that does not work here.
+    Raises the errors of admission, for a harness that is not installed or a runtime that does not work here.
     """
     started = time.monotonic()
     tokenizer_folder = files("outrider").joinpath("demo", "policy")
@@ -53,7 +53,7 @@ async def certify(
             data=Path(data),
             model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # Tasks here come from the user, who may run this Python, and read what the tasks name.
+            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
         )
         config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])

@@ -1,8 +1,8 @@
-"""The scripted model: an engine whose replies are those of a row, written with the tools that its prompt declares.
+"""The scripted model: an engine with the replies of a row, written with the tools that its prompt declares.
 
-It reads the row and the number of replies so far from each prompt, and keeps no state between calls; it knows the one
-chat format that the certifying service renders. Invariant: `calls` holds, for every generation that it has begun,
-exactly the ids that it was given and those that it has handed out.
+The row and the number of replies so far are read from each prompt, and no state is kept between calls. Only the chat
+format of the certifying service is supported. Invariant: `calls` holds, for every generation that has begun, exactly
+the prompt's ids and the ids handed out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20
 TITLE = "A task of three steps"
-"""The reply to a call that belongs to no task, such as one that asks for a title of the conversation."""
+"""The reply to a call without a task, such as a request for a title of the conversation."""
 
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -41,9 +41,9 @@ _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt says of its call. `row` is the name of the task's row, None where the prompt names none; `subagent`
-    whether a sub-agent makes the call; `replies` how many replies the conversation has since the task was given;
-    `agent_id` the id that the newest message gives for a sub-agent that was started."""
+    """The state of a conversation, read from a prompt. `row` is the name of the task's row, None if the prompt names
+    none; `subagent` is true if a sub-agent makes the call; `replies` is the number of replies since the task was given;
+    `agent_id` is the id of a started sub-agent in the newest message."""
 
     row: str | None
     subagent: bool = False
@@ -53,8 +53,8 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCall(msgspec.Struct, kw_only=True):
-    """One generation: the prompt's state, the step to say, the prompt's ids of shape (prompt length,), and the ids that
-    were handed out so far."""
+    """One generation: the prompt's state, the step of the reply, the prompt's ids of shape (prompt length,), and the
+    ids handed out so far."""
 
     session_key: str
     state: PromptState
@@ -64,13 +64,13 @@ class ModelCall(msgspec.Struct, kw_only=True):
 
 
 class ScriptedModel:
-    """An `Engine`. `folder` holds its tokenizer. `hint` is what the preset says of the harness's tools, and `workdir`
-    the folder that relative paths are resolved against. `wait_until_sent` returns once a client was sent a word, or
+    """An `Engine`. `folder` holds its tokenizer. `hint` is the preset's hint about the harness's tools, and `workdir`
+    the folder against which relative paths are resolved. `wait_until_sent` returns once a client was sent a word, or
     after a time limit."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # it says what the row wants, whatever constraint a call has
+    constraints = frozenset(ConstraintKind)  # the reply is the row's, whatever constraint a call has
     name = "script"
 
     def __init__(
@@ -98,17 +98,17 @@ class ScriptedModel:
         return EngineHealth(ok=True, context_tokens=CONTEXT_TOKENS)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Its policy never changes."""
+        """Does nothing: the policy never changes."""
 
     async def resume(self) -> None:
-        """It is never paused."""
+        """Does nothing: the engine is never paused."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
         row = row_named(state.row) if state.row else None
         if row is None or not (state.tools or state.subagent):
             step = Step(raw=TITLE + END)
-        else:  # the step that comes next; after the last one, the last one again
+        else:  # the next step; after the last step, the last step again
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         ids = self._tokenizer.encode(self._reply(step, state))
@@ -121,7 +121,7 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # Only stop strings need a tokenizer in the engine of this reply, which takes a while to load.
+        # The engine of this reply needs a tokenizer only for stop strings, and a tokenizer takes a while to load.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -132,7 +132,7 @@ class ScriptedModel:
                 await self._wait_until_sent(FIRST_WORD)
 
     def _reply(self, step: Step, state: PromptState) -> str:
-        """The text of a reply, its end included."""
+        """Return the text of a reply, its end included."""
         if step.raw.endswith(END):
             return step.raw
         thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
@@ -156,7 +156,7 @@ class ScriptedModel:
             calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter, waiter.call(state.agent_id)))
-        # Some programs go on until the model gives their shell a certain command.
+        # Some programs run until the model sends their shell a certain command.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
             calls.append((tools.shell, tools.shell.call(finish)))
@@ -164,7 +164,7 @@ class ScriptedModel:
 
 
 def choose_call(action: Action, tools: TaskTools, workdir: str) -> tuple[Tool, dict[str, Any]] | None:
-    """The tool that does an action and its arguments, None when no tool can. A tool that runs commands comes first."""
+    """Return the tool for an action, with the arguments, None if no tool can do it. A tool for commands comes first."""
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)
     if action.write is not None and (writer := tools.writer) is not None:
@@ -176,10 +176,10 @@ def choose_call(action: Action, tools: TaskTools, workdir: str) -> tuple[Tool, d
 
 
 def read_prompt(text: str) -> PromptState:
-    """The state of a prompt, from its rendered text."""
+    """Read the state of a prompt from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    # The tools stand at the end of the system message. Lines that are no tool are left out: the harness's own text in
-    # that message may look like the block.
+    # The tools stand at the end of the system message. Other lines are skipped: the harness's own text in the message
+    # may look like the block.
     blocks = _TOOLS.findall(messages[0]) if messages else ()
     tools: list[ToolSpec] = []
     for line in blocks[-1].split("\n") if blocks else ():
@@ -191,7 +191,7 @@ def read_prompt(text: str) -> PromptState:
             tools.append(tool)
     for index, message in enumerate(messages):
         if message.startswith("user\n") and (found := _MARKS.search(message)):
-            # The last message is the one that the model is about to write.
+            # The last message is the reply that the model is about to write.
             replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
             agent_id = _AGENT_ID.search(messages[-2])
             return PromptState(

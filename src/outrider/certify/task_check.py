@@ -1,6 +1,6 @@
 """Checks tasks without a model: a known solution must earn 1 and doing nothing must earn 0, twice.
 
-It knows no terminal. Invariant: when `check_tasks` returns, nothing is left of it but the reports.
+Independent of the terminal. Invariant: when `check_tasks` returns, only the reports are left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec, TaskSpec
 
 TIMES = 2
-"""How often each is tried: what depends on chance, or on the time of day, should show."""
+"""Number of tries each: a dependence on chance, or on the time of day, should show."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -34,8 +34,8 @@ RIGHT, WRONG = 1.0, 0.0
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check found. `gold` and `nothing` are the rewards of each try; None where there was none. A task is good
-    if nothing is listed in `problems`."""
+    """The result of a check. `gold` and `nothing` are the rewards of each try, None for a try without a reward. A task
+    is good if `problems` is empty."""
 
     id: str
     gold: tuple[float | None, ...] = ()
@@ -51,8 +51,8 @@ async def check_tasks(
     at_once: int = 4,
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
-    """Check all of them, in a service of their own. `folder` is where the files are that `upload` steps name; `graders`
-    are those of the service that the tasks are for. `watch` is called with each report as it comes."""
+    """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
+    of the service for which the tasks are meant. `watch` is called with each report as it comes."""
     tokenizer = files("outrider").joinpath("demo", "policy")
     replies: list[Any] = [NOTHING + END]
     replies += [
@@ -69,7 +69,7 @@ async def check_tasks(
             files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The tasks are the user's, who may run this Python, and read what the tasks name.
+            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
             engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),
@@ -114,7 +114,7 @@ async def check_tasks(
 
 
 def _valid(task: dict[str, Any]) -> TaskSpec | None:
-    """None for a task that is refused when it is submitted."""
+    """Return the validated task, None for a task that submission will refuse."""
     try:
         return validate_group({"task": task, "n": 1}).task
     except OutriderError:
@@ -122,17 +122,17 @@ def _valid(task: dict[str, Any]) -> TaskSpec | None:
 
 
 def solutions(example: Example) -> tuple[Gold, ...]:
-    """Of each step of the example; none where there is none."""
+    """Return the solution of each step of the example; empty if there is none."""
     return () if example.gold is None else (example.gold, *example.gold.then)
 
 
 def asked(number: int, step: int) -> str:
-    """What the agent says to the model to be given the gold reply of that step of that example."""
+    """Return the agent's message that requests the gold reply of a step of an example."""
     return f"The gold solution of task {number}, step {step}, please."
 
 
 def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
-    """The task with the agent that tries its gold solution, or nothing, in place of its own."""
+    """Return the task with its agent replaced by GoldAgent, which tries the gold solution, or nothing."""
     count = 1 + len(example.task.get("then") or ())
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
     steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count

@@ -1,7 +1,7 @@
-"""Finds which of a harness's tools runs a command, writes or reads a file, starts a sub-agent or waits for one.
+"""Finds a harness's tools: the tool that runs a command, writes or reads a file, starts a sub-agent or waits for one.
 
-Pure: it judges tools by what requests declare of them (names, descriptions, types of parameters) and by a preset's
-hint. Invariant: a call that it makes has every argument that the tool's schema requires.
+Pure: tools are judged by their declarations in requests (names, descriptions, types of parameters) and by a preset's
+hint. Invariant: a call made here has every argument that the tool's schema requires.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter that tools of a role have: its possible `names`, the likeliest first, words that its description may
-    have (`described_by`), and whether it may be a list of texts instead of a text."""
+    """A parameter of a role's tools: possible `names`, the likeliest first; words of its description (`described_by`);
+    and whether it may be a list of texts instead of a text."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -33,11 +33,11 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool is for, and the words that tell it.
+    """The purpose of a tool, and the words by which it is found.
 
-    `certain` words, the likeliest first, decide it in the tool's name or in one of its choices; where
-    `read_description` is set they also count in its description, for less. `possible` words of the name hint at it,
-    `excluding` words rule it out.
+    `certain` words, the likeliest first, decide the role if they are in the tool's name or choices. If
+    `read_description` is set, they also count in the description, with a lower score. `possible` words in the name are
+    a weak sign. `excluding` words in the name rule the role out.
     """
 
     what: str
@@ -98,22 +98,22 @@ WAITER = ToolRole(
 )
 
 CERTAIN = 30
-"""Score from which a tool is taken for certain."""
+"""Score from which a tool's role is certain."""
 NAMED = 6
-"""Score of a parameter that has one of the likely names."""
+"""Score of a parameter with a likely name."""
 DESCRIBED = 1
-"""Score of a parameter that only its description tells."""
+"""Score of a parameter that only the description identifies."""
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""Choices of a tool that runs code in one of several languages."""
+"""Choices of a tool that runs code in several languages."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of a parameter that has the arguments of the program in a parameter `command` beside it."""
+"""Names of a parameter for the arguments of the program in a parameter `command` beside it."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and how to call it. `arguments` are the names of its role's parameters, in their order. `before` are the
-    elements before the first argument's value where that is a list, None where it is a text. `fixed` are other required
-    arguments. `absolute` says that it wants absolute paths."""
+    """A tool and how to call it. `arguments` are the names of the role's parameters, in their order. `before` are the
+    elements before the first argument's value if that argument is a list, None if it is a text. `fixed` are other
+    required arguments. `absolute` is true if the tool takes absolute paths."""
 
     name: str
     arguments: tuple[str, ...]
@@ -122,13 +122,13 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     absolute: bool = False
 
     def call(self, *values: str) -> dict[str, Any]:
-        """The arguments of a call with these values."""
+        """Return the arguments of a call with these values."""
         first: Any = values[0] if self.before is None else [*self.before, values[0]]
         return {**dict(zip(self.arguments, (first, *values[1:]), strict=True)), **self.fixed}
 
 
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a harness that can do a row's actions, None where it has none of a kind."""
+    """A harness's tools for a row's actions, None for a missing kind."""
 
     shell: Tool | None
     writer: Tool | None
@@ -136,29 +136,29 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
-    """The tools for a row's actions among those that a request declares."""
+    """Return the tools for a row's actions among the tools that a request declares."""
     return TaskTools(
         shell=find_shell(tools, hint), writer=_find(tools, WRITE, None, {}), reader=_find(tools, READ, None, {})
     )
 
 
 def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
-    """The tool that runs a command, None when there is none. The tool that the hint names comes first."""
+    """Return the tool for shell commands, None if there is none. The tool named by the hint comes first."""
     return _find(tools, COMMAND, hint.shell, {})
 
 
 def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
-    """The tool that starts a sub-agent, called with a prompt, None when there is none."""
+    """Return the tool that starts a sub-agent with a prompt, None if there is none."""
     return _find(tools, SUBAGENT, hint.subagent, hint.subagent_arguments)
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
-    """The tool that waits for a sub-agent, called with its id, None unless the hint names one."""
+    """Return the tool that waits for a sub-agent by id, None unless the hint names one."""
     return _find(tools, WAITER, hint.wait, {})
 
 
 def describe(tools: Iterable[ToolSpec]) -> str:
-    """The tools that a request declares, each with its parameters, for people to read."""
+    """Return the declared tools of a request, each with its parameters, as text for people."""
     offered = {str(tool["function"].get("name")): _properties(tool["function"]) for tool in tools}
     shown = [
         f"{name}({', '.join(f'{parameter}: {_kind(schema)}' for parameter, schema in properties.items())})"
@@ -177,7 +177,7 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Ma
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # A tool that runs Python may say `execute` and `script` too.
+        # `execute` and `script` may also describe a tool that runs Python.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -187,7 +187,7 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Ma
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Score of how likely the tool has the role, by its name, choices and description; 0 if it does not."""
+    """Score of how likely the tool has the role, by name, choices and description; 0 if not at all."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -206,7 +206,7 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
 
 
 def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, Tool] | None:
-    """How well the tool's parameters fit the role, and how to call it; None when it lacks a parameter."""
+    """Return how well the tool's parameters fit the role, and how to call the tool; None if it lacks a parameter."""
     properties = _properties(function)
     arguments: list[str] = []
     fit = 0
@@ -218,7 +218,7 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
         fit += best[0]
         arguments.append(best[1])
     before: tuple[str, ...] | None = None
-    if _kind(properties[arguments[0]]) == "array":  # of a program and its arguments, or else of commands
+    if _kind(properties[arguments[0]]) == "array":  # a list of a program and its arguments, or of commands
         program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
         before = SHELL_LINE if program else ()
     parameters = function.get("parameters")
@@ -238,13 +238,13 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Score of how well a tool's parameter fits one of a role; 0 if it does not. One with fixed choices fits none."""
+    """Score of how well a tool's parameter fits a role's parameter; 0 if not at all, or if it has fixed choices."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        return 3 + len(parameter.names)  # more than a parameter `command` beside it, which has the program alone
+        return 3 + len(parameter.names)  # more than a parameter `command` beside it, which is only the program
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
     if _words(name) & set(parameter.names):
@@ -268,7 +268,7 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _kind(schema: Any) -> str | None:
-    """The JSON type of a property; of several types the first that is not null."""
+    """Return the JSON type of a property; of several types, the first that is not null."""
     if not isinstance(schema, Mapping):
         return None
     kind = schema.get("type")
@@ -280,7 +280,7 @@ def _kind(schema: Any) -> str | None:
 
 
 def _filler(name: str, schema: Any, role: ToolRole) -> Any:
-    """A value that a required property accepts; of several choices the one that suits the role."""
+    """Return a value that a required property accepts; of several choices, the choice that suits the role."""
     if not isinstance(schema, Mapping):
         return FILLER
     if choices := schema.get("enum"):

@@ -1,7 +1,7 @@
-"""What the tasks of a user may name of the host, in a service that the user starts for them alone.
+"""The host paths that a user's tasks may name, in a service that the user starts for these tasks alone.
 
-A user may read whatever such a task names; but it is run, and perhaps comes from elsewhere, so it is shown no more than
-that, and nothing that no service lets tasks read.
+The user may read every path that such a task names. But the task is run, and may come from elsewhere. So its sandbox
+gets only the named paths, without the paths that no service may allow.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.spec import TaskSpec, Upload, runtimes_of
 
 
 def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
-    """The settings with the paths allowed that the tasks name, but for those that no service may allow. The data folder
-    exists. Blocks."""
+    """Return the settings with the tasks' paths allowed, except paths that no service may allow. The data folder must
+    exist. Blocks."""
 
     def with_allowed(*paths: Path) -> Config:
         return config.model_copy(update={"sandboxes": SandboxesConfig(allow=paths)})
@@ -36,13 +36,13 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Whether a task copies something of a service's files."""
+    """Return whether a task copies any of the service's files."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 
 
 def _named(task: TaskSpec) -> Iterator[Path]:
-    """The host's paths that a task names, with what its virtual environment needs."""
+    """Yield the host paths that a task names, and the paths that its virtual environment needs."""
     for runtime, _ in runtimes_of(task):
         yield from (Path(mount.source) for mount in runtime.mounts)
         for root in (runtime.rootfs, runtime.image):
@@ -52,5 +52,5 @@ def _named(task: TaskSpec) -> Iterator[Path]:
         yield Path(venv)
         try:
             yield from read_venv(venv).shown
-        except InvalidField:  # it is broken, and refused for that when the task is submitted
+        except InvalidField:  # a broken environment is refused when the task is submitted
             return

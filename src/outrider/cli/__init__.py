@@ -1,4 +1,5 @@
-"""The command line: `outrider ...`. One module a command or a group of commands; `commands.py` puts them together."""
+"""The command line: `outrider ...`. One module for each command or group of commands, and `commands.py` for the
+whole."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. `argv` lacks the program's name; by default it is the process's own."""
+    """Run one command and return its exit code. `argv` excludes the program's name; the default is the process's
+    own."""
     try:
-        # Imported here: to import all commands takes a second, in which Ctrl-C must not end in a traceback.
+        # Imported here: the import of all commands takes a second, and Ctrl-C in it must not end in a traceback.
         from outrider.cli.commands import run_command
 
         return run_command(argv)

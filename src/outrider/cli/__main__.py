@@ -1,4 +1,4 @@
-"""`python -m outrider.cli`: the command line of this very interpreter."""
+"""`python -m outrider.cli`: the command line, run by this interpreter."""
 
 import sys
 

@@ -16,7 +16,7 @@ from outrider.errors import InvalidField, ServiceError
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """What `outrider artifacts SESSION PATH --json` writes."""
+    """The output of `outrider artifacts SESSION PATH --json`."""
 
     path: str
     size: int

@@ -1,8 +1,8 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
-It does none of their work. Invariant: an OutriderError, and what the machine lacks (disk, descriptors, memory, threads,
-a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for a request that cannot be
-right, 130 for Ctrl-C and 1 for every other failure.
+The commands' work is done in other modules. Invariant: an OutriderError, or a lack of the machine (disk, descriptors,
+memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for an invalid
+request, 130 for Ctrl-C and 1 for every other failure.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ HINTS = {
     errno.EEXIST: "something else has that name: choose another one",
     errno.EISDIR: "that is a folder: name a file",
 }
-"""What to do about an error of the system, by its number."""
+"""Advice about a system error, by errno."""
 
-# Typer brings its own copy of click in some versions; what both call UsageError is the base of this public name.
+# Some versions of Typer bring their own copy of click. Either UsageError is the base of this public name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """`outrider.cli.main`, which has imported this. Raises KeyboardInterrupt."""
+    """The body of `outrider.cli.main`. Raises KeyboardInterrupt."""
     terminal = Terminal()
     command = typer.main.get_command(commands())
     try:
@@ -75,7 +75,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        # Several tasks failed together. Anything but these is a bug and needs its traceback.
+        # Several tasks failed together. Any error that is not shown in one line is a bug and needs its traceback.
         matched, others = failures.split(_is_shown)
         if matched is None or others is not None:
             raise
@@ -84,13 +84,13 @@ def run_command(argv: Sequence[str] | None) -> int:
             first = first.exceptions[0]
         return _failed(terminal, _shown(first))
     except UsageError as error:
-        # Without words click shows the help, and raises a UsageError with no message.
+        # Without arguments, click shows the help and raises a UsageError with no message.
         if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
             context = getattr(error, "ctx", None)
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
         return USAGE
-    except Exception as error:  # only to show what the machine lacks in one line; all else is raised again
+    except Exception as error:  # only to show a lack of the machine in one line; all else is raised again
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
@@ -102,7 +102,7 @@ def commands() -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
-        pretty_exceptions_enable=False,  # they may print local variables, and with these tokens
+        pretty_exceptions_enable=False,  # they may print local variables, tokens included
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -147,7 +147,7 @@ def _is_shown(error: BaseException) -> bool:
 
 
 def _shown(error: BaseException) -> OutriderError:
-    """The error of a machine that lacks something as one that says what to do next."""
+    """Return the error as an OutriderError; if the machine lacks something, with a hint."""
     if isinstance(error, OutriderError):
         return error
     log.debug("the command failed", exc_info=error)

@@ -1,4 +1,5 @@
-"""`outrider consumers`, `outrider callbacks` and `outrider gc`: who has read the results, and what is kept for whom."""
+"""`outrider consumers`, `outrider callbacks` and `outrider gc`: consumers of the results, callbacks, removal of old
+groups."""
 
 from __future__ import annotations
 
@@ -19,11 +20,10 @@ Tenant = Annotated[
     typer.Option(metavar="NAME", help="Whose consumer it is, for an admin.", show_default="the admins' own"),
 ]
 LISTED = 1000
-"""Callbacks that are shown at the most."""
+"""Maximum number of callbacks shown."""
 
 
 def consumer_commands() -> typer.Typer:
-    """The sub-commands of `outrider consumers`."""
     app = typer.Typer(no_args_is_help=True, help="List, move and remove the named consumers of the results.")
     app.command("list")(list_consumers)
     app.command("ack")(acknowledge)
@@ -32,7 +32,6 @@ def consumer_commands() -> typer.Typer:
 
 
 def callback_commands() -> typer.Typer:
-    """The sub-commands of `outrider callbacks`."""
     app = typer.Typer(no_args_is_help=True, help="List, redeliver and discard callbacks that were given up.")
     app.command("list")(list_callbacks)
     app.command("redeliver")(redeliver)
@@ -43,7 +42,8 @@ def callback_commands() -> typer.Typer:
 def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the consumers with their positions.
 
-    What a consumer has not acknowledged is not removed: look for those that were not seen for long.
+    Groups that a consumer has not acknowledged are not removed: look for
+    consumers that were last seen long ago.
 
     Example:
 
@@ -87,7 +87,7 @@ def remove_consumer(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Forget a consumer.
+    """Remove a consumer.
 
     Groups are no longer kept for it.
 
@@ -121,7 +121,7 @@ def redeliver(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Try callbacks anew that were given up.
+    """Try again to deliver callbacks that were given up.
 
     Examples:
 
@@ -150,7 +150,7 @@ def discard(
 ) -> None:
     """Discard a callback that was given up.
 
-    Its group is then kept no longer than others.
+    Its group is then kept no longer than other groups.
 
     Example:
 

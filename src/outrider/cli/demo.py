@@ -41,10 +41,10 @@ def demo(
 ) -> None:
     """Run 32 sandboxed sessions with a tiny model.
 
-    It takes some seconds and needs no engine, no network and no root.
+    The run takes some seconds and needs no engine, no network and no root.
 
     With --train the model learns its task: TRL trains it on sessions of a
-    service in another process, until it is right nearly every time.
+    service in another process, until the model is right nearly every time.
 
     Exit code 1: a session failed, or a recorded token differs from the engine's;
     or with --train, the reward did not rise from below 0.3 to above 0.85.

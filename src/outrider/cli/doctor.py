@@ -1,4 +1,4 @@
-"""`outrider doctor`: prints what works on this machine, and what to do about the rest."""
+"""`outrider doctor`: prints what works on this machine, with hints for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider engines`: the engines of a running service; and how an engine is written on the command line."""
+"""`outrider engines`: the engines of a running service. Also `parse_engine`, for KIND=WHERE on the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
 
 
 def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """The fields of an engine spec from KIND=WHERE. Raises InvalidField."""
+    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
     kind, given, where = text.partition("=")
     if not (kind and given and where):
         raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
@@ -47,7 +47,6 @@ def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
 
 
 def engine_commands() -> typer.Typer:
-    """The sub-commands of `outrider engines`."""
     app = typer.Typer(no_args_is_help=True, help="List, add, drain and remove the engines of a running service.")
     app.command("list")(list_engines)
     app.command("add")(add)
@@ -59,7 +58,8 @@ def engine_commands() -> typer.Typer:
 def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the engines with their load.
 
-    Requests in flight, sessions, and tokens generated since the service began.
+    Load: requests in flight, sessions, and tokens generated since the service
+    began.
 
     Example:
 
@@ -86,7 +86,8 @@ def add(
 ) -> None:
     """Add an engine.
 
-    It must answer, and its tokenizer must be that of the policy, or of the frozen model that it serves.
+    The engine must be up. Its tokenizer must be that of the policy, or of the
+    frozen model that it serves.
 
     Examples:
 

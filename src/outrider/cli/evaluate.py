@@ -1,4 +1,4 @@
-"""`outrider eval`: how good the policy is on tasks of a source."""
+"""`outrider eval`: scores the policy on the tasks of sources."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def eval_(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Run the tasks of a source, and say how good the policy is.
+    """Run the tasks of a source, and score the policy.
 
-    Sessions that could not be graded are counted apart, and are in no figure.
-    Ctrl-C leaves what is under way to the service: --resume takes it up.
+    Sessions that could not be graded are counted apart, and are in no score.
+    Ctrl-C leaves running sessions to the service: --resume goes on with them.
 
     Examples:
 

@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups, or the same as conversations, to a file with their images
-beside it, or as JSON lines to standard output."""
+"""`outrider export`: writes the samples of done groups, or the same data as conversations, to a file with the images in
+a folder beside it, or as JSON lines to standard output."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from outrider.spec import EVALUATION_LABEL
 from outrider.trajectory import ChatRow, Sample
 
 PAGE = 20
-"""Groups asked for at once."""
+"""Number of groups requested at once."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`, and `evaluations` groups
-    were left out whole, because they evaluate a policy. `cursor` is where the next export begins (`--after`). `sha256`
-    is the digest of the file. `images` is the number of images in the samples that
-    the service keeps; `image_files` is the folder that they were written to."""
+    """The output of `outrider export --json`. `left_out` samples had a reward below `--min-reward`, or none.
+    `evaluations` groups were left out whole, because they evaluate a policy. The next export begins at `cursor`
+    (`--after`). `sha256` is the digest of the file. `images` is the number of images in the samples that the service
+    stores; `image_files` is the folder that the images were written to."""
 
     samples: int
     left_out: int
@@ -76,7 +76,7 @@ def export(
 
     One row for each sample, in the order in which the groups finished.
     Groups of evaluations are left out, unless --group names one.
-    Their images are written to a folder `images` beside the file.
+    Images of the samples are written to a folder `images` beside the file.
 
     Examples:
 
@@ -152,7 +152,7 @@ def export(
 
 
 class _Images:
-    """The images of exported samples: counts them, and downloads them where there is a folder."""
+    """The images of exported samples: counted, and downloaded if there is a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = ImageFolder(folder) if folder else None
@@ -172,7 +172,7 @@ class _Images:
 
 
 def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Iterator[GroupView]:
-    """The one group that is asked for, or every group after the cursor."""
+    """Yield the one group `only`, or every group after the cursor."""
     if only is not None:
         group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:

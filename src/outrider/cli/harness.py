@@ -19,8 +19,8 @@ Preset = Annotated[str, typer.Argument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset. `version` is the pinned version of its program, None where it has none; `path` is where the program is
-    installed."""
+    """A preset. `version` is the pinned version of its program, None if it has no program; `path` is where the program
+    is installed."""
 
     name: str
     summary: str
@@ -30,13 +30,12 @@ class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Harnesses(msgspec.Struct, frozen=True):
-    """What `outrider harness list --json` writes."""
+    """The output of `outrider harness list --json`."""
 
     harnesses: tuple[HarnessRow, ...]
 
 
 def harness_commands() -> typer.Typer:
-    """The sub-commands of `outrider harness`."""
     app = typer.Typer(no_args_is_help=True, help="List, install and check the agent programs of this machine.")
     app.command("list")(list_harnesses)
     app.command("install")(install_harness)
@@ -47,7 +46,8 @@ def harness_commands() -> typer.Typer:
 def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
     """List the presets and whether their programs are installed here.
 
-    A preset says how one agent program is installed, started and pointed at its model.
+    A preset defines how one agent program is installed, started and pointed at
+    its model.
 
     Example:
 
@@ -107,9 +107,9 @@ def check_harness(
 ) -> None:
     """Certify that a harness works with this version of Outrider.
 
-    A scripted model makes the program do small tasks, one for each row. They
-    cover everything that makes clients rewrite a conversation. Every token
-    that is recorded is compared with what the model was given and said.
+    A scripted model makes the program do small tasks, one for each row. The
+    tasks cover everything that makes clients rewrite a conversation. Every
+    recorded token is compared with the model's own input and output.
 
     Exit code 0: the harness holds. 1: a row does not hold, or a row that
     every harness needs could not be tried.

@@ -1,4 +1,4 @@
-"""What `outrider harness check` does: finds what to certify, certifies it, and prints the certificate.
+"""The work of `outrider harness check`: find the subject, certify it, print the certificate.
 
 Imported only by that command, because it needs the server's libraries.
 """
@@ -30,10 +30,10 @@ from outrider.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
-"""The row that starts the installed program once. A program of one's own does not have it."""
+"""The row that starts the installed program once. The user's own program does not have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
-"""What people call a dialect by its vendor."""
+"""Dialects by the vendor names that users give for them."""
 
 
 def find_subject(
@@ -45,7 +45,7 @@ def find_subject(
     dialect: str | None,
     runtime: str | None,
 ) -> Subject:
-    """What the command line asks to certify: exactly one of `preset`, `command` and `task`.
+    """Return the subject to certify, named by exactly one of `preset`, `command` and `task`.
 
     Raises InvalidField for options that contradict each other or name nothing, HarnessUnavailable for a preset that is
     not installed.
@@ -85,16 +85,16 @@ def find_subject(
     dialect = dialect or loaded.dialects[0]
     options = {DIALECT: dialect} if DIALECT in loaded.options else {}
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
-    make_harness(harness)  # raises what is wrong with its options
+    make_harness(harness)  # raises for wrong options
     if loaded.install is not None and installed(loaded.name) is None:
-        check(loaded.name)  # raises, and says how to install it
+        check(loaded.name)  # raises, with a hint how to install the program
     return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Certify the subject and print its certificate; the exit code. `names` are the rows to try, all where it is empty;
-    `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
-    # Imported here because a wrong row or harness is refused without the server's libraries.
+    """Certify the subject, print its certificate, and return the exit code. `names` are the rows to try, or all rows if
+    it is empty; `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
+    # Imported here so that a wrong row or harness is refused without loading the server's libraries.
     from outrider.certify.run import certify
 
     known = [VERSION, *(row.name for row in ROWS)]
@@ -136,8 +136,7 @@ def _version_row(name: str) -> RowVerdict:
 
 
 def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
-    """Print the table of rows, the reasons of rows that have one, log tails and the result. No line is wider than the
-    terminal."""
+    """Print the table of rows, the rows' reasons, log tails and the result. No line is wider than the terminal."""
     cells = []
     for row in certificate.rows:
         numbers = (str(row.turns), str(row.sampled_tokens), str(row.drift_tokens), number(row.seconds, 1))

@@ -1,4 +1,4 @@
-"""`outrider image`: makes, lists and removes the root file systems of sandboxes."""
+"""`outrider image`: makes, lists and removes images, the root file systems of sandboxes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's 
 
 
 class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An image under one of its names; `path` is its root folder."""
+    """An image under one of its names. `path` is its root folder."""
 
     name: str
     path: str
@@ -36,13 +36,12 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """What `outrider image list --json` writes."""
+    """The output of `outrider image list --json`."""
 
     images: tuple[ImageRow, ...]
 
 
 def image_commands() -> typer.Typer:
-    """The sub-commands of `outrider image`."""
     app = typer.Typer(no_args_is_help=True, help="Make, list and remove images for sandboxes.")
     app.command("import")(import_image)
     app.command("pull")(pull_image)
@@ -131,7 +130,7 @@ def build_image(
     terminal, store = terminal_of(ctx), ImageStore()
     if recipe.is_dir():
         folders = [recipe]
-        if not (recipe / DOCKERFILE).exists():  # then it has Harbor tasks
+        if not (recipe / DOCKERFILE).exists():  # then the folder has Harbor tasks
             folders = build_contexts(recipe) or folders
         if name is not None and len(folders) > 1:
             raise InvalidField(
@@ -158,7 +157,7 @@ def build_image(
 def list_images(ctx: typer.Context, json: Json = False) -> None:
     """List the images of this user.
 
-    They are kept below ~/.cache/outrider (or $OUTRIDER_HOME).
+    The images are kept below ~/.cache/outrider (or $OUTRIDER_HOME).
 
     Example:
 

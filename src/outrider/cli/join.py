@@ -1,4 +1,4 @@
-"""`outrider nodes join`: has this machine run sessions of a service on another one, until a signal ends it."""
+"""`outrider nodes join`: runs sessions of a service on this machine, until a signal ends the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from outrider.nodes.messages import NAMING, NODE_NAME
 RAY = "Ray"
 
 Stop = Callable[[], Coroutine[Any, Any, None]]
-"""Returns at the first signal."""
+"""A coroutine function that returns at the first signal."""
 Work = Callable[[Stop], Coroutine[Any, Any, None]]
 
 
@@ -90,8 +90,8 @@ def join(
 
         outrider token create --role node --name nodes
 
-    After a signal no new sessions come, and those that run get a while to end
-    (--stop-seconds); what is left then is run elsewhere.
+    After a signal no new sessions come, and running sessions get a while to
+    end (--stop-seconds). The sessions left then are run elsewhere.
 
     Examples:
 
@@ -138,11 +138,11 @@ def join(
     run_service(_until_signal(terminal, settings.stop_seconds, work))
 
 
-# Both import what they need when they run, because most commands do not need it.
+# Both functions import inside `work`, because most commands do not need these modules.
 
 
 def _machine(terminal: Terminal, config: Config, url: str, name: str, token: str | None, ca: str | None) -> Work:
-    """This machine joins."""
+    """Return the work that joins with this machine."""
 
     async def work(stop: Stop) -> None:
         from outrider.nodes.joining import JoiningMachine
@@ -165,14 +165,14 @@ def _machine(terminal: Terminal, config: Config, url: str, name: str, token: str
 def _cluster(
     terminal: Terminal, config: Config, url: str, ray: str, resource: str | None, token: str | None, ca: str | None
 ) -> Work:
-    """All machines of a Ray cluster join."""
+    """Return the work that joins with all machines of a Ray cluster."""
 
     async def work(stop: Stop) -> None:
         from outrider.nodes.elsewhere import OWN
         from outrider.nodes.ray_machines import Place, RayFleet
 
         fleet = RayFleet(
-            # Without what is not set: the number of processes depends on the machine.
+            # Without settings that are not set: the number of processes depends on the machine.
             Place(
                 url=url,
                 token=token,

@@ -1,6 +1,6 @@
-"""What the commands have in common that run until a signal ends them: their log, and what signals do.
+"""Logging and signal handling of the commands that run until a signal ends them.
 
-The only place that configures logging, but for the processes of nodes.
+Logging is configured here, and for the processes of nodes in `node_process.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def start_log(token: str | None, *, verbose: bool) -> None:
 
 
 class LogFormatter(logging.Formatter):
-    """Records of the log, tracebacks included, without secrets and control characters. All but the first line of each
-    is indented: a message with the text of an agent in it must not look like two. `process` names the process."""
+    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record but the
+    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the process's
+    name."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         named = f"{process.replace('%', '%%')} " if process else ""
@@ -35,8 +36,8 @@ class LogFormatter(logging.Formatter):
 
 
 class StopSignals:
-    """What SIGINT and SIGTERM do to the task that makes this. The first one ends `first`, or cancels the task if it
-    does not wait there yet; the second one cancels it; the third one ends the process as usual."""
+    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal ends `first`, or cancels
+    the task if the task is not in `first` yet; the second cancels the task; the third ends the process as usual."""
 
     def __init__(self) -> None:
         self.came = 0
@@ -47,13 +48,13 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
-        for number in SIGNALS:  # again: Ray, when it starts, has put its own in their place
+        for number in SIGNALS:  # again: Ray replaces the handlers when it starts
             self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting
 
     def restore(self) -> None:
-        """From now on, a signal has its usual effect."""
+        """Give the signals their usual effect again."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 

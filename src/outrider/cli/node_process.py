@@ -1,7 +1,8 @@
-"""`python -m outrider.cli.node_process`: a node in a process of its own. `outrider serve --processes` starts it, and so
-does `outrider nodes join`, where the service is on another machine.
+"""`python -m outrider.cli.node_process`: a node in its own process, started by `outrider serve --processes`, or by
+`outrider nodes join` for a service on another machine.
 
-Its standard input is a socket to the program that has started it, and tells it what it is. It ends when that hangs up.
+Standard input is a socket to the starting program, which sends the settings. The process exits when that program hangs
+up.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ log = logging.getLogger("outrider.node")
 
 
 def main() -> None:
-    # The service decides when its nodes end. The signals are not ignored, which programs started here would inherit.
+    # The service decides when its nodes end. SIG_IGN would be inherited by the programs that are started here.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
-        # uvloop leaves copies of what it has started this process with, which every sandbox would have for its life.
+        # uvloop leaves copies of the descriptors that it passed to this process. Sandboxes must not inherit them.
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
     threading.Thread(target=_end_with_the_service, args=(os.dup(0),), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # what this process starts must not have the socket
+    os.dup2(nothing, 0)  # programs started by this process must not inherit the socket
     os.close(nothing)
     run_service(_serve(end))
 
 
 def _end_with_the_service(end: int) -> None:
-    """End this process some time after the service has hung up, also if its event loop is blocked."""
+    """Exit END_SECONDS after the service has closed its end, even if the event loop is blocked."""
     hung_up = select.poll()
     hung_up.register(end, select.POLLRDHUP)
     hung_up.poll()
@@ -66,7 +67,7 @@ async def _serve(end: socket.socket) -> None:
     if isinstance(told, Setup):
         sys.path[:] = told.path
         _log(told)
-        with suppress(OutriderError):  # which the service was told
+        with suppress(OutriderError):  # already sent to the service
             await _work(told, pipe, "")
     else:
         assert isinstance(told, Join)
@@ -82,28 +83,28 @@ def _log(setup: Setup) -> None:
 
 
 class Starter:
-    """The program that has started this process, where that is not the service."""
+    """The program that has started this process, if not the service."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._service: ServiceEnd | None = None
         self._leaving = False
         self.ending = asyncio.Event()
-        """Set when something ends this process and its sandboxes together."""
+        """Set when a signal ends this process and its sandboxes together."""
 
     async def note_work(self, service: ServiceEnd) -> None:
-        """Work for that service has begun."""
+        """Report that the process has begun to work for a service."""
         self._service = service
         if self._leaving:
             service.leave()
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """No work will ever begin."""
+        """Report that the process will never get work."""
         await self._tell(Ready(error=error.record()))
 
     async def hear(self) -> None:
-        """Returns when it hangs up, or has this process leave before there is any work."""
+        """Return when the program hangs up, or orders this process to leave before any work has begun."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
@@ -112,7 +113,7 @@ class Starter:
                     return
 
     def leave(self) -> None:
-        """Have the service give this process nothing more."""
+        """Stop the service from sending new attempts."""
         self._leaving = True
         if self._service is not None:
             self._service.leave()
@@ -123,9 +124,9 @@ class Starter:
 
 
 async def _join(join: Join, starter: Starter) -> None:
-    """Join a service, and work for it until it hangs up, or the program that has started this does.
+    """Join a service, and work for it until the service or the program that has started this process hangs up.
 
-    SIGTERM ends it, too: what sends it here ends all processes of a batch job or of a unit, sandboxes included.
+    SIGTERM ends the work, too: its sender ends all processes of a batch job or of a unit, sandboxes included.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
@@ -159,8 +160,8 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
 
 
 async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None = None) -> None:
-    """Run attempts until the service hangs up, which is at `url` if it is on another machine. Raises what keeps the
-    node from starting, which the service is told."""
+    """Run attempts until the service hangs up. `url` is the address of a service on another machine. Raises the error
+    that keeps the node from starting, after sending it to the service."""
     images = None if starter is None else ImageStore().names
     service = ServiceEnd(
         socket,
@@ -183,7 +184,7 @@ async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None 
 async def _run(
     setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
 ) -> None:
-    # Imported here, with the paths of the service.
+    # Imported here, with the service's module search path.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandboxes.host_paths import HostPaths
@@ -224,8 +225,8 @@ async def _run(
             if starter is not None:
                 log.info("the service has hung up: %s", hung_up.result())
             if node.keeps_runs() and not (starter is not None and starter.ending.is_set()):
-                # It has died: one that stops has ended all attempts before. What outlives this process goes on with
-                # the next; to end in order would end that, too.
+                # The service was killed: a service that stops has ended all attempts before. Agents that can outlive
+                # this process go on under the next node; an orderly exit would end them.
                 os._exit(1)
             running.cancel()
 

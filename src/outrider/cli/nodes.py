@@ -18,7 +18,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
 
 
 def node_commands() -> typer.Typer:
-    """The sub-commands of `outrider nodes`."""
     app = typer.Typer(
         no_args_is_help=True, help="List, drain and resume the nodes that run sessions; join with another one."
     )
@@ -52,8 +51,10 @@ def pull(
 ) -> None:
     """Get an image from a container registry, on every machine that runs sessions.
 
-    Needs the program skopeo there. A name that an image has is given to the
-    new one. Exit code 1: some machine does not have it.
+    Needs the program skopeo on each of them. If another image has the name,
+    the name passes to the new image.
+
+    Exit code 1: a machine does not have the image, or there are no machines.
 
     Example:
 
@@ -84,8 +85,8 @@ def drain(
 ) -> None:
     """Give a node no new sessions.
 
-    Its present sessions go on until they end. It stays drained until it is
-    resumed, also when the service is started again.
+    Its present sessions go on until they end. The node stays drained until it
+    is resumed, even if the service is restarted.
 
     Example:
 

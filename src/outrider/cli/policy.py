@@ -15,7 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """What happens to generations in flight."""
+    """The treatment of generations in flight."""
 
     FINISH = "finish"
     ABORT = "abort"
@@ -32,7 +32,6 @@ GoBack = Annotated[
 
 
 def policy_commands() -> typer.Typer:
-    """The sub-commands of `outrider policy`."""
     app = typer.Typer(no_args_is_help=True, help="Show, pause, resume and update the policy that the engines serve.")
     for command in (show, pause, resume, update):
         app.command()(command)
@@ -58,7 +57,7 @@ def pause(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Hold new generations back, and wait until nothing is generated any more.
+    """Hold new generations back, and wait until no generation is in flight.
 
     Clocks of agents stand still until the policy is resumed.
 
@@ -82,9 +81,9 @@ def resume(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Generate again.
+    """Resume generation.
 
-    With a version, the engines are told first that their weights are of that version.
+    With N, the engines' weights are first recorded as version N.
 
     Example:
 
@@ -115,7 +114,7 @@ def update(
 ) -> None:
     """Raise the policy's version, with weights that the engines load in place.
 
-    Pauses, loads, sets the version and resumes.
+    The command pauses, loads, sets the version and resumes.
 
     Example:
 

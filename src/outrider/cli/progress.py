@@ -1,4 +1,4 @@
-"""Progress bars on standard error. Where that is not a terminal nothing is drawn."""
+"""Progress bars on standard error, drawn only on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal) -> Iterator[Watch]:
-    """One bar over the sessions of any number of groups, with the number of sessions in each state."""
+    """One bar for the sessions of any number of groups, with the number of sessions in each state."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("starting", total=None)
 
@@ -35,7 +35,7 @@ def session_progress(terminal: Terminal) -> Iterator[Watch]:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """One bar over the rows of a certificate. Each verdict is also written as a line, on a terminal or not."""
+    """One bar for the rows of a certificate. Each verdict is also written as a line, with or without a terminal."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

@@ -1,4 +1,4 @@
-"""`outrider regrade`: grades sessions again that have ended, and shows the old rewards beside the new ones."""
+"""`outrider regrade`: grades ended sessions again, and shows the old rewards beside the new ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def regrade(
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
 
-    No agent runs. Each group is graded as a new group, which is delivered like any other; the old one keeps its
-    verdicts. Ctrl-C does not end the grading: cancel the new groups for that.
+    No agent runs. Each group is graded as a new group, which is delivered like
+    any other. The old group keeps its verdicts. Ctrl-C does not end the
+    grading: cancel the new groups for that.
 
     Exit code 0: every session was graded. 1: one was not.
 
@@ -101,7 +102,7 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """The session whose agent ran."""
+    """The id of the session whose agent ran."""
     return session.result.regrades or session.id if session.result else session.id
 
 

@@ -1,4 +1,4 @@
-"""`outrider run`: submits a task, follows its sessions, prints how they ended."""
+"""`outrider run`: submits a task, follows its sessions, and prints how they ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from outrider.spec import GroupSpec
 FAILED = 1
 INTERRUPTED = 130
 ANSWER_SECONDS = 10.0
-"""How long Ctrl-C waits for the answer to the submission, with which the service may have accepted the group. While its
-queue is full, none comes."""
+"""Seconds that Ctrl-C waits for the reply to the submission, because the service may have accepted the group. While the
+service's queue is full, no reply comes."""
 
 
 def run(
@@ -54,7 +54,8 @@ def run(
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
-    """Submit the group and wait for it; the exit code. Ctrl-C cancels the group, a second one ends the command."""
+    """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group, a second one ends the
+    command."""
     task = asyncio.current_task()
     assert task is not None
     interrupted = False

@@ -153,9 +153,9 @@ def serve(
 ) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
-    Sessions that run at that time get a while to end (--stop-seconds); a
+    Sessions that run at that time get a while to end (--stop-seconds). A
     second Ctrl-C interrupts them. The next service on the same data folder
-    starts again what was interrupted, and what is queued.
+    restarts interrupted sessions, and runs queued ones.
 
     Examples:
 
@@ -195,12 +195,12 @@ def serve(
         },
     }
     settings = load_config(flags, file=config)
-    if settings.model.tokenizer is None:  # then it is that of the first embedded engine
+    if settings.model.tokenizer is None:  # default: the tokenizer of the first embedded engine
         folder = next(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    # Imported here because most commands do not need it.
+    # Imported here because most commands do not need this module.
     from outrider.sessions.resources import with_processes
 
     settings = with_processes(settings)
@@ -231,7 +231,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
                     "(Ctrl-C again interrupts them)"
                 )
             await service.run_dry(config.stop_seconds)
-            signals.restore()  # so that a stop that hangs can be ended with another Ctrl-C
+            signals.restore()  # another Ctrl-C can then end a stop that hangs
     except asyncio.CancelledError:
         if not signals.came:
             raise

@@ -1,7 +1,7 @@
-"""`outrider show`: one session for reading: its turns in order, its verdict and its error.
+"""`outrider show`: prints one session for reading: its turns in order, its verdict and its error.
 
-What the model sampled is told from what it was shown by the margin ("> " before every sampled line) and not only by
-the colour, so that the difference survives a pipe.
+Sampled text is marked by the margin ("> " before every line), not only by the colour, so that the difference from the
+context survives a pipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTEXT = "  "
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What `outrider show --json` writes."""
+    """The output of `outrider show --json`."""
 
     session: SessionView
     turns: tuple[TurnView, ...]
@@ -42,7 +42,7 @@ def show(
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    Where the session was tried several times, the newest attempt is shown.
+    Of several attempts, the newest is shown.
 
     Example:
 
@@ -60,7 +60,7 @@ def show(
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
     """Print a whole session: a heading, its turns, how it ended."""
     for line in _lines(session, turns):
-        console.print(line, soft_wrap=True)  # rich would break lines at the width, in the middle of what was sampled
+        console.print(line, soft_wrap=True)  # else rich would break lines at the width, inside sampled text
 
 
 def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""`outrider slurm`: submits a batch job that is a service with nodes."""
+"""`outrider slurm`: submits a batch job that runs a service with nodes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from outrider.slurm.batch_script import TOKEN_FILE, URL_FILE, BatchJob, script_o
 
 PLACE = "Allocation"
 FOLDER = "slurm"
-"""The job's folder within the data folder."""
+"""Name of the job's folder within the data folder."""
 STANDARD_OUTPUT = "-"
 SERVICE_ONLY = ("processes", "stop_seconds", "token")
-"""Parameters of `outrider serve` that `outrider nodes join` has as well, and that are not the same there."""
+"""Parameters of `outrider serve` that `outrider nodes join` has as well, with another meaning."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider slurm --json` writes. `job` is None if the script was only written. `url` and `token` are files;
-    that of the address is there while the service runs."""
+    """The output of `outrider slurm --json`. `job` is None if the script was only written. `url` and `token` are files;
+    the file with the address exists while the service runs."""
 
     job: str | None
     url: str
@@ -104,9 +104,9 @@ def slurm(
 ) -> None:
     """Submit a job that runs a service and its nodes on a Slurm cluster.
 
-    The service runs on the first node of the allocation, and sessions run
-    on all. The data folder and this Python must be on a file system that
-    all of them share. A job that is queued again goes on where it was.
+    The service runs on the first node of the allocation, and sessions run on
+    all nodes. The data folder and this Python must be on a file system that
+    all nodes share. A job that is queued again goes on where it was.
 
     Examples:
 
@@ -123,7 +123,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # and what the user has left to us
+    added = ["--processes", "0"]  # and a job's defaults for flags that are not given
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(
@@ -172,8 +172,8 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """The settings of a service with these flags of `outrider serve`, as far as a job must know them; flags for its
-    lanes, sandboxes and model are left out."""
+    """Return the settings of a service with these flags of `outrider serve`, as far as a job needs them: without its
+    lanes, sandboxes and model."""
     given = _serve_parameters(flags)
     names = ("host", "port", "stop_seconds", "processes", "data", "store")
     tls = {"certificate": given["tls_certificate"], "key": given["tls_key"], "insecure": given["insecure"]}
@@ -186,7 +186,7 @@ def settings_of(flags: Sequence[str]) -> Config:
 
 
 def _serve_parameters(flags: Sequence[str]) -> Mapping[str, Any]:
-    """The flags by the names of their parameters, as text and numbers. Raises UsageError for what is no flag of it."""
+    """Return the values of the flags, as text and numbers, by parameter name. Raises UsageError for an unknown flag."""
     params: dict[str, Any] = _command(serve).make_context("outrider serve", list(flags), obj=Terminal()).params
     return params
 
@@ -198,7 +198,7 @@ def _command(function: Callable[..., None]) -> Any:
 
 
 def _check(given: Mapping[str, Any], settings: Config) -> None:
-    """Raises InvalidField for what a job would fail of, or would show to others."""
+    """Raise InvalidField for flags that would make the job fail, or show the token to others."""
     if given["token"] is not None:
         hint = "leave it out: the job has a token of its own, in a file"
         raise InvalidField("a batch script can be read by others, and must have no token", field="token", hint=hint)
@@ -214,7 +214,7 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Slurm's TERM reaches the agents of a node, too. It must not wait for what they make of that: it would be graded.
+    # Slurm sends TERM to a node's agents, too. The node must not wait: the interrupted runs would be graded.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]
@@ -222,7 +222,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
         words += ["--ca", str(ca.absolute())]
     for parameter in _command(join).params:
         value = None if parameter.name in SERVICE_ONLY else given.get(parameter.name)
-        for each in value if isinstance(value, list | tuple) else [value]:  # some may be given several times
+        for each in value if isinstance(value, list | tuple) else [value]:  # some flags may be repeated
             if each is True:
                 words.append(parameter.opts[0])
             elif each is not None and each is not False:
@@ -231,7 +231,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """The job's folder, with a token that lasts as long as the data does. Nobody else can read either."""
+    """Make the job's folder, readable by nobody else, with a token that lasts as long as the data."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE
@@ -248,7 +248,7 @@ def _make_folder(data: Path, folder: Path) -> None:
 
 
 def _submit(script: str) -> str:
-    """The number of the job. Raises ServiceError with what sbatch said."""
+    """Submit the script and return the job's number. Raises ServiceError with the output of sbatch."""
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -257,4 +257,4 @@ def _submit(script: str) -> str:
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise ServiceError(f"sbatch refused the job: {said}", hint="see the options of outrider slurm, and --sbatch")
-    return done.stdout.strip().partition(";")[0]  # behind it may be the cluster's name
+    return done.stdout.strip().partition(";")[0]  # the cluster's name may follow

@@ -13,11 +13,11 @@ from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
-"""Groups that `outrider status` shows."""
+"""Number of groups that `outrider status` shows."""
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """What `outrider status --json` writes: the service, and its newest groups."""
+    """The output of `outrider status --json`: the service, and its newest groups."""
 
     service: ServiceStatus
     groups: tuple[GroupSummary, ...]
@@ -33,8 +33,8 @@ def status(
 ) -> None:
     """Show the state of the service, or of one group.
 
-    For the service: its lanes, engines and newest groups.
-    For a group: its sessions.
+    Without an id: the service's lanes, engines and newest groups.
+    With the id of a group: its sessions.
 
     Examples:
 

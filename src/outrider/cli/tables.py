@@ -1,4 +1,5 @@
-"""The tables of the command line: sessions, groups, engines, lanes. They know the types of schemas.py and no client."""
+"""The tables of the command line: sessions, groups, engines, lanes. They show types of schemas.py and need no
+client."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from outrider.schemas import (
 from outrider.trajectory import StageSeconds
 
 MAX_ERROR = 72
-"""Characters of an error shown in a table."""
+"""Maximum length of an error in a table, in characters."""
 
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
-"""Columns of `stage_seconds`."""
+"""The columns of `stage_seconds`."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
-"""Units of an age of a minute or more, with their seconds."""
+"""Units of an age of at least a minute, with their seconds."""
 
 STYLES = {
     StopReason.COMPLETED.value: "green",
@@ -67,7 +68,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title
 
 
 def word(text: str) -> Text:
-    """A state or an answer in its colour."""
+    """Return a state or a yes/no in its colour."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -76,7 +77,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """One row for each session: state or how it ended, reward, turns, sampled tokens, seconds of each stage, error."""
+    """One row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage, error."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[str | Text]] = []
     for session in group.sessions:
@@ -108,7 +109,6 @@ def session_table(group: GroupView) -> RenderableType:
 
 
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
-    """One row for each group."""
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
     rows = []
     for group in groups:
@@ -127,13 +127,12 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """One row for each consumer; one that sees everybody's groups has the tenant `*`."""
+    """One row for each consumer. A consumer that reads everybody's groups has the tenant `*`."""
     rows = [(each.name, each.tenant or "*", str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
 
 def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
-    """One row for each callback."""
     rows = [
         (each.group_id, str(each.tries), age(each.given_up), printable(each.url), printable(each.fault))
         for each in callbacks
@@ -142,14 +141,13 @@ def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
 
 
 def age(since: float) -> str:
-    """How long ago a time was, in one unit."""
+    """Return the time since `since`, in one unit."""
     seconds = max(0.0, time.time() - since)
     unit, size = next((each for each in UNITS if seconds >= each[1]), ("s", 1))
     return f"{seconds / size:.0f} {unit}"
 
 
 def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
-    """One row for each engine."""
     columns = ("engine", "serves", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address")
     rows = [
         (
@@ -171,7 +169,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """The policy's version, and what holds it back."""
+    """The policy's version, and the pause if it is paused."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -185,7 +183,7 @@ def policy_table(policy: PolicyStatus) -> RenderableType:
 
 
 def token_table(tokens: Iterable[TokenView]) -> Table:
-    """One row for each token: until when it is good, or that it is not."""
+    """One row for each token, with the end of its validity."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -203,8 +201,8 @@ def token_table(tokens: Iterable[TokenView]) -> Table:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """One row for each lane of a node and one for the resources that tasks have set aside; where there were any, one
-    for warm sandboxes and one for stalls of the event loop. `waited` is the mean over everything served so far."""
+    """One row for each lane of a node, and one for the resources that tasks have set aside; if there were any, one row
+    for warm sandboxes and one for stalls of the event loop. `waited` is the mean over all served so far."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -225,7 +223,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """One row for each piece of background work that fails now."""
+    """One row for each piece of background work that fails at present."""
     now = time.time()
     rows = [
         (

@@ -1,4 +1,4 @@
-"""`outrider task`: lists, shows, copies and tries tasks before a model sees them."""
+"""`outrider task`: lists, shows, copies and checks tasks before a model gets them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ Image = Annotated[
 ]
 
 MAX_VALUE = 160
-"""Characters of a value, or of an instruction, shown in a table."""
+"""Maximum length of a value, or of an instruction, in a table, in characters."""
 
 
 def task_commands() -> typer.Typer:
-    """The sub-commands of `outrider task`."""
     app = typer.Typer(no_args_is_help=True, help="Look at tasks, and check them, before a model sees them.")
     app.command("list")(list_)
     app.command("show")(show)
@@ -52,7 +51,7 @@ def task_commands() -> typer.Typer:
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A task of a source: `gold`, whether its solution is known."""
+    """A task of a source. `gold` is true if its solution is known."""
 
     id: str
     evaluator: str
@@ -68,7 +67,7 @@ def list_(
     offline: Offline = False,
     json: Json = False,
 ) -> None:
-    """The tasks of sources: how each is graded, whether a solution is known, what it asks for.
+    """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
     Examples:
 
@@ -97,10 +96,10 @@ def show(
     offline: Offline = False,
     json: Json = False,
 ) -> None:
-    """One task: its instruction, and all its other fields with the solution.
+    """Show one task: its instruction, all its other fields, and its solution.
 
-    With --json it is whole, as `POST /v1/groups` takes it; else long values
-    are cut.
+    With --json the task is whole, as `POST /v1/groups` takes it. Without
+    --json, long values are cut.
 
     Examples:
 
@@ -133,8 +132,8 @@ def import_(
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
 
-    It has everything that was beside the tasks, their solutions too, and needs
-    neither the dataset nor its package where it is used.
+    The file holds everything that was beside the tasks, and their solutions.
+    The machine that uses it needs neither the dataset nor its package.
 
     Examples:
 
@@ -156,7 +155,7 @@ def import_(
 
 
 def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
-    """The example of that id, by default the first. Raises InvalidField."""
+    """Return the example with this id, by default the first. Raises InvalidField."""
     for example in examples:
         if task is None or example.id == task:
             return example
@@ -168,14 +167,15 @@ def chosen(examples: Sequence[Example], task: str | None, source: str) -> Exampl
 
 
 def evaluator_of(example: Example) -> str:
-    """The kind of its evaluator, as a user reads it: nothing is validated yet."""
+    """Return the kind of the example's evaluator, for display: the task is not validated yet."""
     evaluator = example.task.get("evaluator")
     kind = evaluator.get("kind", "command") if isinstance(evaluator, dict) else "-"
     return printable(str(kind))
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The fields within, with dotted names, in their order. A list is one value unless it has tables."""
+    """Yield the fields within a value, with dotted names, in their order. A list is one field unless it holds
+    tables."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))
@@ -187,20 +187,20 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def shortened(text: str) -> str:
-    """In one line, cut where it is too long for a table."""
+    """Return the text in one line, cut to MAX_VALUE characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= MAX_VALUE else line[: MAX_VALUE - 3] + "..."
 
 
 class Bad(msgspec.Struct, frozen=True):
-    """A task that is not as it should be, and why."""
+    """A task that failed the check, with its problems."""
 
     id: str
     problems: tuple[str, ...]
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """How many tasks were checked, how many are good, and the others."""
+    """The number of tasks checked, the number of good tasks, and the bad tasks."""
 
     tasks: int
     ok: int
@@ -221,12 +221,12 @@ def check(
 ) -> None:
     """Try the known solution of each task, and doing nothing, twice each.
 
-    Needs no model and no service. The solution must earn 1, and nothing 0.
+    Needs no model and no service. The solution must earn 1, doing nothing 0.
     A TOML file has its solution in its table `gold`: `run`, a command for the
-    sandbox, or `reply`, what the agent says in the end. Harbor folders have
+    sandbox, or `reply`, the agent's last reply. Harbor folders have
     solution/solve.sh, rows of SWE-bench their gold patch.
 
-    Exit code 0: all are good. 1: one is not.
+    Exit code 0: all tasks are good. 1: one is not.
 
     Examples:
 

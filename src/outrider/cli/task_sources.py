@@ -1,9 +1,9 @@
-"""Where the tasks of the command line come from: names and paths.
+"""Sources of tasks on the command line: names and paths.
 
 A source is a TOML file with a task (the `task` object of `POST /v1/groups`), a TOML file whose task is a template for
 rows, a JSON Lines file of tasks as `outrider task import` writes it, a folder of TOML files or of Harbor tasks, or the
-name of a dataset. This module runs nothing and knows no service. Invariant: an `upload` step of a file or folder beside
-a TOML file becomes `write` steps that put the same bytes in the same place, so that the service needs no copy of it.
+name of a dataset. This module runs nothing and calls no service. Invariant: an `upload` step of a file or folder beside
+a TOML file becomes `write` steps of the same bytes to the same path, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 SWEBENCH = "swebench:"
 ENTRIES = 4
-"""Of a data set of reasoning-gym, or seeds of a page of MiniWoB, where nothing is said."""
+"""Default number of entries of one reasoning-gym dataset, and of seeds of one MiniWoB page."""
 TASK_LINES = (".jsonl", ".jsonl.gz")
 ROWS = "rows"
-"""The table of a TOML file that names the rows for which its task is a template."""
+"""The table of a TOML file that names the rows for which the file's task is a template."""
 
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`file` is beside the TOML file, in a form that `datasets.read_rows` reads; `id` is the column with their names,
-    None to number them."""
+    """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
+    reads. `id` is the column of the rows' ids; None numbers the rows."""
 
     file: str
     id: str | None = None
 
 
 class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A line of a file of tasks."""
+    """One line of a file of tasks."""
 
     id: str
     task: dict[str, Any]
@@ -66,8 +66,8 @@ class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def examples_in(source: str, *, limit: int | None, image: str | None, offline: bool = False) -> list[Example]:
-    """The tasks of a source, by name or path. `offline`: Harbor tasks that ask for a network run without one. Raises
-    InvalidField."""
+    """Return the tasks of a source, given as a name or a path. `offline`: run Harbor tasks without the network that
+    they request. Raises InvalidField."""
     if source == HUMAN_EVAL:
         return human_eval_examples(limit=limit)
     if source == REASONING_GYM:
@@ -79,7 +79,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
     if source.startswith(f"{MINIWOB}:"):
         return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
-        from outrider.certify.release_pairs import release_pair_examples  # it can run sandboxes: much to import
+        from outrider.certify.release_pairs import release_pair_examples  # a slow import: it can run sandboxes
 
         return release_pair_examples(limit=limit)
     if source.startswith(SWEBENCH):
@@ -96,7 +96,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
 
 
 def examples_in_file(path: Path) -> list[Example]:
-    """The task in a TOML file, those of its rows if it is a template, or those of a file of tasks."""
+    """Return the task of a TOML file, the tasks of its rows if it is a template, or the tasks of a file of tasks."""
     if path.name.endswith(TASK_LINES):
         return read_tasks(path)
     table = load_table(path)
@@ -106,8 +106,8 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """The task of a TOML file for each of the rows that its table `rows` names, with the solution of its table `gold`
-    filled likewise."""
+    """Return the task of a TOML file, and the solution in its table `gold`, filled with each row that its table `rows`
+    names."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -125,7 +125,7 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
 
 
 def read_tasks(path: Path) -> list[Example]:
-    """The tasks of a file that `write_tasks` wrote. Raises InvalidField that names the line of a broken one."""
+    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField naming the number of a broken line."""
     examples: dict[str, Example] = {}
     for number, row in enumerate(read_rows(path), 1):
         try:
@@ -143,8 +143,8 @@ def read_tasks(path: Path) -> list[Example]:
 
 
 def write_tasks(examples: Sequence[Example], path: Path) -> None:
-    """Write a file of tasks, one a line; it appears complete or not at all. Raises InvalidField for two tasks of one id
-    and for what cannot be written as JSON."""
+    """Write a file of tasks, one per line. The file appears complete or not at all. Raises InvalidField for two tasks
+    with the same id, and for a task that cannot be written as JSON."""
     lines = []
     known: set[str] = set()
     for example in examples:
@@ -166,13 +166,14 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """A group of `n` sessions of the task in file `path`. Raises InvalidField that names the field, TooLarge for files
-    that are too big to send with the task."""
+    """Return a group of `n` sessions of the task in file `path`. Raises InvalidField naming the field, and TooLarge for
+    files that are too big to send with the task."""
     return validate_group({"task": load_example(path).task, "n": n, "priority": priority})
 
 
 def load_example(path: Path) -> Example:
-    """The task in file `path`, not validated, with the solution in its table `gold`. Raises as `load_group`."""
+    """Return the task in file `path`, not validated, with the solution in its table `gold`. Raises like
+    `load_group`."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -185,7 +186,7 @@ def load_example(path: Path) -> Example:
 
 
 def load_table(path: Path) -> dict[str, Any]:
-    """What is in a TOML file of a task, with the files that it uploads."""
+    """Return the content of a task's TOML file, with `upload` steps of files beside it replaced by `write` steps."""
     task = read_toml_file(path, field="task")
     places = [("task.runtime", task.get("runtime"))]
     graded = [("task.evaluator", task.get("evaluator"))]
@@ -206,7 +207,7 @@ def load_table(path: Path) -> dict[str, Any]:
 
 
 def gold_of(table: Any, path: Path) -> Gold:
-    """The table `gold` of the file `path`."""
+    """Parse the table `gold` of the file `path`."""
     try:
         return msgspec.convert(table, Gold)
     except msgspec.ValidationError as error:
@@ -216,12 +217,12 @@ def gold_of(table: Any, path: Path) -> Gold:
 
 
 def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
-    """The steps to send for one step: `write` steps where it uploads something in `folder`, else the step itself."""
+    """Yield the steps to send for one step: `write` steps for an upload from `folder`, else the step itself."""
     if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return
     upload, target = step["upload"], step["to"]
-    # It is left to the service to refuse what is no text, and paths that leave the folder.
+    # The service refuses values that are not text, and paths that leave the folder.
     local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
     if not local or ".." in Path(upload).parts or not (folder / upload).exists():
         yield step

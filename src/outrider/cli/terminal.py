@@ -1,7 +1,7 @@
-"""What the command line writes: text for people, one JSON document for programs, and each error in one line.
+"""Output of the command line: text for people, one JSON document for programs, and each error in one line.
 
-It knows no service. Invariant: with `json` set, standard output holds exactly one JSON document; everything else goes
-to standard error.
+Independent of the service. Invariant: with `json` set, standard output holds exactly one JSON document; everything else
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from outrider.printable import printable as printable
 from outrider.printable import printable_json
 
 WIDTH_OF_A_FILE = 240
-"""Columns where the output is not a terminal: wide enough that no table is cut."""
+"""Width in columns if the output is not a terminal: wide enough that no table is cut."""
 
 
 class Terminal:
-    """`out` is standard output, `err` standard error. Colours are used only on terminals."""
+    """The output streams of a command. `out` is standard output, `err` standard error. Colours are used only on
+    terminals."""
 
     def __init__(self) -> None:
         self.json = False
@@ -37,7 +38,7 @@ class Terminal:
         self.err.print(Text(printable(text)), soft_wrap=True)
 
     def write_json(self, value: Any) -> None:
-        """Write the one JSON document: any value that msgspec can encode."""
+        """Write the one JSON document. `value` is any value that msgspec can encode."""
         self.out.file.write(printable_json(msgspec.json.encode(value).decode()) + "\n")
         self.out.file.flush()
 
@@ -53,21 +54,21 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
-        # In one line, so that scripts can take the first line of standard error for the whole message.
+        # In one line: the first line of standard error is the whole message, for scripts.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
 
 def terminal_of(ctx: typer.Context) -> Terminal:
-    """The Terminal that `main` made for this command."""
+    """Return the command's Terminal, which `run_command` has made."""
     terminal = ctx.find_object(Terminal)
     assert terminal is not None
     return terminal
 
 
 class _Printable(RenderHook):
-    """Makes the text of all that is printed printable, after it was laid out and before it gets its colours. Who lays
-    text out in columns makes it printable before, so that widths are right."""
+    """Makes all printed text printable, after the layout and before the colours. Text in columns must be made printable
+    before the layout, so that the widths are right."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printed(each) for each in renderables]
@@ -84,7 +85,7 @@ class _Printed:
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_OF_A_FILE
-    # Without markup: tasks and programs print text in [brackets], which rich would take for styles.
+    # Without markup: tasks and programs print text in [brackets], which rich would read as styles.
     console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_Printable())
     return console

@@ -1,4 +1,4 @@
-"""`outrider token`: the tokens of the control API, of a running service or of one that is stopped."""
+"""`outrider token`: the tokens of the control API, of a running service or of a stopped one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
 
 
 def token_commands() -> typer.Typer:
-    """The sub-commands of `outrider token`."""
     app = typer.Typer(no_args_is_help=True, help="Make, list and revoke tokens, each with a name and a role.")
     app.command("create")(create)
     app.command("list")(list_tokens)
@@ -57,7 +56,7 @@ def create(
     ca: Ca = None,
     json: Json = False,
 ) -> None:
-    """Make a token, and print it, which is done once.
+    """Make a token, and print it. It cannot be printed again.
 
     Examples:
 
@@ -85,7 +84,7 @@ def create(
 
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
-    """Make a token in the store of a service that is stopped."""
+    """Make a token in the store of a stopped service."""
     # Imported here because the other commands do not need the service's libraries.
     from outrider.service.admission import parse_body
     from outrider.service.assembly import open_store
@@ -108,7 +107,7 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
 
 
 def list_tokens(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
-    """List the tokens by their names, also expired and revoked ones.
+    """List the tokens by name, including expired and revoked ones.
 
     Example:
 
@@ -126,7 +125,7 @@ def list_tokens(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca
 def revoke(
     ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
 ) -> None:
-    """Revoke a token. Calls that are under way with it are cut off.
+    """Revoke a token. Calls under way with the token are cut off.
 
     Example:
 

@@ -1,6 +1,6 @@
 """`outrider demo --train`: trains from each seed, shows the curve while it rises, and writes the picture.
 
-The curve and its bar are drawn on standard error, where that is a terminal; elsewhere there is a line for each seed.
+The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise one line is written per seed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
-    """Train `seeds` times; write trained policies, train.json and curve.png to `out`."""
-    # Imported here because most commands do not need what training needs.
+    """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`."""
+    # Imported here because most commands do not need the libraries for training.
     from outrider.demo.curve import draw
     from outrider.demo.train import MAX_STEPS, check_installed, summary, train
 
@@ -75,7 +75,7 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
 
 
 def plot(rewards: Sequence[float]) -> Text:
-    """The reward of each step as a column, of the newest WIDTH steps; a row is a tenth."""
+    """Draw the rewards of the newest WIDTH steps, one column each. A row is a tenth of the reward."""
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):

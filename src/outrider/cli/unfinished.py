@@ -1,6 +1,7 @@
-"""`python -m outrider.cli.unfinished SERVE FLAGS`: how many sessions a service with these flags, now stopped, has left.
+"""`python -m outrider.cli.unfinished SERVE FLAGS`: the number of unfinished sessions of a stopped service with these
+flags.
 
-A batch job asks this when its time is over. It writes one number to standard output.
+A batch job runs this module at the end of its time. The number is written to standard output.
 """
 
 from __future__ import annotations
