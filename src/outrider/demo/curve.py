@@ -1,6 +1,6 @@
-"""The picture of a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
+"""A plot of a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
 
-Needs matplotlib, which is an extra. It knows no service.
+Needs matplotlib, which is an extra, and no service.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERIES: tuple[tuple[str, Callable[[TrainStep], float]], ...] = (
 
 
 def draw(runs: Sequence[SeedRun], path: Path) -> Path | None:
-    """Write the picture as PNG; None, and no picture, where matplotlib is not installed."""
+    """Write the plot as PNG. Returns None, and writes nothing, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure

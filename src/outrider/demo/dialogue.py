@@ -1,7 +1,7 @@
-"""The demo task as text for its policy: what the model is shown, what it should say, what the sandbox answers.
+"""The demo task as text for its policy: the prompt, the model's expected replies, and the sandbox's output.
 
-It knows no weights. Invariant: each piece is a text that serving encodes on its own, so that training sees exactly the
-ids that serving makes.
+The module does not use the model's weights. Invariant: serving encodes each piece on its own, so that training sees
+exactly the ids of serving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 POLICY = Path(__file__).parent / "policy"
-"""The folder of the policy that ships with the package, in Hugging Face layout."""
+"""The folder of the policy shipped with the package, in Hugging Face layout."""
 
 RENDERER = "template:qwen3"
 """Qwen3's format through the policy's own template: the policy has no public name to find a renderer by."""
@@ -27,7 +27,7 @@ END = "<|im_end|>"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Part of a dialogue: a text, and whether the model says it."""
+    """Part of a dialogue. `spoken`: the text is the model's."""
 
     text: str
     spoken: bool
@@ -70,7 +70,7 @@ class Script:
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """What the agent's bash tool returns in the episode's sandbox; None for a command that is not `cat` of one word."""
+    """Output of the agent's bash tool in the episode's sandbox; None for a command that is not `cat` of one word."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -81,7 +81,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """The ids of a dialogue, and for each whether the model says it."""
+    """The ids of a dialogue, and for each a flag: the id is the model's."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

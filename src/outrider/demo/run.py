@@ -1,7 +1,7 @@
 """Runs the demo: a whole service in this process with the shipped policy, and groups of real sessions against it.
 
-It knows no terminal. It submits, follows and reads back sessions through the client, as a trainer does. Invariant: when
-`run_demo` returns, nothing is left of it but the result and the data folder that it was given.
+The module submits, follows and reads back sessions through the client, as a trainer does, and writes to no terminal.
+Invariant: when `run_demo` returns, nothing is left but the result and the caller's data folder.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ SAMPLES = 8
 """Sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""All sessions run at once, because the embedded engine answers 32 requests together about 7 times as fast."""
+"""All sessions run at once, because the embedded engine serves 32 requests together about 7 times as fast."""
 
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> Rollouts:
-    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` keeps the service's database; without it the
-    database is deleted. `watch` is called with the groups as they progress. `policy` is the model's folder.
+    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
+    without it the database is deleted. `watch` is called with the groups as they progress. `policy` is the model's
+    folder.
 
-    Raises EngineUnavailable when torch is missing, and what the service raises.
+    Raises EngineUnavailable if torch is missing, and the service's errors.
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}
-    for seed in itertools.count():  # the first seeds that ask for different items
+    for seed in itertools.count():  # the first seeds with different items
         episode = make_task(seed)
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:

@@ -1,7 +1,7 @@
-"""A whole service in a process of its own, as a trainer meets it: started, found by its address, and ended.
+"""A whole service in a process of its own, as a trainer uses it: started, found by its address, and ended.
 
-It knows no task. Invariant: when the block is left the process has ended; it also ends when this process is killed, or
-the thread that opened the block ends.
+The module depends on no task. Invariant: the process has ended when the block is left; it also ends when this process
+is killed, or when the thread that opened the block ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SECONDS_TO_STOP = 60.0
 
 @contextmanager
 def service_process(config: Config, folder: Path) -> Iterator[str]:
-    """Run `outrider serve` with these settings; yields its URL. Its log is written to `folder`.
+    """Run `outrider serve` with these settings, and yield its URL. The log is written to `folder`.
 
-    Raises ServiceError, with the end of the log, when it does not start.
+    Raises ServiceError, with the end of the log, if the service does not start.
     """
     log = folder / "service.log"
     with (
@@ -58,7 +58,7 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """What the service prints first. It prints one more line, which fits into the pipe."""
+    """Read the URL from the service's first line. A second line follows and fits into the pipe."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:
@@ -73,7 +73,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """This process's, with the settings in place of those that it may have."""
+    """This process's environment, with `config` in place of any settings in it."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,7 +1,7 @@
 """Demo sessions without a service, to train the policy on: the embedded engine's batch and an imitated sandbox.
 
-Used by scripts/train_policy.py. It knows no HTTP and no gateway. Invariant: the ids of a rollout are exactly those that
-the model was given and sampled, in order.
+Used by scripts/train_policy.py. Uses no HTTP and no gateway. Invariant: the ids of a rollout are exactly the given and
+sampled ids of the model, in order.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Simulator:
         return sequence
 
     def _answer(self, rollout: Rollout, start: int) -> bool:
-        """Add the turn whose ids begin at `start` to the transcript, and the sandbox's answer where it is a call that
-        the sandbox knows. False when the session is over."""
+        """Add the turn whose ids begin at `start` to the transcript, and the sandbox's output if the turn is a call
+        that the sandbox can run. Returns False when the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
         command = called_command(text)
         if command is None:

@@ -1,7 +1,8 @@
-"""What a demo made: its sessions, the check of their samples, the sums over them, and the files they are written to.
+"""The results of a demo: its sessions, the check of their samples, the sums over them, and the files they are written
+to.
 
-Pure except for `write_files`. The check runs no model: whether the engine was given exactly these ids is what the
-service's count of drift says.
+Pure except for `write_files`. The check runs no model: the service's drift count shows whether the engine was given
+exactly these ids.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.trajectory import Sample
 
 
 class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo made: its groups, done and with samples, and the turns of every session by session id."""
+    """The demo's groups, done and with samples, and the turns of every session by session id."""
 
     groups: tuple[GroupView, ...]
     turns: dict[str, tuple[TurnView, ...]]
@@ -48,8 +49,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider demo --json` writes, and the first part of summary.json. `faults` is what the check of the samples
-    found; `samples` and `parquet` are the files written."""
+    """Output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the check
+    of the samples; `samples` and `parquet` are the files written."""
 
     sessions: int
     completed: int
@@ -70,7 +71,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _SummaryFile(msgspec.Struct, frozen=True):
-    """What summary.json holds."""
+    """Content of summary.json."""
 
     summary: Summary
     groups: Sequence[Tally]
@@ -97,7 +98,7 @@ def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
 
 
 def tallies(groups: Iterable[GroupView]) -> list[Tally]:
-    """One for each group, and at the end one for all."""
+    """A tally for each group, and a last one for all groups."""
     groups = list(groups)
     each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
@@ -111,7 +112,7 @@ def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Seque
     try:
         _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
     except InvalidField as error:
-        if error.field != "format":  # that field: pyarrow is missing
+        if error.field != "format":  # with field `format`, pyarrow is missing
             raise
         parquet = None
     *each, total = tallies(rollouts.groups)
@@ -135,7 +136,7 @@ def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Seque
 
 
 def best_session(rollouts: Rollouts) -> SessionView:
-    """The session to print: of those with the highest reward the first with the most turns."""
+    """The session to print: the first with the most turns among the sessions with the highest reward."""
 
     def merit(session: SessionView) -> tuple[float, int]:
         if session.result is None:
@@ -158,8 +159,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sample_faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with the samples, in words; empty when nothing is. Every text that is trained on must be one that a
-    turn sampled: the ids are decoded again."""
+    """Faults of the samples, in words; empty if there are none. Every trained text must be the text of a sampled turn:
+    the ids are decoded again."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}
@@ -182,7 +183,7 @@ def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tok
         yield f"{name}: its columns have different lengths"
         return
     sampled = {turn.sampled for turn in turns}
-    # One turn is one unbroken run of tokens that are trained on.
+    # Each turn is one unbroken run of trained tokens.
     for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
         if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
             yield f"{name}: {text!r} is trained on, but no turn said it"

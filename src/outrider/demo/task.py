@@ -1,7 +1,7 @@
-"""The demo's task: say in which zone an item is, by reading the file that has the item's name.
+"""The demo's task: find the zone of an item, by reading the file that has the item's name.
 
-It knows no service and no model. Invariant: the zone is drawn for each episode and stands only in the sandbox, so that
-only an agent that read the right file knows it (a guess is right 1 time in 16).
+The module uses neither the service nor a model. Invariant: the zone is drawn for each episode and is only in the
+sandbox, so that an agent must read the right file (a guess is right 1 time in 16).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode: always the same one from a seed, the next one from a generator."""
+    """Draw an episode: a seed always gives the same episode, a generator the next one."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))

@@ -1,7 +1,7 @@
 """Trains the demo's policy on its task: a service in a process of its own, TRL's GRPO in this one, HTTP between them.
 
-It knows no terminal. It trains with `bridges.trl`, as any user of TRL would. Invariant: when `train` returns, nothing
-is left of it but its result and the trained weights.
+The module trains with `bridges.trl`, as any user of TRL would, and writes to no terminal. Invariant: when `train`
+returns, nothing is left but its result and the trained weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 GROUPS, SAMPLES = 8, 8
 """Groups of a training step, and sessions of a group."""
 INFLIGHT = 8
-"""Groups that run at once: enough for the run lane. What runs beyond the next batch is too old for the one after."""
+"""Groups that run at once: enough for the run lane. Groups beyond the next batch are too old for the batch after it."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """At 1e-3 a policy may lose the syntax of its tool calls within a step or two, and with it all reward."""
@@ -46,26 +46,28 @@ MAX_STEPS = 48
 PASSES = 2
 """Optimizer steps over each batch."""
 SECONDS = 240.0
-"""After so many seconds no further step is begun."""
+"""Seconds after which no further step is begun."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
-"""Batches, and dialogues of each, in which the model answers without looking; it imitates them before it is trained."""
+"""Batches, and dialogues of each, in which the model guesses without reading the file: it imitates them before
+training."""
 SOLVED, SOLVED_STEPS = 0.93, 3
-"""Training ends when the mean reward of so many steps, over all groups and not only those kept, is at least this."""
+"""Training ends when the mean reward of SOLVED_STEPS steps, over all groups and not only the kept ones, is at least
+SOLVED."""
 EPISODES = 128
 """Fresh episodes, one session each, over which the reward is measured before and after."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
-"""Sequences that the engine computes together: as many as agents run."""
+"""Sequences that the engine computes together: one for each running agent."""
 STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
 
 PAGE = 500
 LOOK_EVERY = 0.25
-"""Seconds between two looks at the lanes."""
+"""Seconds between two readings of the lanes."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step. `idle` is the share of the run lane's slots that were free since the step before, `seconds` the
-    time since training began."""
+    """A training step. `idle` is the fraction of the run lane's slots that were free since the previous step, `seconds`
+    the time since training began."""
 
     stats: StepStats
     idle: float
@@ -74,7 +76,7 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A policy trained from the start. Rewards are means over EPISODES fresh episodes. `errors` and `drift_tokens` are
-    those of all sessions, `policy` is the folder of the trained weights."""
+    totals over all sessions, `policy` is the folder of the trained weights."""
 
     seed: int
     first_reward: float
@@ -99,7 +101,7 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line of `outrider demo --train --json`. `curve` is the path of the picture, None without matplotlib."""
+    """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, None without matplotlib."""
 
     seeds: tuple[SeedLine, ...]
     max_logprob_gap: float
@@ -120,7 +122,7 @@ Watch = Callable[[TrainStep], None]
 
 
 def check_installed() -> None:
-    """Raise InvalidField when something that training needs is not installed."""
+    """Raise InvalidField if a package needed for training is not installed."""
     missing = [name for name in ("torch", "trl", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidField(
@@ -133,7 +135,7 @@ def check_installed() -> None:
 def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
     """Train the policy in the folder `policy` in sandboxes of kind `runtime`, and write the trained one to `out`.
 
-    Calls `watch` after each step. Raises what the service raises, and InvalidField for a policy that cannot be trained.
+    Calls `watch` after each step. Raises the service's errors, and InvalidField for an untrainable policy.
     """
     began = time.monotonic()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
@@ -204,15 +206,15 @@ def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """The policy's model, which was made to guess more often: there is more for it to learn, and each seed starts from
-    other weights."""
+    """The policy's model, after training that makes it guess more often: training has more to improve, and each seed
+    starts from other weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Several threads busy-wait for each other where cores are shared, and the engine needs one.
+    # Several threads busy-wait for each other if cores are shared, and the engine needs a core.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     script, tokenizer = Script.load(policy), Tokenizer.load(policy)
@@ -255,7 +257,8 @@ def _train(
         """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
         The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
-        last steps are small ones."""
+        last steps are small ones.
+        """
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
             done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
@@ -319,12 +322,12 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # the last step's weights, for the reward after it and to be saved
+        rollouts.publish(trainer)  # the last step's weights, for the last reward and for `out`
     return steps
 
 
 class LaneWatch:
-    """Looks at the run lane again and again, and says how much of it was idle."""
+    """Reads the run lane repeatedly, and computes how much of it was idle."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -340,7 +343,7 @@ class LaneWatch:
                 look.cancel()
 
     def idle(self) -> float:
-        """The share of its slots that were free, on average since this was asked last."""
+        """The fraction of the lane's slots that were free, averaged since the last call."""
         free, self._free = self._free, []
         return fmean(free) if free else 0.0
 

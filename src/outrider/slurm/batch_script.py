@@ -1,6 +1,6 @@
-"""Writes the batch script of a job. Pure, but for reading `job.sh`.
+"""Writes the batch script of a job. Pure, except that it reads `job.sh`.
 
-Invariant: whatever is in a path, a name or a flag, Slurm and bash read it as that one value.
+Invariant: Slurm and bash read each path, name or flag as one value, whatever characters it has.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.errors import InvalidField, RequestError
 
 URL_FILE = "url"
 TOKEN_FILE = "token"
-"""Files of the job's folder, which `job.sh` knows, too."""
+"""Files of the job's folder. `job.sh` uses these names, too."""
 START_SECONDS = 600
-"""How long the service may take until it is ready. It loads a tokenizer, and a small model if that is embedded."""
+"""Maximum seconds until the service is ready. The service loads a tokenizer, and a small model if embedded."""
 END_SECONDS = 90
-"""What the end of a job takes beside the service's own `stop_seconds`: sessions are interrupted, nodes end, what is
-left is counted, the job is queued again."""
+"""Seconds of a job's end besides the service's own `stop_seconds`: sessions are interrupted, nodes end, unfinished
+sessions are counted, the job is queued again."""
 LEAST_SECONDS = 30
-"""A run whose nodes had less time than this is of no use. A job that has come back three times is not queued again
-after one."""
+"""Minimum seconds of a useful run of the nodes. After a shorter run, a job that has come back three times is not queued
+again."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -35,10 +35,10 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 class BatchJob:
     """A job.
 
-    `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are what is given to
+    `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are the arguments of
     `outrider serve` and `outrider nodes join`. `folder` is where the job writes its logs and the service's address, and
-    reads its token; `directory` is what relative paths are relative to. `options` are further ones of sbatch, as
-    `--name=value`. None of them may contain a secret: a batch script can be read by others.
+    reads its token; relative paths are relative to `directory`. `options` are further options of sbatch, as
+    `--name=value`. No field may contain a secret: a batch script can be read by others.
     """
 
     python: Sequence[str]
@@ -55,16 +55,17 @@ class BatchJob:
     options: Sequence[str] = ()
     stop_seconds: float = 20.0
     fully_qualified: bool = False
-    """Whether the service's address has the whole name of its machine, as a certificate mostly does."""
+    """True if the service's address has the whole name of its machine, as most certificates do."""
 
     @property
     def warning_seconds(self) -> int:
-        """How long before its time limit the job begins to stop."""
+        """Seconds before its time limit at which the job begins to stop."""
         return ceil(self.stop_seconds) + END_SECONDS
 
 
 def script_of(job: BatchJob) -> str:
-    """The text of the batch script. Raises InvalidField for what Slurm could not read or could not do."""
+    """The text of the batch script. Raises InvalidField for settings that Slurm could not read or carry out, and
+    RequestError for control characters."""
     head = [f"#SBATCH {_for_sbatch(option)}" for option in _options(job)]
     return "\n".join(["#!/bin/bash", *head, "", *_settings(job), "", files(__package__).joinpath("job.sh").read_text()])
 
@@ -76,14 +77,14 @@ def _options(job: BatchJob) -> list[str]:
         raise InvalidField("a node needs at least one processor", field="cpus_per_node")
     if job.time is not None:
         seconds, warning = _seconds(job.time), job.warning_seconds
-        least = warning + 60 + LEAST_SECONDS + 30  # Slurm may signal a minute earlier than it is asked to
+        least = warning + 60 + LEAST_SECONDS + 30  # Slurm may signal a minute earlier than requested
         if seconds is not None and seconds < least:
             hint = (
                 f"{least} s is the least: {warning} s are kept for the end, which is --stop-seconds and {END_SECONDS}"
             )
             raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
     if "\\" in str(job.folder):
-        # Slurm expands nothing in the name of a log with a backslash, and so all jobs would have the same log.
+        # If a log's name has a backslash, Slurm expands nothing in it, and so all jobs would have the same log.
         raise InvalidField(f"Slurm cannot write to a folder whose name has a backslash: {job.folder}", field="data")
     options = {
         "job-name": job.name,
@@ -95,8 +96,8 @@ def _options(job: BatchJob) -> list[str]:
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "chdir": str(job.directory),
         "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
-        # Before the time limit, and to this script alone. It is another signal than the one with which Slurm ends a
-        # job, because that one reaches every process of the job by itself.
+        # A signal before the time limit, to this script alone. Slurm ends a job with another signal, which reaches
+        # every process of the job by itself.
         "signal": f"B:USR1@{job.warning_seconds}",
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -111,7 +112,7 @@ def _options(job: BatchJob) -> list[str]:
 
 
 def _settings(job: BatchJob) -> list[str]:
-    """Variables of the rest of the script."""
+    """Assignments of the variables for the rest of the script."""
     python = [*job.python, "-m"]
     commands = {
         "serve": [*python, "outrider.cli", "serve", *job.serve],
@@ -130,7 +131,8 @@ def _settings(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(option: str) -> str:
-    """As sbatch reads a word of an #SBATCH line: by the rules of a shell, but that a backslash escapes everywhere."""
+    """Quote a word for an #SBATCH line, which sbatch reads by the rules of a shell, but with a backslash that escapes
+    everywhere."""
     [word] = _one_line([option])
     return shlex.quote(word.replace("\\", "\\\\"))
 
@@ -143,7 +145,7 @@ def _one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _seconds(text: str) -> int | None:
-    """What a time limit of Slurm means; None for no limit. See the option --time of sbatch."""
+    """Seconds of a Slurm time limit; None for no limit. See the option --time of sbatch."""
     if text.upper() in ("0", "UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(text)

@@ -1,12 +1,12 @@
 # Written by `outrider slurm`. From here on it is the same for every job.
 #
 # This script runs on the first node of the allocation. It starts the service there, then one `outrider nodes join` on
-# each node, and waits. Slurm ends it in two ways, and both leave everything that the service has accepted in its data:
+# each node, and waits. Slurm ends it in two ways. Both leave everything that the service has accepted in its data:
 #
-#   USR1  some time before the time limit, to this script only: the sessions under way get their time to end, and the
-#         job is queued again if any are left.
-#   TERM  when the job is cancelled, preempted or queued again, to every process of the job, agents included: whatever
-#         was under way is interrupted. Slurm itself queues the job again, or does not.
+#   USR1  some time before the time limit, to this script only: running sessions get time to end, and the job is queued
+#         again if any sessions are left.
+#   TERM  when the job is cancelled, preempted or queued again, to every process of the job, agents included: running
+#         sessions are interrupted. Slurm itself decides whether to queue the job again.
 
 set -euo pipefail
 
@@ -16,7 +16,8 @@ trap 'told=end' TERM
 
 say() { printf '%(%F %T)T outrider slurm: %s\n' -1 "$*"; }
 
-# Whether a background process of this shell has not ended. The shell knows: a number may be another process's by now.
+# running PROCESS: true until this background process has ended. Reads the shell's list of jobs, because the number may
+# belong to another process by now.
 running() {
     local pid
     for pid in $(jobs -pr); do
@@ -28,7 +29,7 @@ running() {
 # A TERM to all processes of the job ends this `sleep`, too.
 pause() { sleep "$1" || true; }
 
-# ends PROCESS SECONDS: whether it does within this time
+# ends PROCESS SECONDS: true if the process ends within this time
 ends() {
     local until=$((SECONDS + $2))
     while running "$1"; do
@@ -37,7 +38,7 @@ ends() {
     done
 }
 
-# stop_service SECONDS: asked, asked again, made to
+# stop_service SECONDS: sends TERM, a second TERM after SECONDS, and KILL 20 seconds later
 stop_service() {
     if ! running "$service"; then return 0; fi
     kill -TERM "$service" || true
@@ -48,7 +49,7 @@ stop_service() {
     ends "$service" 10 || true
 }
 
-# Asks all steps of the job to end. A TERM to srun itself would kill the nodes.
+# Sends TERM to all steps of the job. A TERM to srun itself would kill the nodes.
 stop_nodes() {
     if [[ ! $nodes ]] || ! running "$nodes"; then return 0; fi
     scancel --signal=TERM "$SLURM_JOB_ID" || true
@@ -57,7 +58,7 @@ stop_nodes() {
     ends "$nodes" 10 || true
 }
 
-# failed LOG TEXT: the end of this job
+# failed LOG TEXT: shows the end of the log and ends this job
 failed() {
     say "$2; the end of $1:"
     tail -n 40 "$1" || true
@@ -67,7 +68,7 @@ failed() {
     exit 1
 }
 
-# What runs on each node: one that joins the service, and that is started again when it dies.
+# The program of each node: runs `outrider nodes join`, and starts it again when it fails.
 node() {
     local told= failures=0 began child code
     trap 'told=1' TERM
@@ -83,7 +84,7 @@ node() {
             code=0
             wait "$child" || code=$?
         done
-        # 2 is for what cannot be right, such as a wrong setting, and would not be the next time.
+        # Exit code 2 means an error that another start would repeat, such as a wrong setting.
         if [[ $told ]] || ((code == 0)); then exit 0; elif ((code == 2)); then exit 2; fi
         if ((SECONDS - began > 60)); then failures=0; fi
         failures=$((failures + 1))
@@ -122,7 +123,7 @@ if [[ ! $told ]]; then
     trap 'rm -f "$ready" "$folder/url"' EXIT
     began=$SECONDS
     say "the service is ready at $url"
-    # No node's end is the end of the others. The steps use what the job has, all of it, and may share it.
+    # The end of one node does not end the others. The steps use all resources of the job, and may overlap.
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         ${cpus:+"--cpus-per-task=$cpus"} --mem=0 --cpu-bind=none --overlap --export=ALL --input=none \
         --kill-on-bad-exit=0 --wait=0 --no-kill \
@@ -134,7 +135,7 @@ fi
 
 if [[ $told == end ]]; then
     say "Slurm ends this job: what is under way is interrupted"
-    pause 1  # The service has had a TERM as well. This is the second one, after which it waits for no session.
+    pause 1  # The service has received TERM, too. After the second one, from `stop_service`, it waits for no session.
     stop_service 20
     if [[ $nodes ]]; then ends "$nodes" 20 || true; fi
     say "stopped"
@@ -148,7 +149,7 @@ if [[ ! $told ]]; then
         tail -n 20 "$folder"/node-*.log || true
         failed "$log" "all nodes have ended (exit code $code)"
     fi
-    # Where a preempted job has time to end, Slurm says so to the nodes only.
+    # If a preempted job has time to end, Slurm signals the nodes only.
     say "all nodes were told to end"
 else
     say "the time limit is near"
