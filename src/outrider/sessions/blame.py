@@ -1,0 +1,432 @@
+"""Decides what the end of a stage means for an attempt: a grade, a typed error, or the agent's own excess.
+
+`decide(facts)` applies the first rule of RULES that fits. The module is pure: its callers collect the facts and build
+the errors. docs/failure.md prints the rules.
+
+Invariants, which tests/sessions/test_blame.py checks over all combinations of facts: a failure of the infrastructure is
+never graded, and an agent is blamed only if its model had replied and the failure came from inside its sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from outrider.errors import EvaluatorError, HarnessError, RuntimeFailure
+from outrider.harnesses.base import ModelRefused, ProgramExit
+from outrider.lifecycle import StopReason
+from outrider.sessions.calls.token_allowance import LimitReached
+
+
+class Stage(StrEnum):
+    """The part of an attempt that has ended."""
+
+    PREPARE = "prepare"
+    """The sandbox starts, and the harness is installed. No agent has run."""
+    RUN = "run"
+    """The agent runs, and its outcome is collected."""
+    NEXT_STEP = "next step"
+    """A sandbox in which an agent has worked is prepared for the task's next step."""
+    GRADE = "grade"
+    """The outcome is carried and evaluated."""
+    CONFIRM = "confirm"
+    """After the agent's sandbox or its grading failed, a sandbox that no agent has touched is graded."""
+
+
+class End(StrEnum):
+    """What ended a stage."""
+
+    RETURNED = "its own end"
+    AGENT_CLOCK = "the agent's time"
+    SESSION_CLOCK = "the session's time"
+    """Also the time for the preparation."""
+    TIMEOUT = "another timeout"
+    """A TimeoutError of no clock of the session: one that a plugin let out."""
+    LIMIT = "a limit"
+    """`LimitReached` came out of an in-process agent."""
+    REFUSED = "a refusal"
+    """`ModelRefused` of a frozen model came out of an in-process agent."""
+    EXITED = "an exit code"
+    """The agent's program exited non-zero: `ProgramExit`."""
+    PROGRAM = "the program"
+    """Any other HarnessError."""
+    SANDBOX = "the sandbox"
+    """RuntimeFailure."""
+    EVALUATOR = "the evaluator"
+    """EvaluatorError."""
+    ERROR = "another error"
+    """Any other exception: of an engine, the store or the service, or a bug in a plugin."""
+
+
+def end_of(error: BaseException) -> End:
+    """The end of a stage that raised `error`. Which clock a TimeoutError came from is the caller's knowledge."""
+    kinds = (
+        (TimeoutError, End.TIMEOUT),
+        (LimitReached, End.LIMIT),
+        (ModelRefused, End.REFUSED),
+        (ProgramExit, End.EXITED),
+        (HarnessError, End.PROGRAM),
+        (RuntimeFailure, End.SANDBOX),
+        (EvaluatorError, End.EVALUATOR),
+    )
+    return next((end for kind, end in kinds if isinstance(error, kind)), End.ERROR)
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known about the end of a stage."""
+
+    stage: Stage
+    end: End
+    unrecorded: bool = False
+    """A turn could not be stored."""
+    engine_failed: bool = False
+    """A model call failed, and the agent has not gone on with a later one."""
+    node_died: bool = False
+    """The agent has outlived a node."""
+    stalled: bool = False
+    """The service stood still for HARMFUL_SECONDS while the agent ran."""
+    overdue: bool = False
+    """The agent waited for an engine or the store for HARMFUL_SECONDS more than is due."""
+    in_vain: bool = False
+    """The agent gave a call up because of an engine, the store or a pause of the policy."""
+    hung_up: bool = False
+    """The agent's client gave a call up."""
+    limit: bool = False
+    """The newest model call was refused because the session had used up its turns or tokens."""
+    overflow: bool = False
+    """The agent has not gone on from a model call whose prompt was too long."""
+    called: bool = False
+    """The step under way has a turn."""
+    replied: bool = False
+    """The session has a turn that the agent was given to its end."""
+    inside: bool = False
+    """The failure came from inside a sandbox in which the agent had worked."""
+    excess: bool = False
+    """GRADE: the run had ended with the agent's excess. CONFIRM: the sandbox failed, rather than the evaluation."""
+
+    @property
+    def ended_badly(self) -> bool:
+        """The run may have ended as it did because a reply was late or missing."""
+        by_model = self.limit or self.overflow
+        return (
+            self.hung_up
+            or self.engine_failed
+            or self.end in (End.AGENT_CLOCK, End.REFUSED, End.SANDBOX, End.EVALUATOR, End.ERROR)
+            or (self.end in (End.SESSION_CLOCK, End.TIMEOUT, End.EXITED, End.PROGRAM) and not by_model)
+            or (self.end is End.RETURNED and not self.called and not by_model)
+        )
+
+    @property
+    def infrastructure_failed(self) -> bool:
+        return (
+            self.unrecorded
+            or self.engine_failed
+            or self.in_vain
+            or self.end is End.ERROR
+            or (self.ended_badly and (self.node_died or self.stalled or self.overdue))
+        )
+
+
+class Blame(StrEnum):
+    """What becomes of the attempt."""
+
+    GRADE = "graded"
+    UNGRADED = "not graded"
+    """The session has a stop reason, and neither a verdict nor an error. It is not tried again."""
+    AGENT = "agent_excess"
+    """Graded with at most the reward of doing nothing, once a sandbox that no agent has touched was graded."""
+    ERROR = "error"
+    """The attempt is tried again, if the error is retryable and the task has attempts left."""
+
+
+class Cause(StrEnum):
+    """The error of an attempt, by how its message begins or where it is from."""
+
+    RAISED = "as raised"
+    FIRST = "the first failure"
+    NODE_LOST = "lease_expired"
+    UNRECORDED = "the store's"
+    ENGINE = "the call's"
+    STALL = "service_error"
+    OVERDUE = "engine_silent or service_error"
+    IN_VAIN = "engine_silent or service_error of the call"
+    OWN_TIMEOUT = "harness_error (timed out by itself)"
+    NO_REPLY = "harness_error (no reply in time)"
+    NO_CALL = "harness_error (no model call)"
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule fits a stage and an end if all facts in `when` are true. `reason` is the stop reason of a graded or
+    ungraded attempt; None for the run's own, or the limit's. `maybe_agent`: the error is the agent's excess if it came
+    from inside the sandbox, and the model had replied."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    ends: tuple[End, ...]
+    when: tuple[str, ...] = ()
+    blame: Blame
+    reason: StopReason | None = None
+    cause: Cause | None = None
+    maybe_agent: bool = False
+    why: str
+
+    def fits(self, facts: Facts) -> bool:
+        return facts.stage in self.stages and facts.end in self.ends and all(getattr(facts, name) for name in self.when)
+
+
+ANY = tuple(End)
+RUN = (Stage.RUN,)
+WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
+
+RULES = (
+    # What says that the infrastructure failed comes first. The order of these is that of errors.Boundary, and decides
+    # only which error is reported.
+    Rule(
+        name="node died",
+        stages=RUN,
+        ends=ANY,
+        when=("node_died", "ended_badly"),
+        blame=Blame.ERROR,
+        cause=Cause.NODE_LOST,
+        why="the death of the node may have ended the run",
+    ),
+    Rule(
+        name="turn not stored",
+        stages=RUN,
+        ends=ANY,
+        when=("unrecorded",),
+        blame=Blame.ERROR,
+        cause=Cause.UNRECORDED,
+        why="samples would lack the turn",
+    ),
+    Rule(
+        name="engine failed",
+        stages=RUN,
+        ends=ANY,
+        when=("engine_failed",),
+        blame=Blame.ERROR,
+        cause=Cause.ENGINE,
+        why="the policy was not there to decide what the agent does, and the broken reply may have used up a limit",
+    ),
+    Rule(
+        name="service stalled",
+        stages=RUN,
+        ends=ANY,
+        when=("stalled", "ended_badly"),
+        blame=Blame.ERROR,
+        cause=Cause.STALL,
+        why="the agent's client may have given up meanwhile",
+    ),
+    Rule(
+        name="overdue",
+        stages=RUN,
+        ends=ANY,
+        when=("overdue", "ended_badly"),
+        blame=Blame.ERROR,
+        cause=Cause.OVERDUE,
+        why="the agent's client may have given up meanwhile",
+    ),
+    Rule(
+        name="waited in vain",
+        stages=RUN,
+        ends=ANY,
+        when=("in_vain",),
+        blame=Blame.ERROR,
+        cause=Cause.IN_VAIN,
+        why="an agent that gave a call up may end as if all were well",
+    ),
+    Rule(
+        name="other error",
+        stages=(*WORKING, Stage.GRADE),
+        ends=(End.ERROR,),
+        blame=Blame.ERROR,
+        cause=Cause.RAISED,
+        why="an engine, the store, the service or a plugin failed",
+    ),
+    Rule(
+        name="sandbox failed",
+        stages=WORKING,
+        ends=(End.SANDBOX, End.EVALUATOR),
+        blame=Blame.ERROR,
+        cause=Cause.RAISED,
+        maybe_agent=True,
+        why="the agent could not work in it, whatever limit it had reached",
+    ),
+    # How the run ended, by its strongest reason.
+    Rule(
+        name="model refused",
+        stages=RUN,
+        ends=(End.REFUSED,),
+        when=("replied",),
+        blame=Blame.GRADE,
+        reason=StopReason.NONZERO_EXIT,
+        why="the agent had used up a frozen model, or wrote it too long a prompt",
+    ),
+    Rule(
+        name="prompt too long, out of time",
+        stages=RUN,
+        ends=(End.AGENT_CLOCK,),
+        when=("overflow",),
+        blame=Blame.GRADE,
+        reason=StopReason.CONTEXT_OVERFLOW,
+        why="the agent could only wait after that",
+    ),
+    Rule(
+        name="agent's time",
+        stages=RUN,
+        ends=(End.AGENT_CLOCK,),
+        when=("called",),
+        blame=Blame.GRADE,
+        reason=StopReason.AGENT_TIMEOUT,
+        why="what the agent did by then is its outcome",
+    ),
+    Rule(
+        name="limit",
+        stages=RUN,
+        ends=(End.RETURNED, End.AGENT_CLOCK, End.SESSION_CLOCK, End.TIMEOUT, End.LIMIT, End.EXITED, End.PROGRAM),
+        when=("limit",),
+        blame=Blame.GRADE,
+        why="the session had used up its turns or tokens, whatever the program made of the refusal",
+    ),
+    Rule(
+        name="prompt too long",
+        stages=RUN,
+        ends=(End.RETURNED, End.EXITED, End.PROGRAM),
+        when=("overflow",),
+        blame=Blame.GRADE,
+        reason=StopReason.CONTEXT_OVERFLOW,
+        why="the agent wrote the prompt",
+    ),
+    Rule(
+        name="completed",
+        stages=RUN,
+        ends=(End.RETURNED,),
+        when=("called",),
+        blame=Blame.GRADE,
+        reason=StopReason.COMPLETED,
+        why="the run came to its end",
+    ),
+    Rule(
+        name="exit code",
+        stages=RUN,
+        ends=(End.EXITED,),
+        when=("replied",),
+        blame=Blame.GRADE,
+        reason=StopReason.NONZERO_EXIT,
+        why="with a model that replies, the exit is the agent's outcome",
+    ),
+    Rule(
+        name="session's time",
+        stages=WORKING,
+        ends=(End.SESSION_CLOCK,),
+        blame=Blame.UNGRADED,
+        reason=StopReason.SESSION_TIMEOUT,
+        why="the bound covers sandboxes and prepare steps, too, so that its end says nothing about the policy",
+    ),
+    Rule(
+        name="timed out by itself",
+        stages=WORKING,
+        ends=(End.TIMEOUT,),
+        blame=Blame.ERROR,
+        cause=Cause.OWN_TIMEOUT,
+        maybe_agent=True,
+        why="a plugin let out a timeout of its own",
+    ),
+    Rule(
+        name="no reply",
+        stages=RUN,
+        ends=(End.AGENT_CLOCK,),
+        blame=Blame.ERROR,
+        cause=Cause.NO_REPLY,
+        maybe_agent=True,
+        why="the agent never had a model",
+    ),
+    Rule(
+        name="no call",
+        stages=RUN,
+        ends=(End.RETURNED,),
+        blame=Blame.ERROR,
+        cause=Cause.NO_CALL,
+        maybe_agent=True,
+        why="the harness is set up wrongly: a program that never calls its model shows nothing about the policy",
+    ),
+    Rule(
+        name="program failed",
+        stages=WORKING,
+        ends=(End.LIMIT, End.REFUSED, End.EXITED, End.PROGRAM),
+        blame=Blame.ERROR,
+        cause=Cause.RAISED,
+        maybe_agent=True,
+        why="the program failed before its model had replied, or could not be run",
+    ),
+    # Grading.
+    Rule(
+        name="graded after excess",
+        stages=(Stage.GRADE,),
+        ends=(End.RETURNED,),
+        when=("excess",),
+        blame=Blame.AGENT,
+        cause=Cause.FIRST,
+        why="what is left has a verdict, but the agent broke its sandbox",
+    ),
+    Rule(
+        name="graded",
+        stages=(Stage.GRADE,),
+        ends=(End.RETURNED,),
+        blame=Blame.GRADE,
+        why="the evaluator returned a verdict",
+    ),
+    Rule(
+        name="grading failed",
+        stages=(Stage.GRADE,),
+        ends=(End.SANDBOX, End.EVALUATOR, End.PROGRAM, End.EXITED, End.LIMIT, End.REFUSED, End.TIMEOUT),
+        blame=Blame.ERROR,
+        cause=Cause.RAISED,
+        maybe_agent=True,
+        why="without a verdict there is no reward",
+    ),
+    Rule(
+        name="confirmed",
+        stages=(Stage.CONFIRM,),
+        ends=(End.RETURNED,),
+        blame=Blame.GRADE,
+        reason=StopReason.AGENT_EXCESS,
+        why="what failed works in a sandbox that no agent has touched",
+    ),
+    Rule(
+        name="confirmed without a verdict",
+        stages=(Stage.CONFIRM,),
+        ends=(End.EVALUATOR,),
+        when=("excess",),
+        blame=Blame.GRADE,
+        reason=StopReason.AGENT_EXCESS,
+        why="the sandbox had failed, and an untouched one works; evaluators may need what an agent makes",
+    ),
+    Rule(
+        name="not confirmed",
+        stages=(Stage.CONFIRM,),
+        ends=ANY[1:],
+        blame=Blame.ERROR,
+        cause=Cause.FIRST,
+        why="what failed fails without an agent, too",
+    ),
+)
+"""The first rule that fits decides."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """See Rule for `reason` and `cause`."""
+
+    rule: str
+    blame: Blame
+    reason: StopReason | None
+    cause: Cause | None
+
+
+def decide(facts: Facts, rules: Sequence[Rule] = RULES) -> Decision:
+    """Apply the first rule that fits. Raises StopIteration for an end that a stage cannot have."""
+    rule = next(rule for rule in rules if rule.fits(facts))
+    blame = Blame.AGENT if rule.maybe_agent and facts.inside and facts.replied else rule.blame
+    return Decision(rule=rule.name, blame=blame, reason=rule.reason, cause=rule.cause)

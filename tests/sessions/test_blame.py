@@ -1,0 +1,232 @@
+"""Who is to blame: each rule by examples, the promises over all combinations of facts, and mutants of every rule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+
+import msgspec
+from outrider.errors import EngineUnavailable, EvaluatorError, HarnessError, RuntimeFailure, ServiceError
+from outrider.harnesses.base import ModelRefused, ProgramExit
+from outrider.lifecycle import StopReason
+from outrider.sessions.blame import RULES, Blame, Cause, Decision, End, Facts, Rule, Stage, decide, end_of
+from outrider.sessions.calls.token_allowance import LimitReached
+
+FLAGS = tuple(field.name for field in msgspec.structs.fields(Facts) if field.name not in ("stage", "end"))
+HARM = ("node_died", "stalled", "overdue")
+INFRASTRUCTURE = ("unrecorded", "engine_failed", "in_vain")
+IMPOSSIBLE = {(stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)} | {
+    # A stage that returned has no decision to make: the next one begins.
+    (Stage.PREPARE, End.RETURNED),
+    (Stage.NEXT_STEP, End.RETURNED),
+    # An evaluation has a clock of its own, and its end is an EvaluatorError.
+    (Stage.GRADE, End.SESSION_CLOCK),
+}
+
+Example = tuple[str, Facts, Blame, StopReason | Cause | None]
+
+
+def run(end: End, *true: str) -> Facts:
+    return Facts(stage=Stage.RUN, end=end, **dict.fromkeys(true, True))
+
+
+def at(stage: Stage, end: End, *true: str) -> Facts:
+    return Facts(stage=stage, end=end, **dict.fromkeys(true, True))
+
+
+def examples() -> Iterator[Example]:
+    """What each rule decides, with no more facts than it needs, and with the rivals that it outranks."""
+    worked = ("called", "replied")
+    for end in End:
+        bad = (*worked, "hung_up")
+        yield "node died", run(end, *bad, "node_died"), Blame.ERROR, Cause.NODE_LOST
+        yield "node died", run(end, *bad, "node_died", "unrecorded"), Blame.ERROR, Cause.NODE_LOST
+        yield "turn not stored", run(end, *worked, "unrecorded"), Blame.ERROR, Cause.UNRECORDED
+        yield "turn not stored", run(end, *worked, "unrecorded", "engine_failed"), Blame.ERROR, Cause.UNRECORDED
+        yield "engine failed", run(end, *worked, "engine_failed"), Blame.ERROR, Cause.ENGINE
+        yield "engine failed", run(end, *worked, "engine_failed", "stalled", "limit"), Blame.ERROR, Cause.ENGINE
+        yield "service stalled", run(end, *bad, "stalled"), Blame.ERROR, Cause.STALL
+        yield "service stalled", run(end, *bad, "stalled", "overdue"), Blame.ERROR, Cause.STALL
+        yield "overdue", run(end, *bad, "overdue"), Blame.ERROR, Cause.OVERDUE
+        yield "overdue", run(end, *bad, "overdue", "in_vain"), Blame.ERROR, Cause.OVERDUE
+        yield "waited in vain", run(end, *worked, "in_vain"), Blame.ERROR, Cause.IN_VAIN
+        yield "waited in vain", run(end, *worked, "in_vain", "limit", "overflow"), Blame.ERROR, Cause.IN_VAIN
+    # A run that ended well is graded, whatever its agent had to wait for.
+    for harm in HARM:
+        yield "completed", run(End.RETURNED, *worked, harm), Blame.GRADE, StopReason.COMPLETED
+    for stage in (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP, Stage.GRADE):
+        yield "other error", at(stage, End.ERROR, *worked, "inside", "limit", "overflow"), Blame.ERROR, Cause.RAISED
+    for stage in (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP):
+        for end in (End.SANDBOX, End.EVALUATOR):
+            yield "sandbox failed", at(stage, end, *worked, "limit", "overflow"), Blame.ERROR, Cause.RAISED
+            yield "sandbox failed", at(stage, end, *worked, "inside"), Blame.AGENT, Cause.RAISED
+            yield "sandbox failed", at(stage, end, "called", "inside"), Blame.ERROR, Cause.RAISED
+    yield "model refused", run(End.REFUSED, *worked), Blame.GRADE, StopReason.NONZERO_EXIT
+    yield "model refused", run(End.REFUSED, *worked, "limit", "overflow"), Blame.GRADE, StopReason.NONZERO_EXIT
+    too_late = run(End.AGENT_CLOCK, *worked, "overflow", "limit")
+    yield "prompt too long, out of time", too_late, Blame.GRADE, StopReason.CONTEXT_OVERFLOW
+    yield "agent's time", run(End.AGENT_CLOCK, *worked), Blame.GRADE, StopReason.AGENT_TIMEOUT
+    yield "agent's time", run(End.AGENT_CLOCK, *worked, "limit"), Blame.GRADE, StopReason.AGENT_TIMEOUT
+    for end in (End.RETURNED, End.SESSION_CLOCK, End.TIMEOUT, End.LIMIT, End.EXITED, End.PROGRAM):
+        yield "limit", run(end, *worked, "limit"), Blame.GRADE, None
+        yield "limit", run(end, *worked, "limit", "overflow", "inside"), Blame.GRADE, None
+    yield "limit", run(End.AGENT_CLOCK, "limit"), Blame.GRADE, None
+    for end in (End.RETURNED, End.EXITED, End.PROGRAM):
+        yield "prompt too long", run(end, *worked, "overflow"), Blame.GRADE, StopReason.CONTEXT_OVERFLOW
+        yield "prompt too long", run(end, *worked, "overflow", "inside"), Blame.GRADE, StopReason.CONTEXT_OVERFLOW
+        yield "prompt too long", run(end, "overflow"), Blame.GRADE, StopReason.CONTEXT_OVERFLOW
+    yield "completed", run(End.RETURNED, *worked, "inside"), Blame.GRADE, StopReason.COMPLETED
+    yield "completed", run(End.RETURNED, *worked), Blame.GRADE, StopReason.COMPLETED
+    yield "exit code", run(End.EXITED, *worked, "inside"), Blame.GRADE, StopReason.NONZERO_EXIT
+    for stage in (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP):
+        inside = at(stage, End.SESSION_CLOCK, *worked, "inside")
+        yield "session's time", inside, Blame.UNGRADED, StopReason.SESSION_TIMEOUT
+        yield "session's time", at(stage, End.SESSION_CLOCK, *worked), Blame.UNGRADED, StopReason.SESSION_TIMEOUT
+        yield "timed out by itself", at(stage, End.TIMEOUT, *worked), Blame.ERROR, Cause.OWN_TIMEOUT
+        yield "timed out by itself", at(stage, End.TIMEOUT, *worked, "inside"), Blame.AGENT, Cause.OWN_TIMEOUT
+        for end in (End.LIMIT, End.REFUSED, End.EXITED, End.PROGRAM):
+            yield "program failed", at(stage, end), Blame.ERROR, Cause.RAISED
+    yield "no reply", run(End.AGENT_CLOCK), Blame.ERROR, Cause.NO_REPLY
+    yield "no reply", run(End.AGENT_CLOCK, "replied", "inside"), Blame.AGENT, Cause.NO_REPLY
+    yield "no call", run(End.RETURNED), Blame.ERROR, Cause.NO_CALL
+    yield "no call", run(End.RETURNED, "replied", "inside"), Blame.AGENT, Cause.NO_CALL
+    yield "program failed", run(End.PROGRAM, *worked, "inside"), Blame.AGENT, Cause.RAISED
+    yield "graded after excess", at(Stage.GRADE, End.RETURNED, "excess"), Blame.AGENT, Cause.FIRST
+    yield "graded", at(Stage.GRADE, End.RETURNED), Blame.GRADE, None
+    for end in (End.SANDBOX, End.EVALUATOR, End.PROGRAM, End.EXITED, End.LIMIT, End.REFUSED, End.TIMEOUT):
+        yield "grading failed", at(Stage.GRADE, end, "replied"), Blame.ERROR, Cause.RAISED
+        yield "grading failed", at(Stage.GRADE, end, "replied", "inside"), Blame.AGENT, Cause.RAISED
+        yield "grading failed", at(Stage.GRADE, end, "inside"), Blame.ERROR, Cause.RAISED
+    yield "confirmed", at(Stage.CONFIRM, End.RETURNED), Blame.GRADE, StopReason.AGENT_EXCESS
+    unneeded = at(Stage.CONFIRM, End.EVALUATOR, "excess")
+    yield "confirmed without a verdict", unneeded, Blame.GRADE, StopReason.AGENT_EXCESS
+    for end in End:
+        if end is not End.RETURNED:
+            yield "not confirmed", at(Stage.CONFIRM, end), Blame.ERROR, Cause.FIRST
+
+
+EXAMPLES = tuple(examples())
+
+
+@cache
+def all_facts() -> tuple[Facts, ...]:
+    return tuple(
+        Facts(stage=stage, end=end, **dict(zip(FLAGS, values, strict=True)))
+        for stage, end in itertools.product(Stage, End)
+        if (stage, end) not in IMPOSSIBLE
+        for values in itertools.product((False, True), repeat=len(FLAGS))
+        # A run does not read the last one, and the other stages only the last three.
+        if not (values[-1] if stage is Stage.RUN else any(values[:-3]))
+    )
+
+
+def test_examples() -> None:
+    for rule, facts, become, detail in EXAMPLES:
+        found = decide(facts)
+        assert (found.rule, found.blame, detail in (found.reason, found.cause)) == (rule, become, True), facts
+    assert {rule for rule, *_ in EXAMPLES} == {rule.name for rule in RULES}
+
+
+def test_a_failure_of_the_infrastructure_is_an_error_whatever_else_is_true() -> None:
+    for facts in all_facts():
+        if facts.stage is Stage.RUN and (
+            any(getattr(facts, name) for name in INFRASTRUCTURE)
+            or facts.end is End.ERROR
+            or (facts.ended_badly and any(getattr(facts, name) for name in HARM))
+        ):
+            assert facts.infrastructure_failed
+            assert decide(facts).blame is Blame.ERROR, facts
+        if facts.end in (End.ERROR, End.SANDBOX) and not facts.inside:
+            assert decide(facts).blame is Blame.ERROR, facts
+
+
+def test_an_agent_is_blamed_only_for_what_came_from_inside_after_a_reply() -> None:
+    for facts in all_facts():
+        if decide(facts).blame is Blame.AGENT and not facts.excess:
+            assert facts.inside, facts
+            assert facts.replied, facts
+
+
+def test_a_run_is_graded_only_if_its_model_was_there_or_the_agent_kept_it_from_replying() -> None:
+    for facts in all_facts():
+        if facts.stage is Stage.RUN and decide(facts).blame is Blame.GRADE:
+            assert facts.called or facts.replied or facts.limit or facts.overflow, facts
+
+
+def test_a_grade_has_a_reason_and_an_error_a_cause() -> None:
+    own = {"limit", "graded"}
+    for rule in RULES:
+        graded = rule.blame in (Blame.GRADE, Blame.UNGRADED)
+        assert (rule.reason is not None) == (graded and rule.name not in own)
+        assert (rule.cause is not None) == (not graded)
+
+
+@cache
+def fitting() -> tuple[frozenset[int], ...]:
+    """For each rule the numbers of the facts that it fits."""
+    return tuple(frozenset(n for n, facts in enumerate(all_facts()) if rule.fits(facts)) for rule in RULES)
+
+
+def mutants() -> Iterator[tuple[str, tuple[Rule, ...]]]:
+    for place, rule in enumerate(RULES):
+        before, after = RULES[:place], RULES[place + 1 :]
+
+        def changed(
+            before: tuple[Rule, ...] = before, after: tuple[Rule, ...] = after, rule: Rule = rule, **to: object
+        ) -> tuple[Rule, ...]:
+            return (*before, msgspec.structs.replace(rule, **to), *after)
+
+        yield f"{rule.name}: removed", (*before, *after)
+        for name in rule.when:
+            yield f"{rule.name}: {name}", changed(when=tuple(one for one in rule.when if one != name))
+        for stage in rule.stages:
+            yield f"{rule.name}: {stage}", changed(stages=tuple(one for one in rule.stages if one is not stage))
+        for end in rule.ends:
+            yield f"{rule.name}: {end}", changed(ends=tuple(one for one in rule.ends if one is not end))
+        for become in Blame:
+            if become is not rule.blame:
+                yield f"{rule.name}: {become}", changed(blame=become)
+        if any(facts.inside and facts.replied and rule.fits(facts) for _, facts, _, _ in EXAMPLES):
+            yield f"{rule.name}: maybe_agent", changed(maybe_agent=not rule.maybe_agent)
+        other = StopReason.CANCELLED if rule.reason is None else None
+        yield f"{rule.name}: reason", changed(reason=other, cause=None if rule.cause else Cause.FIRST)
+        if after and rivals(place):
+            yield f"{rule.name}: after {after[0].name}", (*before, after[0], rule, *after[1:])
+
+
+def rivals(place: int) -> bool:
+    """Whether the order of a rule and the next one matters to some facts."""
+    earlier = frozenset[int]().union(*fitting()[:place])
+    return bool(fitting()[place] & fitting()[place + 1] - earlier)
+
+
+def decisions(rules: tuple[Rule, ...] = RULES) -> list[Decision | None]:
+    found: list[Decision | None] = []
+    for _, facts, _, _ in EXAMPLES:
+        try:
+            found.append(decide(facts, rules))
+        except StopIteration:
+            found.append(None)
+    return found
+
+
+def test_an_example_fails_for_every_mutant() -> None:
+    meant = decisions()
+    assert not [name for name, rules in mutants() if decisions(rules) == meant]
+
+
+def test_the_end_of_each_exception() -> None:
+    raised = {
+        TimeoutError(): End.TIMEOUT,
+        LimitReached(StopReason.MAX_TURNS, None): End.LIMIT,
+        ModelRefused("no"): End.REFUSED,
+        ProgramExit("it exited with 3", exit_code=3, hint="", log_tail=""): End.EXITED,
+        HarnessError("it crashed"): End.PROGRAM,
+        RuntimeFailure("it is gone"): End.SANDBOX,
+        EvaluatorError("no verdict"): End.EVALUATOR,
+        EngineUnavailable("none"): End.ERROR,
+        ServiceError("broken"): End.ERROR,
+        ValueError("a bug"): End.ERROR,
+    }
+    assert {error: end_of(error) for error in raised} == raised
