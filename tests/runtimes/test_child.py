@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -21,3 +22,18 @@ async def test_the_end_comes_in_any_case(script: str, by_itself: bool) -> None:
     assert await child.end(30.0 if by_itself else 0.0) is by_itself
     assert before.left() == (set(), False, set())
     assert child.log_tail() == ""
+
+
+async def test_every_concurrent_waiter_sees_the_exit() -> None:
+    """A sandbox whose zygote is killed must not blame its agent, however many sandboxes the zygote had."""
+    before = Traces()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child = Child.spawn(["/bin/sh", "-c", "read x; exit 3"], {"PATH": "/usr/bin:/bin"}, theirs)
+    waiters = [asyncio.create_task(child.ends_within(30.0)) for _ in range(3)]
+    early = await child.ends_within(0.01)
+    ours.close()
+    assert (early, await asyncio.gather(*waiters)) == (False, [True, True, True])
+    assert await child.ends_within(0.0)
+    await child.end(0.0)
+    assert before.left() == (set(), False, set())

@@ -31,6 +31,7 @@ class Child:
         self.pid = pid
         self.pidfd = pidfd
         self._log = log
+        self._exited: asyncio.Future[None] | None = None
 
     @classmethod
     def spawn(
@@ -100,17 +101,31 @@ class Child:
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
-            await readable(self.pidfd)
+            await self._exit()
         self.reap()
         return in_time
 
     async def ends_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await readable(self.pidfd)
+                await self._exit()
         except TimeoutError:
             return False
         return True
+
+    async def _exit(self) -> None:
+        """Wait for the exit. Concurrent waiters share one reader, because an event loop has one per descriptor."""
+        if self._exited is None:
+            if not self.runs():
+                return
+            loop = asyncio.get_running_loop()
+            self._exited = loop.create_future()
+            loop.add_reader(self.pidfd, self._note_exit, self._exited)
+        await asyncio.shield(self._exited)
+
+    def _note_exit(self, exited: asyncio.Future[None]) -> None:
+        exited.get_loop().remove_reader(self.pidfd)
+        exited.set_result(None)
 
     def reap(self) -> None:
         """Reap a process that has exited, and close."""
@@ -128,13 +143,15 @@ class Child:
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
         if self._log >= 0:
+            if self._exited is not None and not self._exited.done():
+                self._note_exit(self._exited)
             os.close(self._log)
             os.close(self.pidfd)
             self._log = -1
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. A pidfd is readable when its process is dead."""
+    """Wait until `fd` is readable. A pidfd is readable when its process is dead. One waiter at a time for each `fd`."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)

@@ -116,7 +116,9 @@ class Zygote:
         async def maker_lives() -> bool:
             """Wait a moment first, because a sandbox's exit may be seen before the exit of the zygote that caused
             it."""
-            return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
+            if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
+                return False
+            return maker is self._child  # its connection may have broken meanwhile
 
         return Child(pid, pidfd, log), maker_lives
 
