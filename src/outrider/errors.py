@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import ClassVar, overload
+from typing import ClassVar, Self, overload
 
 import msgspec
 
@@ -107,6 +107,13 @@ class OutriderError(Exception):
         self.field = field
         self.log_tail = log_tail
         self.inside = inside
+
+    def replace(self, **changes: str | bool | None) -> Self:
+        """Return a copy with other values of `hint`, `field`, `log_tail` or `inside`. Errors are never changed."""
+        other = type(self).__new__(type(self), *self.args)
+        vars(other).update(vars(self) | changes)
+        other.__cause__, other.__traceback__ = self.__cause__, self.__traceback__
+        return other
 
     def record(self) -> ErrorRecord:
         return bounded(

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from functools import cache
 
 import msgspec
-from outrider.errors import EngineUnavailable, EvaluatorError, HarnessError, RuntimeFailure, ServiceError
+
+from outrider.errors import (
+    ContextOverflow,
+    EngineUnavailable,
+    EvaluatorError,
+    HarnessError,
+    RuntimeFailure,
+    ServiceError,
+)
 from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
 from outrider.sessions.blame import RULES, Blame, Cause, Decision, End, Facts, Rule, Stage, decide, end_of
@@ -16,11 +24,11 @@ from outrider.sessions.calls.token_allowance import LimitReached
 FLAGS = tuple(field.name for field in msgspec.structs.fields(Facts) if field.name not in ("stage", "end"))
 HARM = ("node_died", "stalled", "overdue")
 INFRASTRUCTURE = ("unrecorded", "engine_failed", "in_vain")
-IMPOSSIBLE = {(stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)} | {
-    # A stage that returned has no decision to make: the next one begins.
-    (Stage.PREPARE, End.RETURNED),
-    (Stage.NEXT_STEP, End.RETURNED),
-    # An evaluation has a clock of its own, and its end is an EvaluatorError.
+IMPOSSIBLE = {
+    *((stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
+    # A stage without a failure needs no decision: the next one begins.
+    *((stage, End.RETURNED) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
+    # An evaluation has a clock of its own, whose end is an EvaluatorError.
     (Stage.GRADE, End.SESSION_CLOCK),
 }
 
@@ -92,18 +100,14 @@ def examples() -> Iterator[Example]:
     yield "no call", run(End.RETURNED), Blame.ERROR, Cause.NO_CALL
     yield "no call", run(End.RETURNED, "replied", "inside"), Blame.AGENT, Cause.NO_CALL
     yield "program failed", run(End.PROGRAM, *worked, "inside"), Blame.AGENT, Cause.RAISED
-    yield "graded after excess", at(Stage.GRADE, End.RETURNED, "excess"), Blame.AGENT, Cause.FIRST
-    yield "graded", at(Stage.GRADE, End.RETURNED), Blame.GRADE, None
     for end in (End.SANDBOX, End.EVALUATOR, End.PROGRAM, End.EXITED, End.LIMIT, End.REFUSED, End.TIMEOUT):
         yield "grading failed", at(Stage.GRADE, end, "replied"), Blame.ERROR, Cause.RAISED
         yield "grading failed", at(Stage.GRADE, end, "replied", "inside"), Blame.AGENT, Cause.RAISED
         yield "grading failed", at(Stage.GRADE, end, "inside"), Blame.ERROR, Cause.RAISED
-    yield "confirmed", at(Stage.CONFIRM, End.RETURNED), Blame.GRADE, StopReason.AGENT_EXCESS
-    unneeded = at(Stage.CONFIRM, End.EVALUATOR, "excess")
-    yield "confirmed without a verdict", unneeded, Blame.GRADE, StopReason.AGENT_EXCESS
+    unneeded = at(Stage.CONFIRM, End.EVALUATOR, "sandbox_failed")
+    yield "no verdict without an agent", unneeded, Blame.GRADE, StopReason.AGENT_EXCESS
     for end in End:
-        if end is not End.RETURNED:
-            yield "not confirmed", at(Stage.CONFIRM, end), Blame.ERROR, Cause.FIRST
+        yield "not confirmed", at(Stage.CONFIRM, end), Blame.ERROR, Cause.FIRST
 
 
 EXAMPLES = tuple(examples())
@@ -143,7 +147,7 @@ def test_a_failure_of_the_infrastructure_is_an_error_whatever_else_is_true() -> 
 
 def test_an_agent_is_blamed_only_for_what_came_from_inside_after_a_reply() -> None:
     for facts in all_facts():
-        if decide(facts).blame is Blame.AGENT and not facts.excess:
+        if decide(facts).blame is Blame.AGENT:
             assert facts.inside, facts
             assert facts.replied, facts
 
@@ -155,7 +159,7 @@ def test_a_run_is_graded_only_if_its_model_was_there_or_the_agent_kept_it_from_r
 
 
 def test_a_grade_has_a_reason_and_an_error_a_cause() -> None:
-    own = {"limit", "graded"}
+    own = {"limit"}
     for rule in RULES:
         graded = rule.blame in (Blame.GRADE, Blame.UNGRADED)
         assert (rule.reason is not None) == (graded and rule.name not in own)
@@ -223,6 +227,7 @@ def test_the_end_of_each_exception() -> None:
         ModelRefused("no"): End.REFUSED,
         ProgramExit("it exited with 3", exit_code=3, hint="", log_tail=""): End.EXITED,
         HarnessError("it crashed"): End.PROGRAM,
+        ContextOverflow("it is too long"): End.PROGRAM,
         RuntimeFailure("it is gone"): End.SANDBOX,
         EvaluatorError("no verdict"): End.EVALUATOR,
         EngineUnavailable("none"): End.ERROR,

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from outrider.errors import EvaluatorError, HarnessError, RuntimeFailure
+from outrider.errors import ContextOverflow, EvaluatorError, HarnessError, RuntimeFailure
 from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
 from outrider.sessions.calls.token_allowance import LimitReached
@@ -51,7 +51,7 @@ class End(StrEnum):
     EXITED = "an exit code"
     """The agent's program exited non-zero: `ProgramExit`."""
     PROGRAM = "the program"
-    """Any other HarnessError."""
+    """Any other HarnessError, or ContextOverflow out of an in-process agent."""
     SANDBOX = "the sandbox"
     """RuntimeFailure."""
     EVALUATOR = "the evaluator"
@@ -67,7 +67,7 @@ def end_of(error: BaseException) -> End:
         (LimitReached, End.LIMIT),
         (ModelRefused, End.REFUSED),
         (ProgramExit, End.EXITED),
-        (HarnessError, End.PROGRAM),
+        (HarnessError | ContextOverflow, End.PROGRAM),
         (RuntimeFailure, End.SANDBOX),
         (EvaluatorError, End.EVALUATOR),
     )
@@ -103,8 +103,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The session has a turn that the agent was given to its end."""
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
-    excess: bool = False
-    """GRADE: the run had ended with the agent's excess. CONFIRM: the sandbox failed, rather than the evaluation."""
+    sandbox_failed: bool = False
+    """CONFIRM: the first failure was the sandbox's rather than the evaluation's."""
 
     @property
     def ended_badly(self) -> bool:
@@ -136,7 +136,8 @@ class Blame(StrEnum):
     UNGRADED = "not graded"
     """The session has a stop reason, and neither a verdict nor an error. It is not tried again."""
     AGENT = "agent_excess"
-    """Graded with at most the reward of doing nothing, once a sandbox that no agent has touched was graded."""
+    """The session ends with `agent_excess`, if what failed works in a sandbox that no agent has touched. What the agent
+    left is graded; where that is impossible, the reward is at most 0 and at most that of doing nothing."""
     ERROR = "error"
     """The attempt is tried again, if the error is retryable and the task has attempts left."""
 
@@ -361,23 +362,7 @@ RULES = (
         maybe_agent=True,
         why="the program failed before its model had replied, or could not be run",
     ),
-    # Grading.
-    Rule(
-        name="graded after excess",
-        stages=(Stage.GRADE,),
-        ends=(End.RETURNED,),
-        when=("excess",),
-        blame=Blame.AGENT,
-        cause=Cause.FIRST,
-        why="what is left has a verdict, but the agent broke its sandbox",
-    ),
-    Rule(
-        name="graded",
-        stages=(Stage.GRADE,),
-        ends=(End.RETURNED,),
-        blame=Blame.GRADE,
-        why="the evaluator returned a verdict",
-    ),
+    # Failures of the grading. A grading that returns a verdict needs no decision.
     Rule(
         name="grading failed",
         stages=(Stage.GRADE,),
@@ -388,18 +373,10 @@ RULES = (
         why="without a verdict there is no reward",
     ),
     Rule(
-        name="confirmed",
-        stages=(Stage.CONFIRM,),
-        ends=(End.RETURNED,),
-        blame=Blame.GRADE,
-        reason=StopReason.AGENT_EXCESS,
-        why="what failed works in a sandbox that no agent has touched",
-    ),
-    Rule(
-        name="confirmed without a verdict",
+        name="no verdict without an agent",
         stages=(Stage.CONFIRM,),
         ends=(End.EVALUATOR,),
-        when=("excess",),
+        when=("sandbox_failed",),
         blame=Blame.GRADE,
         reason=StopReason.AGENT_EXCESS,
         why="the sandbox had failed, and an untouched one works; evaluators may need what an agent makes",
@@ -407,7 +384,7 @@ RULES = (
     Rule(
         name="not confirmed",
         stages=(Stage.CONFIRM,),
-        ends=ANY[1:],
+        ends=ANY,
         blame=Blame.ERROR,
         cause=Cause.FIRST,
         why="what failed fails without an agent, too",
@@ -417,16 +394,18 @@ RULES = (
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """See Rule for `reason` and `cause`."""
+    """See Rule for `reason` and `cause`. `maybe_agent`: the agent is to blame if the failure came from inside."""
 
     rule: str
     blame: Blame
     reason: StopReason | None
     cause: Cause | None
+    maybe_agent: bool
 
 
 def decide(facts: Facts, rules: Sequence[Rule] = RULES) -> Decision:
     """Apply the first rule that fits. Raises StopIteration for an end that a stage cannot have."""
     rule = next(rule for rule in rules if rule.fits(facts))
-    blame = Blame.AGENT if rule.maybe_agent and facts.inside and facts.replied else rule.blame
-    return Decision(rule=rule.name, blame=blame, reason=rule.reason, cause=rule.cause)
+    maybe_agent = rule.maybe_agent and facts.replied
+    blame = Blame.AGENT if maybe_agent and facts.inside else rule.blame
+    return Decision(rule=rule.name, blame=blame, reason=rule.reason, cause=rule.cause, maybe_agent=maybe_agent)

@@ -84,9 +84,9 @@ class Conversation:
 
     `step` is the index of the task's current step, and `step_turns` the number of its turns.
 
-    `broken` is the error that broke the record of a turn, after which no call is accepted. `hung_up`: a client has
-    given up a call. `frozen` is the name of a frozen model, for errors; None for the policy. `overdue` counts the
-    seconds for which calls wait for an engine or the store beyond the due time.
+    `broken` is the error that broke the record of a turn, after which no call is accepted. `on_broken` is called then.
+    `hung_up`: a client has given up a call. `frozen` is the name of a frozen model, for errors; None for the policy.
+    `overdue` counts the seconds for which calls wait for an engine or the store beyond the due time.
 
     Requests are read and joined one at a time; long work on a request runs in the worker thread (`offload`).
     """
@@ -102,6 +102,7 @@ class Conversation:
         record: Callable[[Turn], Awaitable[None]],
         sample_index: int = 0,
         on_limit: Callable[[], None] | None = None,
+        on_broken: Callable[[], None] | None = None,
         frozen: str | None = None,
         overdue: Overdue | None = None,
     ) -> None:
@@ -127,6 +128,7 @@ class Conversation:
         self._failed = FailedCalls()
         self._record = record
         self._on_limit = on_limit
+        self._on_broken = on_broken
         self._calls: set[asyncio.Task[object]] = set()
         self._without_turn: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
@@ -388,9 +390,9 @@ class Conversation:
         turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
-            tell, self._on_limit = self._on_limit, None
-            if tell is not None:
-                tell()
+            on_limit, self._on_limit = self._on_limit, None
+            if on_limit is not None:
+                on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str) -> Call:
         assigned = await self.backend.pool.select(self.session_key, self._overdue)
@@ -508,6 +510,8 @@ class Conversation:
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
+            if self._on_broken is not None:
+                self._on_broken()
         return self.broken
 
 

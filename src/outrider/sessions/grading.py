@@ -35,6 +35,7 @@ from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, Shel
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.sandboxes.sandbox import RUNTIME, Sandbox, Sandboxes, collect
 from outrider.sessions.attempt import Attempt
+from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
 from outrider.sessions.clock import Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
@@ -184,7 +185,8 @@ class Grading:
                 place = self._agents if failure else self._graders
             verdict = await self._verdict(outcome)
         except OutriderError as error:
-            if not (error.inside and model_replied):
+            facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
+            if decide(facts).blame is not Blame.AGENT:
                 raise
             failure = failure or error  # the first failure is the cause
         self._stopwatch.lap("eval")
@@ -219,7 +221,9 @@ class Grading:
         try:
             return Grade(verdict=await self._verdict(outcome), excess=False, patch=self._patch)
         except OutriderError as error:
-            if not error.inside:
+            # Whether the model had replied was decided when the run was graded first.
+            facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=True)
+            if decide(facts).blame is not Blame.AGENT:
                 raise
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
 
@@ -319,11 +323,11 @@ class Grading:
                     await collect(runtime, self._task.collect)
                 nothing = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
                 reward = min(reward, nothing.reward)
-        except EvaluatorError as error:
-            if isinstance(failure, EvaluatorError):
-                raise failure from error
         except Exception as error:  # a plugin may raise anything
-            raise failure from error
+            sandbox_failed = not isinstance(failure, EvaluatorError)
+            facts = Facts(stage=Stage.CONFIRM, end=end_of(error), sandbox_failed=sandbox_failed)
+            if decide(facts).blame is Blame.ERROR:
+                raise failure from error
         finally:
             # The failure's traceback holds this frame. If the frame held the failure, the cycle would keep the
             # session's tokens, perhaps megabytes, until the next garbage collection.
@@ -491,14 +495,21 @@ class GraderSandbox:
 
 @asynccontextmanager
 async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
-    """Set `inside` on a failure of the sandbox, of the agent program or of the evaluator, if the failure came from
-    inside the sandbox.
+    """Set `inside` on a failure that came from inside the sandbox.
 
     The sandbox must not be stopped within the block. Other failures, such as an engine's, stay as they are.
     """
     try:
         yield
-    except (RuntimeFailure, HarnessError, EvaluatorError) as failure:
-        if isinstance(runtime, TellsCause) and await runtime.broken_inside():
-            failure.inside = True
-        raise
+    except OutriderError as failure:
+        if failure.inside or not await came_from_inside(runtime, failure):
+            raise
+        raise failure.replace(inside=True) from failure.__cause__
+
+
+async def came_from_inside(runtime: Runtime, failure: OutriderError) -> bool:
+    """Return whether a failure of the sandbox, of the agent's program or of the evaluator came from inside the sandbox,
+    which has not been stopped yet."""
+    if not isinstance(failure, RuntimeFailure | HarnessError | EvaluatorError):
+        return False
+    return failure.inside or (isinstance(runtime, TellsCause) and await runtime.broken_inside())

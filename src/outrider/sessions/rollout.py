@@ -27,8 +27,9 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.overdue import Overdue
-from outrider.concurrency.watchdog import Watchdog, Witness
+from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import (
+    ContextOverflow,
     ErrorRecord,
     HarnessError,
     OutriderError,
@@ -53,12 +54,13 @@ from outrider.sandboxes.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result
+from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, waited_in_vain
 from outrider.sessions.filters import Run, filtered
-from outrider.sessions.grading import Grade, Grading, mark_inside_failures
+from outrider.sessions.grading import Grade, Grading, came_from_inside
 from outrider.sessions.lanes import Lanes, Place
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
@@ -80,9 +82,6 @@ an agent's client give up. Shorter waits are no longer than a slow model call.""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
 """Ends of a step's run after which no further step is begun."""
-
-ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.NONZERO_EXIT})
-"""Ends of a run that a stall of the service may have caused."""
 
 
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +151,7 @@ class Rollout:
         """Returns the seconds that are charged to no clock of the session."""
         self._budget = Budget(seconds, self._stood_still)
         self._stopwatch = Stopwatch()
-        self._at_limit = Cutoff()
+        self._cutoff = Cutoff()
         self._artifacts = ArtifactList(
             session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
         )
@@ -176,12 +175,13 @@ class Rollout:
             history=attempt.task.history,
             record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
             # No reference to this rollout: in a cycle, a token tree of megabytes would wait for the garbage collector.
-            on_limit=self._at_limit.cut,
+            on_limit=self._cutoff.cut,
+            on_broken=self._cutoff.cut,
             overdue=overdue,
         )
         self.models = SessionModels(
             self.conversation,
-            {model.backend.model: _talk_to(model, attempt, node.store, overdue) for model in node.frozen},
+            {model.backend.model: _talk_to(model, attempt, node.store, overdue, self._cutoff) for model in node.frozen},
             goes_on=outlived is not None,
         )
 
@@ -250,7 +250,7 @@ class Rollout:
                     held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
-                return Ending(reason=self._out_of_time(preparing))
+                return self._timed_out(Stage.PREPARE, preparing)
             init.release()
             self._stopwatch.lap("init")
 
@@ -338,14 +338,17 @@ class Rollout:
         self._step = self._steps[before + 1]
         prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
-            async with self._budget.spend(), mark_inside_failures(sandbox.runtime):
+            async with self._budget.spend():
                 await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
                 await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
-            return Ending(reason=self._out_of_time())
+            return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            failure.inside = failure.inside or isinstance(failure, CommandFailed)
-            if not failure.inside:
+            # A command that fails here succeeded in a new sandbox: see `_begin_step`.
+            inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
+            replied = self.conversation.replies > 0
+            facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)
+            if decide(facts).blame is not Blame.AGENT:
                 raise
             outcome = HarnessOutcome(log_tail=failure.log_tail or "")
             ended = AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure)
@@ -435,37 +438,86 @@ class Rollout:
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Run the agent and collect its artifacts, also after a failure: then they are needed most.
 
-        Raises the failure, unless the agent seems to have broken the sandbox: such an end is an outcome, and is graded.
+        Raises the error of a run that says nothing about the policy, as `blame.py` decides.
         """
+        models, conversation = self.models, self.conversation
         self._overdue.begin_run()
+        with self._node.watchdog.witness() as stalls:
+            end, error, outcome = await self._run_agent(sandbox, harness, context)
+            # A program that ends while a call is in flight had no reply: the turn of that call does not count.
+            called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
+            try:
+                await self._collect(sandbox)
+            except Exception as failed:  # plugins too
+                end, error = end_of(failed), failed
+        failure = models.failure or failure  # also a call that was cut off
+        longest = max(stalls.longest, self._node.service_silence())
+        limit = error.reason if isinstance(error, LimitReached) else conversation.limit
+        facts = Facts(
+            stage=Stage.RUN,
+            end=end,
+            unrecorded=models.broken is not None,
+            engine_failed=failure is not None,
+            node_died=self._outlived is not None,
+            stalled=longest >= HARMFUL_SECONDS,
+            overdue=self._overdue.in_run() >= HARMFUL_SECONDS,
+            hung_up=models.hung_up,
+            limit=limit is not None,
+            overflow=isinstance(unanswered, ContextOverflow),
+            called=called,
+            replied=conversation.replies > 0,
+        )
+        in_vain = None if facts.infrastructure_failed else await self._fault_of_waits()
+        facts = msgspec.structs.replace(facts, in_vain=in_vain is not None)
+        errors = {
+            Cause.RAISED: error,
+            Cause.NODE_LOST: NodeLost("its agent has outlived a node, and then ended badly"),
+            Cause.UNRECORDED: models.broken,
+            Cause.ENGINE: failure,
+            Cause.STALL: ServiceError(
+                f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
+                hint="see the service's log for what held it, and whether its machine is overloaded",
+            ),
+            Cause.OVERDUE: waited_in_vain(self._overdue.in_run(), self._overdue.what),
+            Cause.IN_VAIN: in_vain,
+            Cause.OWN_TIMEOUT: timed_out_by_itself(),
+            Cause.NO_REPLY: HarnessError(
+                "the agent's time ran out before the model had said anything",
+                hint="see whether an engine was there to answer, and whether the harness asked",
+            ),
+            Cause.NO_CALL: HarnessError(
+                "the harness ended without a single model call",
+                hint="check its base URL, key and model settings in the log",
+            ),
+        }
+        del error, failure, in_vain  # see below
+        decision = decide(facts)
+        if decision.cause is None:
+            reason = decision.reason or limit
+            assert reason is not None
+            return AgentRun(reason=reason, outcome=outcome)
+        final = errors[decision.cause]
+        if isinstance(final, OutriderError):
+            if final.log_tail is None and decision.cause is not Cause.RAISED:
+                final = final.replace(log_tail=outcome.log_tail)
+            if decision.maybe_agent and await came_from_inside(sandbox.runtime, final):
+                assert decide(msgspec.structs.replace(facts, inside=True)).blame is Blame.AGENT
+                outcome = HarnessOutcome(log_tail=final.log_tail or "")
+                return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=final)
+        assert final is not None
         try:
-            async with mark_inside_failures(sandbox.runtime):
-                with self._node.watchdog.witness() as stalls:
-                    try:
-                        ended = await self._run_agent(sandbox, harness, context)
-                    except Exception as error:  # plugins too: any error is raised again
-                        await self._collect(sandbox)
-                        await self._check_harm(stalls, error)
-                        raise
-                    await self._collect(sandbox)
-                if self.models.broken is not None:  # perhaps by the last call, which was cut off
-                    raise self.models.broken
-                self._check_engines(ended.outcome.log_tail)  # however the run ended, and with the calls that were left
-                if self.models.hung_up or ended.reason in ENDED_BADLY:
-                    await self._check_harm(stalls)
-                await self._settle_doubts()
-                return ended
-        except OutriderError as error:
-            if not (error.inside and self.conversation.replies):
-                raise
-            outcome = HarnessOutcome(log_tail=error.log_tail or "")
-            return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=error)
+            raise final
+        finally:
+            # The error's traceback holds this frame. If the frame held the error, this cycle would keep the session's
+            # tokens, which may have megabytes, until the next garbage collection.
+            del final
+            errors.clear()
 
-    async def _run_agent(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
-        """Drive the harness until it ends or fails, or until a clock or a limit ends it.
-
-        Raises the first true cause of a failed run: a failed model call outranks a limit and the harness's own error.
-        """
+    async def _run_agent(
+        self, sandbox: Sandbox, harness: Harness, context: HarnessContext
+    ) -> tuple[End, Exception | None, HarnessOutcome]:
+        """Drive the harness until it ends or fails, or until a clock or a limit ends it. Returns what ended the run,
+        what was raised, and the outcome."""
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
         clock = Budget(seconds, self._stood_still)
         try:
@@ -473,104 +525,42 @@ class Rollout:
                 self._outliving(sandbox, harness, clock) as run_name,
                 self._budget.spend(),
                 clock.spend(),
-                self._at_limit.block(),
+                self._cutoff.block(),
             ):
                 outcome = await harness.run(msgspec.structs.replace(context, task=self._step, run_name=run_name))
-        except TimeoutError:
+        except TimeoutError as timeout:
             if clock.exhausted:
-                reason = await self._out_of_agent_time()
-            else:
-                self._check_engines(None)
-                reason = self.conversation.limit or self._out_of_time()
-            return AgentRun(reason=reason, outcome=HarnessOutcome())
-        except LimitReached as reached:  # raised through in-process agents
-            self._check_engines(None)
-            return AgentRun(reason=reached.reason, outcome=HarnessOutcome())
+                await self.models.close()  # a call in flight is recorded first, and counts as a turn
+                return End.AGENT_CLOCK, timeout, HarnessOutcome()
+            end = End.SESSION_CLOCK if self._budget.exhausted else End.TIMEOUT
+            return end, timeout, HarnessOutcome()
         except ModelRefused as refused:
-            if not self.conversation.replies:
-                raise
-            outcome = HarnessOutcome(log_tail=refused.message, exit_code=1)
-            return AgentRun(reason=StopReason.NONZERO_EXIT, outcome=outcome)
+            return End.REFUSED, refused, HarnessOutcome(log_tail=refused.message, exit_code=1)
         except OutriderError as error:
             code = error.exit_code if isinstance(error, ProgramExit) else 0
-            outcome = HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
-            if (ended := self._ended_by_model(error.log_tail)) is not None:
-                return AgentRun(reason=ended, outcome=outcome)
-            if isinstance(error, ProgramExit) and self.conversation.replies:
-                return AgentRun(reason=StopReason.NONZERO_EXIT, outcome=outcome)
-            raise
-        if (ended := self._ended_by_model(outcome.log_tail)) is not None:
-            return AgentRun(reason=ended, outcome=outcome)
-        if self.conversation.step_turns == 0:
-            raise HarnessError(
-                "the harness ended without a single model call",
-                hint="check its base URL, key and model settings in the log",
-                log_tail=outcome.log_tail,
-            )
-        return AgentRun(reason=StopReason.COMPLETED, outcome=outcome)
+            return end_of(error), error, HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
+        except Exception as error:  # plugins may raise anything
+            return end_of(error), error, HarnessOutcome()
+        return End.RETURNED, None, outcome
 
-    def _ended_by_model(self, log_tail: str | None) -> StopReason | None:
-        """Return the limit, or the prompt that was too long, that ended the run before the harness did, if any. Raises
-        as `_check_engines`."""
-        self._check_engines(log_tail)
-        if self.conversation.limit is None and self.conversation.failure is not None:
-            return StopReason.CONTEXT_OVERFLOW
-        return self.conversation.limit
+    def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
+        """Return the ending for a TimeoutError outside of a run. Raises HarnessError for a timeout of no budget."""
+        exhausted = any(budget.exhausted for budget in (self._budget, *others))
+        decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
+        if decision.reason is None:
+            raise timed_out_by_itself() from None
+        return Ending(reason=decision.reason)
 
-    def _check_engines(self, log_tail: str | None) -> None:
-        """Raise the failure of a model call after which the agent has not gone on, with the end of the agent's log.
-
-        The agent's reaction does not matter: actions without its model, judge or user show nothing about the policy. So
-        the failure also outranks a limit, which the broken reply may have used up.
-        """
-        if (failure := self.models.failure) is not None:
-            failure.log_tail = log_tail
-            raise failure
-
-    async def _out_of_agent_time(self) -> StopReason:
-        """Return the reason for a run whose agent time is used up. The agent's work is graded, unless a model call had
-        failed or no call was ever answered."""
-        await self.models.close()  # a call in flight is recorded first, and counts as a turn
-        if self.conversation.failure is None and self.conversation.step_turns:
-            return StopReason.AGENT_TIMEOUT
-        if (ended := self._ended_by_model(None)) is not None:
-            return ended
-        raise HarnessError(
-            "the agent's time ran out before the model had said anything",
-            hint="see whether an engine was there to answer, and whether the harness asked",
-        )
-
-    def _out_of_time(self, *others: Budget) -> StopReason:
-        """Return the reason for a TimeoutError, which came from a budget or a plugin. Raises HarnessError for a
-        plugin's."""
-        if not any(budget.exhausted for budget in (self._budget, *others)):
-            raise HarnessError("a step of the session timed out by itself") from None
-        return StopReason.SESSION_TIMEOUT
-
-    async def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
-        """Raise NodeLost for a run that ended badly after its node had died, ServiceError after the service itself had
-        stood still, and EngineSilent or ServiceError after an overdue wait for an engine or the store.
-
-        A client may have given up meanwhile, and the later actions of the agent show nothing about the policy.
-        """
-        if self._outlived is not None:
-            raise NodeLost("its agent has outlived a node, and then ended badly") from error
-        longest = max(stalls.longest, self._node.service_silence())
-        if longest >= HARMFUL_SECONDS:
-            raise ServiceError(
-                f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
-                hint="see the service's log for what held it, and whether its machine is overloaded",
-            ) from error
-        if (overdue := self._overdue.in_run()) >= HARMFUL_SECONDS:
-            raise waited_in_vain(overdue, self._overdue.what) from error
-        await self._settle_doubts()
-
-    async def _settle_doubts(self) -> None:
-        """Raise the error of an engine or store that was at fault for a wait in vain. The check applies however the run
-        ended: an agent that gave a call up may have ended as if all were well."""
-        for doubt in self._overdue.doubts:
-            await doubt()
+    async def _fault_of_waits(self) -> OutriderError | None:
+        """Return the error of an engine or store that was at fault for a wait in vain, if any. An agent that gave a
+        call up may have ended as if all were well."""
+        try:
+            for doubt in self._overdue.doubts:
+                await doubt()
+        except OutriderError as error:
+            return error
         self._overdue.doubts.clear()
+        return None
 
     async def _collect(self, sandbox: Sandbox) -> None:
         """End the agent's calls, run the task's commands that collect the outcome, and keep the artifacts."""
@@ -679,6 +669,10 @@ class Rollout:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
 
 
+def timed_out_by_itself() -> HarnessError:
+    return HarnessError("a step of the session timed out by itself")
+
+
 def _graded(ended: AgentRun, grade: Grade) -> Ending:
     return Ending(
         reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
@@ -688,7 +682,9 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
     )
 
 
-def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue) -> Conversation:
+def _talk_to(
+    model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
+) -> Conversation:
     """Make an attempt's conversation with a frozen model. The agent's sampling applies: the task's sampling is for the
     policy."""
     session, name = attempt.session, model.backend.model
@@ -701,5 +697,6 @@ def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue:
         history=attempt.task.history,
         record=partial(store.add_turn, session.id, session.attempt, model=name),
         frozen=name,
+        on_broken=cutoff.cut,
         overdue=overdue,
     )
