@@ -214,6 +214,20 @@ def only_the_cli_prints(module: Module) -> Iterator[str]:
             yield module.at(node, f"{name}: only the command line prints and configures logging")
 
 
+def errors_are_never_changed(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            if (
+                isinstance(target, ast.Attribute)
+                and target.attr in ("message", "hint", "field", "log_tail", "inside")
+                and dotted(target.value) != "self"
+            ):
+                yield module.at(node, f"{dotted(target)}: `OutriderError.replace` makes an error with other attributes")
+
+
 def modules_say_what_they_are(module: Module) -> Iterator[str]:
     if module.source and not ast.get_docstring(module.tree):
         yield module.at(module.tree, "the module has no docstring")
@@ -226,6 +240,7 @@ RULES: dict[Callable[[Module], Iterator[str]], str] = {
     tasks_have_an_owner: "'x'\nself._loop.create_task(f())",
     environment_is_read_in_one_file: "'x'\nfrom os import environ",
     only_the_cli_prints: "'x'\nlogging.getLogger().addHandler(h)",
+    errors_are_never_changed: "'x'\nerror.inside = True",
     modules_say_what_they_are: "x = 1",
 }
 

@@ -33,7 +33,9 @@ the class of the error from which the record was made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import ClassVar, Self, overload
 
@@ -109,9 +111,11 @@ class OutriderError(Exception):
         self.inside = inside
 
     def replace(self, **changes: str | bool | None) -> Self:
-        """Return a copy with other values of `hint`, `field`, `log_tail` or `inside`. Errors are never changed."""
+        """Return a copy with other attributes. An error that was raised is never changed."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self) | changes)
+        if "message" in changes:
+            other.args = (changes["message"],)
         other.__cause__, other.__traceback__ = self.__cause__, self.__traceback__
         return other
 
@@ -127,6 +131,19 @@ class OutriderError(Exception):
                 retryable=self.retryable,
             )
         )
+
+
+@contextmanager
+def renamed_field(old: str, new: str) -> Iterator[None]:
+    """Within the block, an error about the field `old`, or about a field below it, names the field `new` instead. The
+    code that checks a part of a request need not know where in the request the part is."""
+    try:
+        yield
+    except OutriderError as error:
+        field = error.field
+        if field is None or not re.match(rf"{re.escape(old)}\b", field):
+            raise
+        raise error.replace(field=new + field.removeprefix(old)) from error.__cause__
 
 
 class RequestError(OutriderError):

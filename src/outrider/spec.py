@@ -8,6 +8,8 @@ Nothing here reads the file system or imports plugins: `service/admission.py` ch
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -25,7 +27,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from outrider.concurrency.base64_pieces import decode_base64
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, renamed_field
 
 MAX_TEXT = 1 << 20
 EVALUATION_LABEL = "outrider.evaluation"
@@ -454,6 +456,21 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
         }
         steps.append(steps[-1].model_copy(update=changes))
     return steps
+
+
+@contextmanager
+def fields_of_step(step: int) -> Iterator[None]:
+    """Within the block, an error about the task of a step (see `steps_of`) names the field of the whole task. The first
+    step is 0."""
+    if not step:
+        yield
+        return
+    later = f"task.then.{step - 1}"
+    with (
+        renamed_field("task.evaluator", f"{later}.evaluator"),
+        renamed_field("task.instruction", f"{later}.instruction"),
+    ):
+        yield
 
 
 def evaluator_field(step: int) -> str:

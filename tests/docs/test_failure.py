@@ -1,4 +1,4 @@
-"""docs/failure.md lists all background work that can fail."""
+"""docs/failure.md lists all background work that can fail, and prints the rules that decide how an attempt ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import outrider
-from docs.pages import ROOT
+from docs.pages import ROOT, page
+from outrider.sessions.blame import ANY, RULES, Blame, Facts, Rule
 
 SOURCES = Path(outrider.__file__).parent
 NAMED = {"begin": 0, "until_done": 0, "note": 0, "note_success": 0}
@@ -64,3 +65,29 @@ def test_all_background_work_is_listed() -> None:
     # These are variables where they are noted, or are started by an owner that the file does not make.
     others = {"process of node …", "use engine …", "checkpoints of the database", "start a sandbox for an evaluation"}
     assert listed - found == others
+
+
+def shown(rule: Rule) -> tuple[str, ...]:
+    """A rule as a row of the page."""
+    ends = "any" if rule.ends == ANY else ", ".join(rule.ends)
+    ending = rule.blame.value
+    if rule.reason is not None:
+        ending = f"`{rule.reason}`, {ending}"
+    elif rule.blame is Blame.GRADE:
+        ending = f"the limit, {ending}"
+    if rule.cause is not None:
+        ending = f"{ending}: {rule.cause}"
+    maybe = "yes" if rule.maybe_agent else "no"
+    when = ", ".join(f"`{name}`" for name in rule.when) or "always"
+    return f"`{rule.name}`", ", ".join(rule.stages), ends, when, ending, maybe, rule.why
+
+
+def test_the_rules_of_blame_are_printed() -> None:
+    (table,) = page("docs/failure.md").tables("Rule")
+    assert table.rows == tuple(map(shown, RULES))
+
+
+def test_every_fact_that_a_rule_names_is_explained() -> None:
+    (table,) = page("docs/failure.md").tables("Fact")
+    assert {row[0].strip("`") for row in table.rows} == {name for rule in RULES for name in rule.when}
+    assert {name for rule in RULES for name in rule.when} <= set(dir(Facts))

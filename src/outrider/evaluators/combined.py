@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from outrider.errors import EvaluatorError, InvalidField
+from outrider.errors import EvaluatorError, InvalidField, renamed_field
 from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
@@ -95,10 +95,8 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
             # instead of reward 0.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
-        try:
+        with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
             made[name] = Part(spec, make_evaluator(spec, endpoints))
-        except InvalidField as error:
-            raise _of_part(name, error) from error
     return made
 
 
@@ -116,16 +114,8 @@ def _by_part(numbers: dict[str, float], parts: dict[str, Part], option: str) -> 
 async def _check_specs(parts: dict[str, Part], host: Host) -> None:
     for name, part in parts.items():
         if isinstance(part.evaluator, ChecksSpec):
-            try:
+            with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
                 await part.evaluator.check_spec(host)
-            except InvalidField as error:
-                raise _of_part(name, error) from error
-
-
-def _of_part(name: str, error: InvalidField) -> InvalidField:
-    """Return the error with the path of the field inside the part's spec."""
-    inner = (error.field or FIELD).removeprefix(FIELD)
-    return InvalidField(error.message, hint=error.hint, field=f"{FIELD}.options.parts.{name}{inner}")
 
 
 async def _verdicts(parts: dict[str, Part], outcome: Outcome) -> dict[str, Verdict]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, renamed_field
 from outrider.evaluators.options import read_options
 from outrider.spec import EvaluatorSpec, Spec, complaints
 
@@ -46,11 +46,8 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
     """Yield the spec and all specs inside, each with the path of its field. Raises InvalidField for an invalid spec."""
     yield spec, field
     if spec.kind in KINDS:
-        try:
+        with renamed_field(FIELD, field):
             options = read_options(KINDS[spec.kind], spec)
-        except InvalidField as error:
-            error.field = field + (error.field or FIELD).removeprefix(FIELD)
-            raise
         for name, given in options.parts.items():
             own = f"{field}.options.parts.{name}"
             yield from nested_specs(part_spec(given, spec, own), own)

@@ -7,7 +7,6 @@ its folder is removed.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
-from outrider.errors import OutriderError, RuntimeFailure
+from outrider.errors import RuntimeFailure, renamed_field
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
 from outrider.runtimes.node_host import Host
@@ -31,18 +30,6 @@ PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
 
 RUNTIME = "task.runtime"
 """The field of the runtime of the agent's sandbox."""
-
-
-@contextmanager
-def naming_runtime(field: str) -> Iterator[None]:
-    """Rename the field of an error from `task.runtime` to the runtime at `field`: runtimes always report
-    `task.runtime`."""
-    try:
-        yield
-    except OutriderError as error:
-        if error.field is not None:
-            error.field = re.sub(rf"^{re.escape(RUNTIME)}\b", field, error.field)
-        raise
 
 
 class CommandFailed(RuntimeFailure):
@@ -85,7 +72,7 @@ class Sandbox:
             return
         try:
             self._locks = await lock_gpus(self.gpus)
-            with naming_runtime(self._field):
+            with renamed_field(RUNTIME, self._field):
                 await self.runtime.start()
             if not self._prepared:
                 await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
@@ -145,14 +132,14 @@ class Sandboxes:
         not allowed here: links on this machine may lead elsewhere than on the service's machine, or than before."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         if names_paths(spec):
-            with naming_runtime(field):
+            with renamed_field(RUNTIME, field):
                 spec = await asyncio.to_thread(self.paths.resolved, spec)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = self._context(directory, name, attempt, mounts, layer, gpus)
         prepared = layer is not None
         try:
-            with naming_runtime(field):
+            with renamed_field(RUNTIME, field):
                 return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
         except BaseException:
             directory.rmdir()
@@ -209,8 +196,7 @@ async def prepare(
                 try:
                     await runtime.upload(await asyncio.to_thread(source), step.to)
                 except RuntimeFailure as error:
-                    error.message = paths.as_named(error.message)
-                    raise
+                    raise error.replace(message=paths.as_named(error.message)) from error.__cause__
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
 

@@ -23,6 +23,7 @@ from outrider.errors import (
     OutriderError,
     RequestError,
     RuntimeUnavailable,
+    renamed_field,
 )
 from outrider.evaluators.base import ChecksSpec, Evaluator
 from outrider.evaluators.endpoints import Endpoints
@@ -36,9 +37,8 @@ from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import naming_runtime
+from outrider.sandboxes.sandbox import RUNTIME
 from outrider.schemas import NodeStats
-from outrider.service.step_fields import naming_step
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
@@ -49,6 +49,7 @@ from outrider.spec import (
     TaskSpec,
     Upload,
     complaints,
+    fields_of_step,
     runtimes_of,
     steps_of,
 )
@@ -221,7 +222,7 @@ def check_group(
     steps = steps_of(task)
     evaluators = []
     for number, step in enumerate(steps):
-        with naming_step(number):
+        with fields_of_step(number):
             if task.harness.agent is None:
                 check_instruction(step.instruction)
             evaluators.append(make_evaluator(step.evaluator, endpoints))
@@ -232,7 +233,7 @@ def check_group(
                     hint="name the paths that are graded, or use runtime kind 'namespace'",
                 )
     for one, field in runtimes:
-        with naming_runtime(field):
+        with renamed_field(RUNTIME, field):
             _check_paths(one, paths)
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
@@ -250,7 +251,7 @@ def check_group(
     if not here:
         return evaluators
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
-        with naming_runtime(field):
+        with renamed_field(RUNTIME, field):
             kind.check_spec(one)
         if not (can := kind.available()).ok:
             raise RuntimeUnavailable(
@@ -289,7 +290,7 @@ class SubmissionChecks:
         try:
             async with asyncio.timeout(self._seconds) as clock, self._turns[tenant]:
                 for number, evaluator in enumerate(evaluators):
-                    with naming_step(number):
+                    with fields_of_step(number):
                         await _check_evaluator(evaluator, self._host)
         except TimeoutError as error:
             if not clock.expired():

@@ -16,8 +16,7 @@ from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
 from outrider.service.own_addresses import Address, is_own, meanings, plain
 from outrider.service.principals import Principal
-from outrider.service.step_fields import naming_step
-from outrider.spec import GroupSpec, RuntimeSpec, runtimes_of, steps_of
+from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, steps_of
 
 METADATA = frozenset(
     map(
@@ -49,7 +48,7 @@ class AllowLists:
             self.check_python(runtime.kind, field=f"{field}.kind")
         self.check_python(task.harness.agent, field="task.harness.agent")
         for number, step in enumerate(steps_of(task)):
-            with naming_step(number):
+            with fields_of_step(number):
                 for evaluator, field in nested_specs(step.evaluator):
                     self.check_python(evaluator.kind, field=f"{field}.kind")
                     self.check_python(evaluator.path, field=f"{field}.path")

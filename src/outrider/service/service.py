@@ -24,7 +24,7 @@ from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
-from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
@@ -228,11 +228,8 @@ class Service:
         )
 
     async def _submit_again(self, spec: StoredGroupSpec, caller: Principal) -> GroupView:
-        try:
+        with renamed_field("task.evaluator", "evaluator"):
             return await self.submit(spec, caller)
-        except InvalidField as error:
-            error.field = (error.field or "").replace("task.evaluator", "evaluator", 1)  # as in the request
-            raise
 
     async def submit(self, spec: GroupSpec, caller: Principal = LOCAL) -> GroupView:
         """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many

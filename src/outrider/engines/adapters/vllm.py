@@ -300,8 +300,7 @@ class VLLMEngine:
             return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             error = translate(failure, self.name)
-            error.hint = DEV_HINT if failure.status == 404 else error.hint
-            raise error from None
+            raise (error.replace(hint=DEV_HINT) if failure.status == 404 else error) from None
 
     async def _served_version(self, server: HttpClient) -> int:
         """Return the version of the served weights. Servers outside development mode do not report their label."""

@@ -74,11 +74,11 @@ class CodeEvaluator:
         try:
             await probe(outcome.runtime, self._options.python)
         except EvaluatorError as error:
-            if not error.inside:  # it hangs: a slow host, or a program put in its place
-                async with outcome.beside() as other:
-                    await probe(other, self._options.python)
-                error.inside = True
-            raise
+            if error.inside:
+                raise
+            async with outcome.beside() as other:  # it hangs: a slow host, or a program put in its place
+                await probe(other, self._options.python)
+            raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
             return await self._checked(outcome, program)
         candidate = Candidate(outcome, program, self._options, self._seconds)

@@ -99,8 +99,8 @@ class ToolSocket:
         try:
             return await self._shared.accept(runs)
         except RuntimeFailure as error:
-            error.hint = "give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc"
-            raise
+            hint = "give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc"
+            raise error.replace(hint=hint) from error.__cause__
 
     async def close(self) -> None:
         """Idempotent."""

@@ -130,7 +130,7 @@ async def launch(
             # A layer that cannot be unpacked was spoiled by the agent that left it, except in two cases: the host
             # failed meanwhile, or a file system was mounted below /usr since, so that the layer's files have no place.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
-                error.inside = error.inside or await zygote_lives()
+                raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
 
         async def ended_inside() -> bool:

@@ -1,7 +1,7 @@
 """Messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
-Importing this package imports `renderers` without the OpenAI SDK, which `renderers` has for an HTTP client that Outrider
-never calls: the SDK's 528 modules took 0.75 of the 1.7 s of processor time that a node process needs to start.
+Importing this package imports `renderers` without the OpenAI SDK, which `renderers` has for an HTTP client that
+Outrider never calls. The SDK's 528 modules took 0.75 of the 1.7 s of processor time that a node process needs to start.
 """
 
 import sys
