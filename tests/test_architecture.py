@@ -228,6 +228,27 @@ def errors_are_never_changed(module: Module) -> Iterator[str]:
                 yield module.at(node, f"{dotted(target)}: `OutriderError.replace` makes an error with other attributes")
 
 
+def methods_are_never_replaced(module: Module) -> Iterator[str]:
+    """A change is published on a feed (concurrency/events.py), or a callback is given to the constructor."""
+    if module.name == "outrider.evaluators.checks.swebench_check":
+        return  # replaces functions of the swebench package, in a process of its own
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in ast.walk(module.tree):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if not isinstance(target, ast.Attribute) or dotted(target.value).split(".")[0] in imported:
+                continue
+            function = isinstance(node.value, ast.Lambda) or (
+                isinstance(node.value, ast.Call) and dotted(node.value.func) == "partial"
+            )
+            if dotted(target.value) != "self" and (function or target.attr.startswith("on_")):
+                yield module.at(node, f"{dotted(target)} is another object's method")
+
+
 def modules_say_what_they_are(module: Module) -> Iterator[str]:
     if module.source and not ast.get_docstring(module.tree):
         yield module.at(module.tree, "the module has no docstring")
@@ -241,6 +262,7 @@ RULES: dict[Callable[[Module], Iterator[str]], str] = {
     environment_is_read_in_one_file: "'x'\nfrom os import environ",
     only_the_cli_prints: "'x'\nlogging.getLogger().addHandler(h)",
     errors_are_never_changed: "'x'\nerror.inside = True",
+    methods_are_never_replaced: "'x'\npool.changed = lambda: None",
     modules_say_what_they_are: "x = 1",
 }
 

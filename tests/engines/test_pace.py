@@ -196,7 +196,7 @@ async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_other
     async with EnginePool() as pool:
         await pool.add_engine(engine())
         changes = list[None]()
-        pool.state_changed = lambda: changes.append(None)
+        pool.changes.subscribe(changes.append)
         pool.note_uses("one", {"a": EngineUse(pace=SLOW)})
         assert pool.paces()["a"].pace == SLOW
         assert changes == [None]

@@ -273,7 +273,7 @@ class Joining:
 async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path) -> None:
     async with Joining.open(tokenizer) as joining:
         begun = asyncio.Event()
-        joining.nodes.added = lambda _: begun.set()
+        joining.nodes.added.subscribe(lambda _: begun.set())
         first = Dialling("a")
         ended = await joining.attended(first)
         first.begin()

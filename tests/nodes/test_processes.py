@@ -285,7 +285,7 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
         await running.service.pool.add_engine(engine)
         await running.done(await running.submit("ask"))
         engine.logprob_kind = LogprobKind.RAW
-        running.service.pool.state_changed()
+        running.service.pool.changes.publish(None)
         kind = LogprobKind.SAMPLING
         async with asyncio.timeout(30):  # followers hear of it a moment later
             while kind is not LogprobKind.RAW:

@@ -1,12 +1,33 @@
-"""Waits with a time limit: for one event, or for a broadcast that wakes every waiter.
+"""How a change reaches those who depend on it: a feed calls its subscribers, a broadcast wakes its waiters.
 
-The module is independent of the event's meaning. Invariant: a waiter that took `next()` before `send` never misses the
-broadcast.
+The module is independent of the change's meaning. Invariants: a feed's subscribers get every value published while they
+are subscribed, in order; a waiter that took `next()` before `send` never misses the broadcast.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Feed(Generic[T]):
+    """Publishes values to subscribers on the same event loop. `Feed[None]` publishes that something has changed."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[T], None]] = []
+
+    def subscribe(self, receive: Callable[[T], None]) -> Callable[[], None]:
+        """Call `receive` with each value from now on. Returns the function that ends the subscription."""
+        self._subscribers.append(receive)
+        return lambda: self._subscribers.remove(receive)
+
+    def publish(self, value: T) -> None:
+        """Call all subscribers, in the order of their subscriptions. They neither block nor raise."""
+        for receive in tuple(self._subscribers):
+            receive(value)
 
 
 class Broadcast:

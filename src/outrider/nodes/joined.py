@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib.metadata import version
 from types import TracebackType
 from typing import Self
@@ -19,6 +19,7 @@ from typing import Self
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.events import Feed
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
@@ -49,12 +50,12 @@ class JoinedNodes:
     are the names of the service's own nodes, which joining nodes cannot use."""
 
     def __init__(self, config: Config, parts: ServiceParts, telling: Telling, *, own: Collection[str]) -> None:
-        self.added: Callable[[Node], None] = lambda _: None
-        """Called with each node that begins to run attempts."""
-        self.removed: Callable[[Node], None] = lambda _: None
-        """Called with each node that no longer runs attempts."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when a node has room for more sessions than before."""
+        self.added = Feed[Node]()
+        """Publishes each node that begins to run attempts."""
+        self.removed = Feed[Node]()
+        """Publishes each node that no longer runs attempts."""
+        self.room = Feed[None]()
+        """Publishes when a node has room for more sessions than before."""
         self._config = config
         self._version = version("outrider")
         self._parts = parts
@@ -133,7 +134,7 @@ class JoinedNodes:
         parts = msgspec.structs.replace(self._parts, resources=resources)
         elsewhere = not hello.host or hello.host != host_id()
         node = RemoteNode(name, hello.machine, parts, elsewhere=elsewhere, dialled=True)
-        node.on_room = self.on_room
+        node.room.subscribe(self.room.publish)
         member = Member(node, hello, owner)
         self._members[name] = member
         member.serving = self._tasks.create_task(self._serve(member, resources.capacity), name=f"node {name}")
@@ -151,12 +152,12 @@ class JoinedNodes:
             self._telling.nodes.append(node)
             for model, pool in self._parts.pools.items():  # changes since the node's first message
                 node.tell(model, pool.state())
-            self.added(node)
+            self.added.publish(node)
 
         async def ended() -> None:
             if node in self._telling.nodes:
                 self._telling.nodes.remove(node)
-                self.removed(node)
+                self.removed.publish(node)
 
         how: object = "the service ends"
         try:

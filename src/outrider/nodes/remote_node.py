@@ -20,6 +20,7 @@ import numpy as np
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
@@ -145,8 +146,8 @@ class RemoteNode:
         self._reachable = True
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when the node has room for more sessions than before."""
+        self.room = Feed[None]()
+        """Publishes when the node has room for more sessions than before."""
 
     async def serve(
         self,
@@ -208,7 +209,7 @@ class RemoteNode:
         more = reachable and not self._reachable
         self._reachable = reachable
         if more:
-            self.on_room()
+            self.room.publish(None)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         if self._connection is None:
@@ -232,7 +233,7 @@ class RemoteNode:
         more = stats.capacity > self._stats.capacity
         self._stats, self._images = stats, report.images
         if more:
-            self.on_room()
+            self.room.publish(None)
 
 
 def _without_local(state: PoolState) -> PoolState:

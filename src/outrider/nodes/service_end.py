@@ -120,7 +120,8 @@ class ServiceEnd:
         self._attempts: dict[int, asyncio.Task[SessionResult | None]] = {}
         self._early: list[ToNode] = []
         """Messages received before the node was ready."""
-        self._handle: Callable[[ToNode], None] = self._early.append
+        self._ready: tuple[LocalNode, Followers, Chores] | None = None
+        """What messages are applied to; None before the node is ready."""
         self._reported: Report | None = None
         self._heard: float | None = None
         """The time of the service's last message; None before the node is ready."""
@@ -133,7 +134,7 @@ class ServiceEnd:
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
         """Send and receive while the block runs. Yields a task that is done when the connection has ended."""
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(self._link.run(lambda message: self._handle(message)), name="service link")
+            running = tasks.create_task(self._link.run(self._receive), name="service link")
             running.add_done_callback(lambda _: self._end())
             try:
                 yield running
@@ -159,15 +160,21 @@ class ServiceEnd:
             self._report(node, pools, images)
 
         async with Chores(node.failures) as attempts:
-            self._handle = partial(self._obey, node, pools, attempts)
+            self._ready = node, pools, attempts
             self._heard = time.monotonic()
             for message in self._early:
-                self._handle(message)
+                self._receive(message)
             self._link.send(Ready(outlived=node.outlived()))
             try:
                 await attempts.begin("report to the service", report, every=REPORT_SECONDS)
             finally:
                 self._ending = True
+
+    def _receive(self, message: ToNode) -> None:
+        if self._ready is None:
+            self._early.append(message)
+        else:
+            self._apply(*self._ready, message)
 
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the present ones have ended."""
@@ -240,7 +247,7 @@ class ServiceEnd:
         for number, parts in self._generations.items():
             parts.put_nowait(Generated(generation=number, error=gone.record()))
 
-    def _obey(self, node: LocalNode, pools: Followers, attempts: Chores, message: ToNode) -> None:
+    def _apply(self, node: LocalNode, pools: Followers, attempts: Chores, message: ToNode) -> None:
         if silent := self.silence():
             node.note_stall(silent)
         self._heard = time.monotonic()

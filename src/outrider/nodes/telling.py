@@ -6,6 +6,7 @@ Connections are handled elsewhere. Invariant: each change of a pool is sent to e
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -25,13 +26,14 @@ class Telling:
         self.nodes: list[RemoteNode] = []
         self._pools = pools
         self._changed = asyncio.Event()
+        self._subscriptions: list[Callable[[], None]] = []
         self._said: dict[str | None, PoolState] = {}
         self._chores = Chores(failures or Failures())
 
     async def __aenter__(self) -> Self:
         await self._chores.__aenter__()
         for pool in self._pools.values():
-            pool.state_changed = self._changed.set
+            self._subscriptions.append(pool.changes.subscribe(lambda _: self._changed.set()))
         self._chores.begin("tell nodes of engines", self._say_changes)
         self._chores.begin("tell nodes of loads", self._say_loads, every=LOADS_SECONDS)
         return self
@@ -39,8 +41,8 @@ class Telling:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pool in self._pools.values():
-            pool.state_changed = lambda: None
+        while self._subscriptions:
+            self._subscriptions.pop()()
         await self._chores.__aexit__(None, None, None)
 
     async def _say_changes(self) -> None:

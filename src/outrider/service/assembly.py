@@ -165,7 +165,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             failures=failures,
         )
         for each in telling.nodes:
-            each.on_room = service.wake
+            each.room.subscribe(lambda _: service.wake())
         for spec in config.engines:
             await service.add_engine(spec)
         for at, model in enumerate(config.frozen):

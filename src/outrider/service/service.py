@@ -19,7 +19,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
-from outrider.concurrency.events import Broadcast, wait_for_event
+from outrider.concurrency.events import Broadcast, Feed, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
@@ -74,11 +74,11 @@ REDELIVERED_AT_ONCE = 500
 
 
 class ComingNodes(Protocol):
-    """Accepts nodes on other machines and calls the three functions on changes; see `nodes.joined.JoinedNodes`."""
+    """Accepts nodes on other machines and publishes changes; see `nodes.joined.JoinedNodes`."""
 
-    added: Callable[[Node], None]
-    removed: Callable[[Node], None]
-    on_room: Callable[[], None]
+    added: Feed[Node]
+    removed: Feed[Node]
+    room: Feed[None]
 
     @property
     def refused(self) -> Collection[RefusedNode]: ...
@@ -155,8 +155,9 @@ class Service:
         )
         self.joined = joined
         """Adds and removes nodes on other machines."""
-        joined.added, joined.removed = self._scheduler.add_node, self._scheduler.remove_node
-        joined.on_room = self._scheduler.wake
+        joined.added.subscribe(self._scheduler.add_node)
+        joined.removed.subscribe(self._scheduler.remove_node)
+        joined.room.subscribe(lambda _: self._scheduler.wake())
         self._group_done = Broadcast()
 
     @asynccontextmanager

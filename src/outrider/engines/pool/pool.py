@@ -23,7 +23,7 @@ from outrider import plugins
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores, Failures
-from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.events import Feed, wait_for_event
 from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import (
     AnyRequest,
@@ -165,7 +165,7 @@ class EnginePool:
     no engine serves, so that an engine's restart fails no session. `known` and `keep` let the policy's version outlive
     the pool (`Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
 
-    Pools of other processes may follow this pool (`follower.py`): `state_changed` is called whenever `state` may have
+    Pools of other processes may follow this pool (`follower.py`): `changes` publishes whenever `state` may have
     changed, and `note_uses` records a follower's load on the engines. A following pool is made with `follows`, which
     makes its policy.
     """
@@ -189,7 +189,7 @@ class EnginePool:
         paces: Mapping[str, RememberedPace] = {},
         follows: MakesPolicy | None = None,
     ) -> None:
-        self.state_changed: Callable[[], None] = lambda: None
+        self.changes = Feed[None]()
         self._serves = serves
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -209,7 +209,7 @@ class EnginePool:
         self._changed = asyncio.Event()
         self.failures = Failures()
         self._tasks = Chores(self.failures)
-        make = follows or partial(Policy, known=known, keep=keep, changed=lambda: self.state_changed())
+        make = follows or partial(Policy, known=known, keep=keep, changed=partial(self.changes.publish, None))
         self.policy = make(self._members, lost=self._mark_failed, found=self._mark_found)
         self._silence = SilenceWatch(
             silence,
@@ -348,7 +348,7 @@ class EnginePool:
                 self.doubt(name)
             if use is not None and use.pace is not None and not member.pace.known:
                 member.pace.take_over(use.pace)
-                self.state_changed()
+                self.changes.publish(None)
 
     def paces(self) -> dict[str, RememberedPace]:
         """Return the known paces of the engines, by engine name."""
@@ -382,7 +382,7 @@ class EnginePool:
                     raise outdated
                 if (version := self.policy.version_of(member.engine, health)) > member.version:
                     member.version = version
-                    self.state_changed()
+                    self.changes.publish(None)
             except EngineError as error:
                 self._mark_failed(member, error)
             finally:
@@ -442,7 +442,7 @@ class EnginePool:
         member = self._member(name)
         member.draining = True
         self._affinity.refresh(member)
-        self.state_changed()
+        self.changes.publish(None)
         return member.status()
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
@@ -457,7 +457,7 @@ class EnginePool:
         member = self._member(name)
         member.remove(seconds)
         self._affinity.refresh(member)
-        self.state_changed()
+        self.changes.publish(None)
         _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         try:
             async with asyncio.timeout(seconds):
@@ -795,7 +795,7 @@ class EnginePool:
     def _keep_out(self, member: Member) -> None:
         member.ok = False
         self._affinity.refresh(member)
-        self.state_changed()
+        self.changes.publish(None)
         if member.probe is not None:  # an earlier probe that has not noticed yet that the engine was found
             member.probe.cancel()
         member.probe = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
@@ -909,7 +909,7 @@ class EnginePool:
         """Wake every request that waits for an engine."""
         self._changed.set()
         self._changed = asyncio.Event()
-        self.state_changed()
+        self.changes.publish(None)
 
     async def _close_all(self) -> None:
         async with AsyncExitStack() as stack:

@@ -272,11 +272,11 @@ class SilenceWatch:
         if member.last_sign <= given_up.began and not member.removed:
             question = self._questions.get(member.name)
             if question is None and member.serves:
-                question = self._questions[member.name] = Question(loop_time())
+                question = self._questions[member.name] = Question(member, loop_time())
                 asking = self._ask(question, member, probe_request(flight.request))
                 question.task = self._start(asking, f"look at {member.name}")
             elif question is None:
-                question = Question(loop_time())
+                question = Question(member, loop_time())
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
         overdue.doubts.append(partial(_vouch, member.name, given_up, question, overdue.in_vain))
         if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
@@ -375,7 +375,6 @@ class SilenceWatch:
 
     async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
         """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
-        question.note_sign = lambda: question.heard(member.last_sign)
         try:
             while await self._token_of(member, request, self._check_seconds(member)) is None:
                 await self._gate.opened()
@@ -384,7 +383,7 @@ class SilenceWatch:
             question.answered = now - question.asked
             member.last_sign = now
         except EngineError as error:
-            question.heard(member.last_sign)
+            question.note_sign()
             question.error = error
         finally:
             if self._questions.get(member.name) is question:
@@ -396,17 +395,17 @@ class Question:
     `answered`: seconds until the token came. `sign`: seconds until another call received a chunk, if sooner. `error`:
     why no token came."""
 
-    def __init__(self, asked: float) -> None:
+    def __init__(self, member: Member, asked: float) -> None:
         self.asked = asked
         self.answered: float | None = None
         self.sign: float | None = None
         self.error: EngineError | None = None
         self.task: asyncio.Task[None] | None = None
-        self.note_sign: Callable[[], None] = lambda: None
+        self._member = member
 
-    def heard(self, last_sign: float) -> None:
-        if self.sign is None and last_sign > self.asked:
-            self.sign = last_sign - self.asked
+    def note_sign(self) -> None:
+        if self.sign is None and self._member.last_sign > self.asked:
+            self.sign = self._member.last_sign - self.asked
 
 
 class GivenUp(msgspec.Struct, frozen=True):

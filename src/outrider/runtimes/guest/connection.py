@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """A stream of frames. `fd_in` and `fd_out` may be the same socket. `on_end` is called once, when either has ended,
-    and by default stops the loop. Later messages are dropped."""
+    """A stream of frames. `fd_in` and `fd_out` may be the same socket. Before `attach` is called, frames are dropped,
+    and the end of the stream stops the loop. Messages sent after the end are dropped."""
 
     def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
         self.loop = loop
@@ -30,12 +30,16 @@ class Connection:
         self.fd_out = fd_out
         self.received = bytearray()
         self.outgoing = bytearray()
-        self.on_frame: Callable[[bytes], object] = len
-        self.on_end: Callable[[], object] = loop.stop
+        self.attach(len, loop.stop)
         self.open = True
         for fd in {fd_in, fd_out}:
             posix.set_blocking(fd, False)
         self._watch()
+
+    def attach(self, on_frame: Callable[[bytes], object], on_end: Callable[[], object]) -> None:
+        """From now on call `on_frame` with each frame, and `on_end` once, when either descriptor has ended."""
+        self._on_frame = on_frame
+        self._on_end = on_end
 
     def send(self, message: object) -> None:
         if not self.open:
@@ -72,7 +76,7 @@ class Connection:
         for fd in {self.fd_in, self.fd_out}:
             self.loop.forget(fd)
             posix.close(fd)
-        self.on_end()
+        self._on_end()
 
     def _ready(self, events: int) -> None:
         if events & select.POLLOUT:
@@ -91,7 +95,7 @@ class Connection:
                     return
                 frame = bytes(self.received[4 : 4 + size])
                 del self.received[: 4 + size]
-                self.on_frame(frame)
+                self._on_frame(frame)
 
 
 class Calls:

@@ -28,9 +28,9 @@ class NextHost:
         self.secret = secret
         self.seconds = seconds
 
-    def look_for(self, newest_call: int, found: Callable[[Connection], object]) -> None:
-        """Call `found` with the connection to a host that has replied. `newest_call` is sent first, because the host's
-        own calls need other numbers."""
+    def look_for(self, newest_call: int, found: Callable[[Connection, bytes], object]) -> None:
+        """Call `found` with the connection to a host that has replied, and the host's first frame. `newest_call` is
+        sent first, because the host's own calls need other numbers."""
         deadline = time.monotonic() + self.seconds
 
         def look() -> None:
@@ -49,12 +49,9 @@ class NextHost:
             fd = end.detach()
             connection = Connection(self.loop, fd, fd)
             # A peer that disconnects before its first call was no host, or has exited as well: the time runs on.
-            connection.on_end = lambda: self.loop.at(self, LOOK_EVERY, look)
-            connection.on_frame = lambda frame: self._meet(connection, frame, found)
+            connection.attach(
+                on_frame=lambda frame: found(connection, frame), on_end=lambda: self.loop.at(self, LOOK_EVERY, look)
+            )
             connection.send([newest_call, "here", {"secret": self.secret}])
 
         look()
-
-    def _meet(self, connection: Connection, frame: bytes, found: Callable[[Connection], object]) -> None:
-        found(connection)
-        connection.on_frame(frame)

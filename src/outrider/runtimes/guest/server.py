@@ -63,8 +63,7 @@ class Server:
         self.bridge: Bridge | None = None
         self.next_host: NextHost | None = None
         """The host to wait for when the connection ends; None for no wait."""
-        connection.on_frame = self.dispatch
-        connection.on_end = self.lose_host
+        connection.attach(self.dispatch, self.lose_host)
 
     def dispatch(self, frame: bytes) -> None:
         call, method, args = Unpacker(frame).message()
@@ -142,10 +141,10 @@ class Server:
         self.restores.clear()
         self.next_host.look_for(self.newest_call, self.meet)
 
-    def meet(self, connection: Connection) -> None:
+    def meet(self, connection: Connection, frame: bytes) -> None:
         self.calls.connection = connection
-        connection.on_frame = self.dispatch
-        connection.on_end = self.lose_host
+        connection.attach(self.dispatch, self.lose_host)
+        self.dispatch(frame)
 
     def do_cancel(self, call: int, args: dict[str, Any]) -> None:
         cancel = self.calls.running.get(args["call"])
