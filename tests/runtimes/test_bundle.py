@@ -59,11 +59,14 @@ def test_the_program_is_python_3_8_and_imports_only_what_is_cheap() -> None:
 
 
 def test_names_of_its_modules_do_not_collide() -> None:
-    named = Counter(
-        node.name
-        for node in ast.parse(program()).body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    named = Counter[str]()
+    for node in ast.parse(program()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            named[node.name] += 1
+        elif isinstance(node, ast.Assign):
+            named.update(
+                name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            )
     assert [name for name, times in named.items() if times > 1] == []
     assert len(set(MODULES)) == len(MODULES)
 

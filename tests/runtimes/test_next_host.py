@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.runtimes.kernel.process_marks import started
 from outrider.runtimes.tool_server.bundle import compiled, delivery, server_command
 from outrider.runtimes.tool_server.client import Done, ExecDone, ShellOpened, ToolClient
 from outrider.runtimes.tool_server.launch import BRIDGE_PORT, Setup, configure, connection
-from outrider.runtimes.tool_server.shared_folder import GATEWAY, SOCKET, SharedFolder
+from outrider.runtimes.tool_server.shared_folder import GATEWAY, MAX_STRANGERS, SOCKET, SharedFolder
 
 SECRET = secrets.token_hex(8)
 
@@ -126,6 +127,23 @@ async def test_hosts_may_die_one_after_the_other(server: Server) -> None:
     assert numbers == sorted(set(numbers))
 
 
+async def test_a_restore_between_two_calls_ends_with_its_host(server: Server) -> None:
+    left = traces(server.child.pid)
+    args = {"key": 1, "roots": [[str(server.folder / "t"), "t"]], "limit": 1 << 20}
+    await server.tools.call("restore", {**args, "data": b"x", "last": False}, Done)
+    assert traces(server.child.pid) != left
+    await server.lose_host()
+    await server.meet()
+    async with asyncio.timeout(30):
+        while traces(server.child.pid) != left:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+def traces(pid: int) -> tuple[int, str]:
+    """The number of a process's descriptors, and its children."""
+    return len(os.listdir(f"/proc/{pid}/fd")), Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
 async def test_a_time_limit_runs_on_without_a_host(server: Server) -> None:
     args: dict[str, Any] = {"argv": [], "script": "sleep 60", "merged": False, "env": {}, "cwd": "/", "stdin": b""}
     begun = time.monotonic()
@@ -167,6 +185,46 @@ async def test_only_who_knows_the_secret_is_met(server: Server) -> None:
     os.kill(server.child.pid, signal.SIGCONT)
     assert (await run(await meeting, "echo here")).out == b"here\n"
     assert not (server.shared / SOCKET).exists()
+
+
+async def test_silent_connections_do_not_keep_the_server_out(server: Server) -> None:
+    await server.lose_host()
+    os.kill(server.child.pid, signal.SIGSTOP)  # The impostors come first.
+    meeting = asyncio.create_task(server.meet())
+    while not (server.shared / SOCKET).exists():  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.001)
+    with ExitStack() as silent:
+        for _ in range(2 * MAX_STRANGERS):
+            end = silent.enter_context(socket.socket(socket.AF_UNIX))
+            end.setblocking(False)
+            while not meeting.done():
+                with suppress(BlockingIOError):  # the queue is full
+                    end.connect(str(server.shared / SOCKET))
+                    break
+                await asyncio.sleep(0.001)
+        os.kill(server.child.pid, signal.SIGCONT)
+        assert (await run(await meeting, "echo here")).out == b"here\n"
+
+
+def asleep(pid: int) -> bool:
+    """Whether a process sleeps without a connection, or has ended."""
+    try:
+        open_on = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return started(pid) == ""
+    return state in "SZ" and not any(one.startswith("socket:") for one in open_on)
+
+
+async def test_a_server_without_descriptors_looks_for_a_host_until_it_has_one(server: Server) -> None:
+    pid = server.child.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    await server.lose_host()
+    while not asleep(pid):  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.01)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    assert (await run(await server.meet(), "echo here")).out == b"here\n"
 
 
 async def test_a_sandbox_that_is_gone_is_not_waited_for(server: Server) -> None:

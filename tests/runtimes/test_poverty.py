@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import itertools
 import os
 import resource
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.runtimes.base import ExecResult, Runtime, Shell
 from outrider.runtimes.guest.bridge import MAX_PAIRS
 from outrider.runtimes.guest.filesystem.trees import Packer
+from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.limits import open_files
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 
 from .test_contract import LANDLOCK
 from .test_leaks import at_most, first_process
@@ -64,6 +68,13 @@ os.read(0, 1)
 """
 
 
+RESTART = {
+    "python": "import os; os.write(4, b'\\xff' * 100)",
+    "bash": "trap '' INT; while :; do sleep 0.1; done",
+}
+"""Inputs whose shell is killed and started again."""
+
+
 def impoverish(number: int) -> None:
     """Let the tool server of the only sandbox have no more descriptors than that."""
     hard = resource.prlimit(first_process(), resource.RLIMIT_NOFILE)[1]
@@ -102,6 +113,81 @@ async def test_a_snapshot_for_want_of_descriptors_fails(world: World) -> None:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             assert archive.getnames() == [f"work/t{end}" for end in ("", "/1", "/a", "/a/2", "/a/b", "/a/b/3")], number
     assert failed
+
+
+def descriptors() -> set[int]:
+    """The descriptors that the tool server of the only sandbox has open."""
+    return set(map(int, os.listdir(f"/proc/{first_process()}/fd")))
+
+
+def leave(number: int) -> None:
+    """Let the tool server of the only sandbox open only so many more descriptors."""
+    free = itertools.filterfalse(descriptors().__contains__, itertools.count())
+    impoverish(next(itertools.islice(free, number, None)))
+
+
+async def failed_restart(sandbox: Runtime, shell: Shell, kind: str) -> bool:
+    """Make the shell's restart fail, if it fails: then the shell is dead, its result says so, nothing of it is left
+    open, and the sandbox goes on. Returns whether it failed."""
+    output = (await shell.run(RESTART[kind], seconds=0.1 if kind == "bash" else 30)).output
+    impoverish(1000)
+    failed = "could not be started anew: " in output
+    if failed:
+        with pytest.raises(RuntimeFailure, match="the shell is gone"):
+            await shell.run("1", seconds=10)
+    else:
+        assert "started anew: its state is lost" in output
+        await shell.close()
+    assert (await sandbox.exec("echo fine", seconds=30)).stdout == b"fine\n"
+    return failed
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("python", range(8)), ("bash", (0, 1))])
+async def test_a_shell_that_cannot_be_started_anew_for_want_of_descriptors(
+    world: World, kind: Literal["bash", "python"], numbers: Sequence[int]
+) -> None:
+    sandbox = await world.start("namespace")
+    await sandbox.exec("true", seconds=30)
+    used = descriptors()
+    outcomes = set()
+    for number in numbers:
+        shell = await sandbox.open_shell(kind)
+        leave(number)
+        outcomes.add(await failed_restart(sandbox, shell, kind))
+        assert descriptors() == used
+    assert outcomes == ({True, False} if kind == "python" else {True})
+
+
+async def test_a_shell_that_cannot_be_started_anew_for_want_of_processes(world: World) -> None:
+    if "pids" not in cgroups.find().folders:
+        pytest.skip("this process can set no pids limits by control groups")
+    sandbox = await world.start("namespace")
+    assert isinstance(sandbox, ToolServerSandbox)
+    assert sandbox.server.group is not None
+    (limit,) = (folder / "pids.max" for folder in sandbox.server.group.folders if (folder / "pids.max").exists())
+    most, used = limit.read_text(), descriptors()
+    shell = await sandbox.open_shell("python")
+    limit.write_text("1")
+    output = (await shell.run(RESTART["python"], seconds=30)).output
+    for start in (sandbox.exec("true", seconds=10), sandbox.glob("*"), sandbox.open_shell()):
+        with pytest.raises(RuntimeFailure, match="Resource temporarily unavailable"):
+            await start
+    limit.write_text(most)
+    assert "could not be started anew: " in output
+    assert (await sandbox.exec("echo fine", seconds=30)).stdout == b"fine\n"
+    assert descriptors() == used
+
+
+async def test_a_command_without_descriptors_ends_at_its_time_limit(world: World) -> None:
+    """The tool server looks for the command's processes in /proc, which takes a descriptor."""
+    sandbox = await world.start("namespace")
+    running = asyncio.create_task(sandbox.exec("touch begun; sleep 4106", seconds=3))
+    while not await sandbox.glob("begun"):  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.01)
+    leave(0)
+    assert (await running).timed_out
+    impoverish(1000)
+    assert (await sandbox.exec("pgrep -f '[s]leep 4106'", seconds=30)).exit_code == 1
 
 
 @pytest.mark.parametrize("name", ["file", "tree"])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
 
 from .test_contract import ALL, REAL, text
+from .test_leaks import first_process
+from .test_next_host import traces
 from .world import World, snapshot
 
 SHOW = "find . -mindepth 1 -printf '%P %y %l\\n' | sort"
@@ -166,6 +172,44 @@ async def test_a_broken_archive_is_a_failure_of_the_sandbox(world: World, kind: 
     for broken in (b"", b"nothing of a tar", tar(("work/t/a", b"x" * 5000))[:3000]):
         with pytest.raises(RuntimeFailure, match="put back"):
             await put_back(world, sandbox, broken, "t")
+
+
+class HeldExecutor(ThreadPoolExecutor):
+    """Threads of an event loop. Job number `last` and those after it wait until they may `go`."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(4)
+        self.left = last
+        self.go, self.reached = threading.Event(), asyncio.Event()
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.left -= 1
+        if self.left > 0:
+            return super().submit(job, *args, **kwargs)
+        self.reached.set()
+        return super().submit(lambda: (self.go.wait(), job(*args, **kwargs))[1])
+
+
+@pytest.mark.parametrize("job", [3, 4])
+async def test_a_restore_that_is_cancelled_between_two_calls_leaves_nothing(world: World, job: int) -> None:
+    """Jobs: to open the archive, to read a piece, to read another piece, and so on."""
+    sandbox = await world.start("namespace")
+    file = world.folder / "archive"
+    file.write_bytes(tar(("work/t/a", b"x" * 9_000_000)))
+    left = traces(first_process())
+    executor = HeldExecutor(job)
+    asyncio.get_running_loop().set_default_executor(executor)
+    restoring = asyncio.create_task(sandbox.restore(file, ["t"]))
+    await executor.reached.wait()
+    restoring.cancel()
+    executor.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await restoring
+    async with asyncio.timeout(30):
+        while traces(first_process()) != left:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.01)
+    await sandbox.restore(file, ["t"])
+    assert len(await sandbox.read("t/a")) == 9_000_000
 
 
 async def test_a_failed_restore_leaves_the_sandbox_usable(world: World, kind: str) -> None:

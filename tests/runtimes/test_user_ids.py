@@ -31,6 +31,15 @@ def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
     assert (few, many) == (300000, 400000)
 
 
+def test_lines_that_are_none_are_left_out(set_aside: Path) -> None:
+    odd = b"# \xe9 comment\n\n" + f"{ME}\n{ME}:1:2:3\n{ME}:x:70000\n{ME}:100:\n{ME}:-5:70000\n".encode()
+    set_aside.write_bytes(odd + set_aside.read_bytes())
+    assert user_ids._range("uid", 11) == 400000
+    set_aside.write_bytes(odd)
+    with pytest.raises(RuntimeUnavailable, match="sets no 9 ids aside"):
+        user_ids.user_ids(10)
+
+
 def test_what_is_missing_is_told(set_aside: Path) -> None:
     set_aside.write_text("other:1000:70000\n")
     with pytest.raises(RuntimeUnavailable, match="sets no 9 ids aside") as raised:

@@ -8,7 +8,6 @@ so its exit kills all processes inside; when `stop` returns, Apptainer's process
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -54,7 +53,7 @@ from outrider.spec import Resources, RuntimeSpec
 SHARED_AT = "/run/outrider-shared"
 PID, STARTED, GROUP = "pid", "started", "group"
 """Keys in the handle of a sandbox that may outlive its node: pid and start time of the process `apptainer exec`, and
-the folders of the control group."""
+the folders of the control group, one a line (the kernel refuses a newline in a group's name)."""
 OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
@@ -115,7 +114,7 @@ async def launch(
 
     The option `--nv` is not used, because it shows a container all GPUs of the machine."""
     name = context.directory.name
-    image, stored_env = _image(spec)
+    image, stored_env = await asyncio.to_thread(_image, spec)
     found = await asyncio.to_thread(APPTAINER.get)
     gpus = await asyncio.to_thread(driver.shown, context.gpus)
     python, server_code = await asyncio.to_thread(portable_server)
@@ -132,8 +131,11 @@ async def launch(
         libraries=gpus.libraries_at,
     )
     first = setup(stored_env)
+    hosts = context.directory / "hosts"
+    hosts.write_bytes(ETC_MADE["hosts"])
+    binds = await asyncio.to_thread(_binds, spec, context, python, hosts, gpus)
     command = [
-        *exec_command(found, image, _binds(spec, context, python, gpus), first.marking()),
+        *exec_command(found, image, binds, first.marking()),
         *server_command(*writable_bounds(spec.resources), memory, rlimits(resources, controllers, own_users=True)),
     ]
     async with AsyncExitStack() as undo:
@@ -165,7 +167,7 @@ async def take_over(
     """Continue a sandbox that has outlived its node. See tool_server/launch.py."""
     name = context.directory.name
     async with AsyncExitStack() as undo:
-        group = Group(tuple(map(Path, filter(None, handle[GROUP].split(os.pathsep)))))
+        group = Group(tuple(map(Path, filter(None, handle[GROUP].split("\n")))))
         undo.push_async_callback(undone, name, group.remove)
         child = Child.found(int(handle[PID]), handle[STARTED])
         descendants = Descendants(child)
@@ -187,15 +189,15 @@ def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
         """Ignore the log: Apptainer and the tool server write to the same one, so the log proves nothing."""
         return group.ran_out()
 
-    handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: os.pathsep.join(map(str, group.folders))}
+    handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: "\n".join(map(str, group.folders))}
     return RunningServer(
         tools=tools, group=group, ended_inside=ended_inside, next_host=f"{SHARED_AT}/{SOCKET}", handle=handle
     )
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """Return the image for Apptainer to start, and the image's variables in our own store. Raises InvalidField,
-    RuntimeUnavailable."""
+    """Return the image for Apptainer to start, and the image's variables in our own store. Blocks. Raises
+    InvalidField, RuntimeUnavailable."""
     named = named_image(spec)
     if not named.startswith("/"):
         image = known_image(named)
@@ -205,9 +207,8 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
     return named, {}
 
 
-def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, gpus: Shown) -> list[Bind]:
-    hosts = context.directory / "hosts"
-    hosts.write_bytes(ETC_MADE["hosts"])
+def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: Shown) -> list[Bind]:
+    """Blocks, like `inner_mounts`."""
     shown = [
         (python, PORTABLE_AT),
         (context.directory / "tools", SHARED_AT),

@@ -151,10 +151,10 @@ class ContainerDaemon:
         from outrider.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
 
         self._error = DockerApiError
-        self.socket = self.engine.find()
+        self.socket = await asyncio.to_thread(self.engine.find)
         try:
-            self.limits = limits_hold(self.socket)
-            self.sized = not rootless(self.socket)  # until the daemon refuses
+            self.limits = await asyncio.to_thread(limits_hold, self.socket)
+            self.sized = not await asyncio.to_thread(rootless, self.socket)  # until the daemon refuses
         except OSError as error:
             raise RuntimeFailure(
                 f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint

@@ -112,7 +112,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         server = ToolSocket(context.directory / "tools", context.gateway_socket)
         undo.push_async_callback(undone, context.directory.name, server.close)
         ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
-        plan = _plan(kind, spec, context, image, setup, ours, limits=daemon.limits)
+        plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
         # Registered before the request: a failed `run` may have created the container in part.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
@@ -165,6 +165,7 @@ def _plan(
     *,
     limits: bool,
 ) -> ContainerRequest:
+    """Blocks, like `inner_mounts`."""
     shown = [
         *(Shown(path, str(path)) for path in context.mounts),
         *(Shown(Path(one.source), one.target or one.source) for one in spec.mounts),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from outrider.runtimes.guest.connection import Calls
 from outrider.runtimes.guest.poll_loop import POLL_READ, read_ready
-from outrider.runtimes.guest.processes import send_signal
+from outrider.runtimes.guest.processes import fork_or_close, send_signal
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -52,7 +52,7 @@ class ChildReply:
         self.failed = failed
         self.code: int | None = None
         self.fd, writer = posix.pipe()
-        self.pid = posix.fork()
+        self.pid = fork_or_close(self.fd, writer)
         if self.pid == 0:
             write_and_exit(write, writer)
         posix.close(writer)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from outrider.runtimes.guest.connection import Calls
 from outrider.runtimes.guest.poll_loop import POLL_READ, Loop, read_ready
-from outrider.runtimes.guest.processes import kill_tree, spawn
+from outrider.runtimes.guest.processes import kill_tree, pipes, spawn
 
 if TYPE_CHECKING:
     from typing import Any
@@ -127,19 +127,21 @@ class Command:
         calls.running[call] = self.cancel
 
     def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
-        source, sink = posix.pipe() if args["stdin"] else (posix.open("/dev/null", posix.O_RDONLY), -1)
-        out = posix.pipe()
-        err = out if args["merged"] else posix.pipe()
         env = self.calls.environment(args["env"], self.call)
         argv = args["argv"] or [self.calls.shell(), "-c", args["script"]]
+        out, *more = pipes(1 + (not args["merged"]) + bool(args["stdin"]))
+        err = out if args["merged"] else more[0]
+        source, sink = more[-1] if args["stdin"] else (-1, -1)
         try:
+            if source < 0:
+                source = posix.open("/dev/null", posix.O_RDONLY)
             pid = spawn(argv, env, args["cwd"], {0: source, 1: out[1], 2: err[1]})
         except OSError:
             for fd in {out[0], err[0], sink} - {-1}:
                 posix.close(fd)
             raise
         finally:
-            for fd in {source, out[1], err[1]}:
+            for fd in {source, out[1], err[1]} - {-1}:
                 posix.close(fd)
         if sink >= 0:
             Feed(self.calls.loop, sink, args["stdin"])

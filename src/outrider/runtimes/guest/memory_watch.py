@@ -12,7 +12,7 @@ import posix
 import time
 from typing import TYPE_CHECKING
 
-from outrider.runtimes.guest.poll_loop import Loop
+from outrider.runtimes.guest.poll_loop import REST_FACTOR, Loop
 from outrider.runtimes.guest.processes import descendants, processes, read_or_empty, send_signal, threads
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ RATE = 4 << 30
 limit, and so the time of the next scan."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Bounds of the seconds between two scans."""
-REST_FACTOR = 20
-"""A pause lasts at least 20 times as long as the scan before it: reading the maps of many processes takes long."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 """Lines of /proc/PID/status that add up to a process's memory, with pages shared with forks in full."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")

@@ -12,6 +12,7 @@ import posix
 import time
 from typing import TYPE_CHECKING
 
+from outrider.runtimes.guest.poll_loop import REST_FACTOR
 from outrider.runtimes.guest.processes import kill_tree, read_or_empty
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ HELD = (4, 5)
 """The columns of bytes received and not read, and of bytes sent and not received."""
 MOST = 64 << 20
 PAUSE = 1.0
-REST_FACTOR = 20
-"""A pause lasts at least 20 times as long as the scan before it, because there may be many sockets."""
 
 
 class NetlinkWatch:

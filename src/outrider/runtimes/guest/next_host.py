@@ -23,6 +23,9 @@ class NextHost:
     """Looks for a host at `path` for up to `seconds`."""
 
     def __init__(self, loop: Loop, path: str, secret: str, seconds: float) -> None:
+        import _socket  # now, because an import takes descriptors, which may be used up later
+
+        self.socket = _socket
         self.loop = loop
         self.path = path
         self.secret = secret
@@ -34,16 +37,16 @@ class NextHost:
         deadline = time.monotonic() + self.seconds
 
         def look() -> None:
-            import _socket
-
             if time.monotonic() > deadline:
                 self.loop.stop()
                 return
-            end = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+            end = None
             try:
+                end = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
                 end.connect(self.path)
-            except OSError:
-                end.close()
+            except OSError:  # nobody listens, or no descriptor is free
+                if end is not None:
+                    end.close()
                 self.loop.at(self, LOOK_EVERY, look)
                 return
             fd = end.detach()

@@ -23,6 +23,9 @@ POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
 """Bytes of one read or write: large enough for few calls, small enough that no call holds up the loop."""
 
+REST_FACTOR = 20
+"""A pause lasts at least 20 times as long as the scan before it: a scan of many processes or sockets takes long."""
+
 
 class Loop:
     """`handlers` are called with the events of their descriptor, `exits` once with the exit code of their child.

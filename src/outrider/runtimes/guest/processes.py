@@ -15,11 +15,45 @@ from outrider.runtimes.guest.filesystem.paths import execute, is_folder
 
 if TYPE_CHECKING:
     import signal as _signal
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    T = TypeVar("T")
 else:
     import _signal  # `signal` would add half again to the start-up time
 
 LOOKS = 200
 """Maximum number of scans in `kill_tree`: a process that forks faster than it is killed can win forever."""
+
+
+class Spare:
+    """A descriptor in reserve for reading /proc: the server must still find and kill programs after they have made it
+    use up its descriptors."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def hold(self) -> None:
+        try:
+            self.fd = posix.open("/dev/null", posix.O_RDONLY)
+        except OSError:
+            self.fd = -1
+
+    def read(self, action: Callable[[str], T], path: str) -> T:
+        """Return `action(path)`, which opens one descriptor and closes it. Raises OSError."""
+        try:
+            return action(path)
+        except OSError as error:
+            if error.errno != errno.EMFILE or self.fd < 0:
+                raise
+        posix.close(self.fd)
+        try:
+            return action(path)
+        finally:
+            self.hold()
+
+
+SPARE = Spare()
 
 
 class Process:
@@ -35,7 +69,7 @@ class Process:
 
 def processes() -> dict[int, Process]:
     found = {}
-    for name in posix.listdir("/proc"):
+    for name in SPARE.read(posix.listdir, "/proc"):
         if name.isdigit():
             stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
@@ -47,16 +81,20 @@ def processes() -> dict[int, Process]:
 def read_or_empty(path: str) -> bytes:
     """Return a file's content, or b"" if the file cannot be read. A process may end during the scan."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
+        return SPARE.read(read_file, path)
     except OSError:
         return b""
+
+
+def read_file(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def threads(pid: int) -> list[str]:
     """Return the ids of a process's threads; none if the process has ended."""
     try:
-        return posix.listdir(f"/proc/{pid}/task")
+        return SPARE.read(posix.listdir, f"/proc/{pid}/task")
     except OSError:
         return []
 
@@ -130,6 +168,30 @@ def offer_to_oom_killer() -> None:
         posix.close(fd)
     except OSError:
         return
+
+
+def pipes(number: int) -> list[tuple[int, int]]:
+    """Make so many pipes, pairs (reader, writer). Raises OSError, and leaves none open then."""
+    made: list[tuple[int, int]] = []
+    try:
+        for _ in range(number):
+            made.append(posix.pipe())
+    except OSError:
+        for pair in made:
+            for fd in pair:
+                posix.close(fd)
+        raise
+    return made
+
+
+def fork_or_close(*fds: int) -> int:
+    """Fork, or close the descriptors and raise OSError."""
+    try:
+        return posix.fork()
+    except OSError:
+        for fd in fds:
+            posix.close(fd)
+        raise
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:

@@ -28,7 +28,7 @@ from outrider.runtimes.guest.msgpack import Unpacker
 from outrider.runtimes.guest.netlink_watch import NetlinkWatch
 from outrider.runtimes.guest.next_host import NextHost
 from outrider.runtimes.guest.poll_loop import Loop
-from outrider.runtimes.guest.processes import kill_tree, read_or_empty
+from outrider.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
 from outrider.runtimes.guest.shells.shell import Shell
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ class Server:
         for shell in self.shells.values():
             shell.close()
         self.shells.clear()
-        self.restores.clear()
+        for key in list(self.restores):
+            self.drop_restore(key)
         self.next_host.look_for(self.newest_call, self.meet)
 
     def meet(self, connection: Connection, frame: bytes) -> None:
@@ -237,6 +238,15 @@ class Server:
             self.restores[args["key"]] = restore
         restore.feed(call, args["data"], args["last"])
 
+    def do_drop_restore(self, call: int, args: dict[str, Any]) -> None:
+        """End a restore whose last call will not come. Sends no reply."""
+        self.drop_restore(args["key"])
+
+    def drop_restore(self, key: int) -> None:
+        restore = self.restores.pop(key, None)
+        if restore is not None:
+            restore.cancel()
+
     def do_stop(self, call: int, args: dict[str, Any]) -> None:
         self.calls.reply(call, {"left": len(kill_tree({posix.getpid()}))})
 
@@ -278,6 +288,7 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
     """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, if there are
     any. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    SPARE.hold()
     loop = Loop()
     Server(loop, Connection(loop, fd_in, fd_out), save_layers, gateway)
     loop.run()

@@ -29,9 +29,9 @@ from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import Plan, Root, image_root, inner_of, unsupported
-from outrider.runtimes.namespace.user_ids import user_ids
+from outrider.runtimes.namespace.user_ids import UserIds, user_ids
 from outrider.runtimes.namespace.zygote import Zygote
-from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
+from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver, Shown
 from outrider.runtimes.probe_cache import ProbeCache
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import (
@@ -101,14 +101,14 @@ async def launch(
 ) -> AsyncIterator[RunningServer]:
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
-    gpus = await asyncio.to_thread(driver.shown, context.gpus)
     groups = await context.host.part(Cgroups)
     # Opened after the control groups, which on version 2 move the processes of our own group out of the way, one by
     # one, and would miss a process that starts meanwhile.
     zygote = await context.host.part(Zygote)
-    root, image_env = _root(spec, zygote)
+    files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
+    gpus, root = files.gpus, files.root
     shown, python = gpus.libraries, list[str]()
-    if not _has_python(root):
+    if not files.has_python:
         portable = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
         shown, python = (portable, *shown), portable_command()
     inner = inner_of(root, zygote.mounts())
@@ -116,7 +116,7 @@ async def launch(
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
-        plan = _plan(spec, context, str(zygote.base), root, inner, shown, gpus.devices, groups, group)
+        plan = _plan(spec, context, str(zygote.base), files, inner, shown, groups, group)
         with connection() as (ours, theirs):
             child, zygote_lives = await zygote.fork(plan, theirs)
         tools = ToolClient(ours, child.log_tail)
@@ -124,7 +124,9 @@ async def launch(
         undo.push_async_callback(undone, name, partial(_end, child, group))
         await tools.open()
         try:
-            setup = rooted_setup(spec, context, image_env, memory=memory, python=python, libraries=gpus.libraries_at)
+            setup = rooted_setup(
+                spec, context, files.image_env, memory=memory, python=python, libraries=gpus.libraries_at
+            )
             await configure(tools, setup)
         except RuntimeFailure as error:
             # A layer that cannot be unpacked was spoiled by the agent that left it, except in two cases: the host
@@ -142,50 +144,66 @@ async def launch(
         )
 
 
+class HostFiles(msgspec.Struct, frozen=True):
+    """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
+    image sets, `users` is None for one user."""
+
+    gpus: Shown
+    root: Root
+    image_env: dict[str, str]
+    has_python: bool
+    users: UserIds | None
+
+
+def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
+    """Find the files that the spec names. Blocks, for as long as a file system of the host does not respond. Raises
+    InvalidField, RuntimeUnavailable."""
+    root, image_env = _root(spec, host_root)
+    return HostFiles(driver.shown(context.gpus), root, image_env, _has_python(root), user_ids(spec.users))
+
+
 def _plan(
     spec: RuntimeSpec,
     context: SandboxContext,
     base: str,
-    root: Root,
+    files: HostFiles,
     inner: tuple[tuple[str, str], ...],
     shown: tuple[tuple[str, str], ...],
-    devices: tuple[tuple[str, str], ...],
     groups: Cgroups,
     group: Group,
 ) -> Plan:
     controllers = groups.hierarchies.folders
-    size, files = writable_bounds(spec.resources)
-    several = user_ids(spec.users)
+    most_bytes, most_files = writable_bounds(spec.resources)
     return Plan(
         base=base,
-        layers=root.layers,
-        folders=root.folders,
+        layers=files.root.layers,
+        folders=files.root.folders,
         inner=inner,
         shown=(
             *shown,
             *((str(path), str(path)) for path in context.mounts),
         ),
         named=tuple((mount.source, mount.target or mount.source) for mount in spec.mounts),
-        devices=devices,
-        bytes=size,
-        files=files,
+        devices=files.gpus.devices,
+        bytes=most_bytes,
+        files=most_files,
         gateway=str(context.gateway_socket),
         cgroups=group.entrances,
         saved=str(context.layer or ""),
         rlimits=rlimits(spec.resources, controllers, own_users=True),
         memory=counted_memory(spec.resources, controllers),
-        **(msgspec.structs.asdict(several) if several else {}),
+        **(msgspec.structs.asdict(files.users) if files.users else {}),
     )
 
 
-def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
+def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
     """Return the root that the spec names, and the variables that its image sets. Raises InvalidField,
     RuntimeUnavailable."""
     if spec.image is not None:
         image = known_image(spec.image)
         return image_root(ImageStore().root(image).resolve()), image.env
     if spec.rootfs is None:
-        return zygote.host_root, {}
+        return host_root, {}
     folder = Path(spec.rootfs)
     if not folder.is_dir():
         raise RuntimeUnavailable(f"rootfs {folder} is not a folder")

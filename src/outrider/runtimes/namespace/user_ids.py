@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import msgspec
 from outrider.errors import RuntimeUnavailable
 from outrider.runtimes.namespace.plan import Ids
 
+RANGE = re.compile(r"^([^:\n]+):([0-9]+):([0-9]+)\s*$", re.MULTILINE)
+"""A line `name:first:count`. Like newuidmap, this module skips all other lines."""
 FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
@@ -55,11 +58,10 @@ def _range(kind: str, count: int) -> int:
     except KeyError:
         """A user without a name is listed by number."""
     try:
-        lines = FILES[kind].read_text().split()
+        text = FILES[kind].read_text(errors="replace")
     except OSError:
-        lines = []
-    for line in lines:
-        name, first, size = line.split(":")
+        text = ""
+    for name, first, size in RANGE.findall(text):
         if name in names and int(size) >= count:
             return int(first)
     raise RuntimeUnavailable(

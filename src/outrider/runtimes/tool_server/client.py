@@ -222,7 +222,7 @@ class ToolClient(asyncio.Protocol):
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = Call(ended)
-                self._send(self._frame(0, "cancel", {"call": number}))
+                self.send("cancel", {"call": number})
                 with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
                     async with asyncio.timeout(CANCEL_SECONDS):
                         await ended
@@ -234,6 +234,11 @@ class ToolClient(asyncio.Protocol):
             return msgspec.msgpack.decode(fields, type=reply)
         except UNREADABLE as error:
             raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
+
+    def send(self, method: str, args: Mapping[str, Any]) -> None:
+        """Call a method that sends no reply. Does nothing when the connection is lost."""
+        if self._transport is not None and self._lost is None:
+            self._send(self._frame(0, method, args))
 
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)

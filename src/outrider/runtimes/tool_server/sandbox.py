@@ -374,11 +374,15 @@ class ToolServerSandbox:
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
             offset, data = 0, b"-"
-            while data:
-                data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
-                offset += len(data)
-                part = {**args, "data": data, "last": not data}
-                await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
+            try:
+                while data:
+                    data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
+                    offset += len(data)
+                    part = {**args, "data": data, "last": not data}
+                    await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
+            except BaseException:  # also a cancellation
+                tools.send("drop_restore", {"key": args["key"]})
+                raise
 
 
 class ToolServerShell:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import os
+import select
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,8 +27,9 @@ from outrider.runtimes.tool_server.launch import START_SECONDS
 SOCKET = "sock"
 GATEWAY = "gateway"
 LOOK_SECONDS = 1.0
-GREETING_SECONDS = 2.0
 GREETING_MAX = 1 << 10
+MAX_STRANGERS = 64
+"""Maximum number of connections on which no greeting has come yet."""
 BACKLOG = 16
 
 Runs = Callable[[], Awaitable[bool]]
@@ -62,30 +64,22 @@ class SharedFolder:
     async def accept(self, runs: Runs) -> socket.socket:
         """Return the next connection. Raises RuntimeFailure when the sandbox no longer runs."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await readable(self._listener.fileno())
-            with contextlib.suppress(BlockingIOError):
-                end, _ = self._listener.accept()
-                end.setblocking(False)
+            await _ready(self._listener.fileno(), runs)
+            if (end := self._accept_now()) is not None:
                 return end
-            if not await runs():
-                raise RuntimeFailure("the sandbox ended before its tool server had connected")
+
+    def _accept_now(self) -> socket.socket | None:
+        with contextlib.suppress(BlockingIOError):
+            end, _ = self._listener.accept()
+            end.setblocking(False)
+            return end
+        return None
 
     async def meet(self, secret: str, runs: Runs) -> ToolClient:
         """Wait for the tool server that has the secret, and return a client for it. Raises RuntimeFailure."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                while True:
-                    end = await self.accept(runs)
-                    try:
-                        newest_call = await _greeted(end, secret)
-                    except BaseException:  # also a cancellation
-                        end.close()
-                        raise
-                    if newest_call is not None:
-                        break
-                    end.close()  # another program of the sandbox
+                end, newest_call = await self._greeted(secret, runs)
         except TimeoutError as error:
             raise RuntimeFailure(f"the sandbox's tool server did not connect in {START_SECONDS:.0f} s") from error
         finally:
@@ -94,18 +88,66 @@ class SharedFolder:
         await tools.open()
         return tools
 
+    async def _greeted(self, secret: str, runs: Runs) -> tuple[socket.socket, int]:
+        """Return the connection on which the secret comes first, and the number in its greeting (see `_newest_call`).
 
-async def _greeted(end: socket.socket, secret: str) -> int | None:
-    """Return the number of the newest call received by the tool server at the other end; None if the other end does
-    not send the secret."""
-    loop, received = asyncio.get_running_loop(), b""
-    with contextlib.suppress(TimeoutError, OSError, *UNREADABLE):
-        async with asyncio.timeout(GREETING_SECONDS):
-            while len(received) < 4 or len(received) < 4 + int.from_bytes(received[:4], "big"):
-                piece = await loop.sock_recv(end, GREETING_MAX)
-                if not piece or len(received) > GREETING_MAX:
-                    return None
-                received += piece
+        Any program of the sandbox may connect and stay silent, so all connections are read concurrently. The oldest of
+        more than MAX_STRANGERS is closed. A tool server sends its greeting at once, and connects again if it was
+        closed."""
+        strangers: dict[int, tuple[socket.socket, bytearray]] = {}
+        poll = select.epoll()
+        try:
+            poll.register(self._listener, select.EPOLLIN)
+            while True:
+                await _ready(poll.fileno(), runs)
+                for fd, _ in poll.poll(0):
+                    if fd in strangers:
+                        end, received = strangers[fd]
+                        if _read(end, received):
+                            continue
+                        del strangers[fd]
+                        if (newest_call := _newest_call(received, secret)) is not None:
+                            return end, newest_call
+                        end.close()
+                    elif fd == self._listener.fileno() and (new := self._accept_now()) is not None:
+                        strangers[new.fileno()] = (new, bytearray())
+                        poll.register(new, select.EPOLLIN)
+                        if len(strangers) > MAX_STRANGERS:
+                            strangers.pop(next(iter(strangers)))[0].close()
+        finally:
+            poll.close()
+            for end, _ in strangers.values():
+                end.close()
+
+
+async def _ready(fd: int, runs: Runs) -> None:
+    """Wait until `fd` is readable. Raises RuntimeFailure when the sandbox no longer runs."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await readable(fd)
+                return
+        if not await runs():
+            raise RuntimeFailure("the sandbox ended before its tool server had connected")
+
+
+def _read(end: socket.socket, received: bytearray) -> bool:
+    """Read what has come on a connection. Returns whether the rest of a greeting may follow."""
+    try:
+        piece = end.recv(GREETING_MAX)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    received += piece
+    size = 4 + int.from_bytes(received[:4], "big")
+    return bool(piece) and len(received) < min(size, GREETING_MAX)
+
+
+def _newest_call(received: bytearray, secret: str) -> int | None:
+    """Return the number of the newest call that the tool server of a greeting has received; None for a greeting without
+    the secret."""
+    with contextlib.suppress(*UNREADABLE):
         newest_call, _, greeting = msgspec.msgpack.decode(received[4:], type=tuple[int, str, Greeting])
         if hmac.compare_digest(greeting.secret.encode(), secret.encode()) and newest_call >= 0:
             return newest_call

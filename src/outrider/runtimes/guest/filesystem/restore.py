@@ -28,7 +28,7 @@ from outrider.runtimes.guest.filesystem.tree_writer import (
 )
 from outrider.runtimes.guest.filesystem.trees import FOLDER
 from outrider.runtimes.guest.poll_loop import CHUNK
-from outrider.runtimes.guest.processes import send_signal
+from outrider.runtimes.guest.processes import fork_or_close, send_signal
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -53,7 +53,7 @@ LEFT_OUT = (
 
 class Restore:
     """One restore. The archive comes in any number of calls, one at a time. Each call gets its reply when there is room
-    for the next; the last, when all of the archive is in place."""
+    for the next; the last, when all of the archive is in place. The exit of the child closes the pipe."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -62,7 +62,7 @@ class Restore:
         self.data = memoryview(b"")
         self.last = False
         reader, self.fd = posix.pipe()
-        self.pid = posix.fork()
+        self.pid = fork_or_close(self.fd, reader)
         if self.pid == 0:
             posix.close(self.fd)
             restore_and_exit(reader, roots, limit)
@@ -78,7 +78,8 @@ class Restore:
         self._push(0)
 
     def cancel(self) -> None:
-        send_signal(self.pid, _signal.SIGKILL)
+        if self.code is None:
+            send_signal(self.pid, _signal.SIGKILL)
 
     def _push(self, events: int) -> None:
         try:
@@ -94,13 +95,18 @@ class Restore:
             self.calls.running.pop(self.call, None)
             self.calls.reply(self.call, {})
             return
+        self._close()
+        self._finish()
+
+    def _close(self) -> None:
         if self.fd >= 0:
+            self.calls.loop.forget(self.fd)
             posix.close(self.fd)
             self.fd = -1
-        self._finish()
 
     def _exited(self, code: int) -> None:
         self.code = code
+        self._close()
         self._finish()
 
     def _finish(self) -> None:

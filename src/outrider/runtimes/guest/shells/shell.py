@@ -16,7 +16,7 @@ from outrider.runtimes.guest.command import READS_AT_END, Capture
 from outrider.runtimes.guest.connection import Calls
 from outrider.runtimes.guest.filesystem.paths import DEFAULT_PATH, find_program
 from outrider.runtimes.guest.poll_loop import CHUNK, POLL_READ, read_ready
-from outrider.runtimes.guest.processes import Process, descendants, kill_tree, processes, send_signal, spawn
+from outrider.runtimes.guest.processes import Process, descendants, kill_tree, pipes, processes, send_signal, spawn
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -92,16 +92,35 @@ class Shell:
             raise
 
     def _open(self) -> None:
+        """Raises OSError when the program cannot be started. The shell is dead then, and nothing of it is left open."""
         if not self.commands:
             self._give_up()
             return
         env = self.calls.environment({}, -self.number)
         env.setdefault("TERM", "dumb")
-        self.program.start(self.commands[0], env)
+        try:
+            self.program.start(self.commands[0], env)
+        except OSError:
+            self.dead = True
+            self._release()
+            raise
         for fd in self.descriptors:
             posix.set_blocking(fd, False)
         self.calls.loop.watch(self.output, POLL_READ, self._ready)
         self.calls.loop.exits[self.pid] = self._exited
+
+    def _open_again(self) -> str:
+        """Open from the loop, which handles no errors. Returns the error, "" for none."""
+        try:
+            self._open()
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+            if self.opening:
+                call, self.opening = self.opening, 0
+                self.calls.running.pop(call, None)
+                self.calls.fail(call, "failed", why)
+            return why
+        return ""
 
     def opened(self) -> None:
         """Report the shell as open: its program runs."""
@@ -200,10 +219,12 @@ class Shell:
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
-        """Kill the shell and start a new one. The input's result reports that the state is lost."""
+        """Kill the shell and start a new one. The input's result reports that the state is lost, or that the shell is
+        dead."""
         self._kill()
-        self.note = b"\n[" + reason + b" and was started anew: its state is lost]\n"
-        self._open()
+        error = self._open_again()
+        outcome = f"could not be started anew: {error}" if error else "was started anew: its state is lost"
+        self.note = b"\n[" + reason + b" and " + outcome.encode() + b"]\n"
         if self.call:
             self.finish(None)
 
@@ -214,7 +235,7 @@ class Shell:
             self.why = self.capture.take()
             self._release()
             del self.commands[0]
-            self._open()
+            self._open_again()
             return
         self.dead = True
         self._release()
@@ -232,6 +253,7 @@ class Shell:
         for fd in self.descriptors:
             self.calls.loop.forget(fd)
             posix.close(fd)
+        self.descriptors = set()
 
     def close(self) -> None:
         """Kill the shell and its remaining children."""
@@ -270,14 +292,16 @@ class Bash:
         env["PS1"] = ""
         env.pop("ENV", None)
         shell = self.shell
-        shell.output, slave = posix.openpty()
         reader, shell.input = posix.pipe()
-        shell.descriptors = {shell.output, shell.input}
-        self.mode = raw_terminal(slave)
+        shell.descriptors = {shell.input}
+        slave = -1
         try:
+            shell.output, slave = posix.openpty()
+            shell.descriptors.add(shell.output)
+            self.mode = raw_terminal(slave)
             shell.pid = spawn(command, env, shell.args["cwd"], {0: reader, 1: slave, 2: slave}, tty=True)
         finally:
-            for fd in {slave, reader}:
+            for fd in {slave, reader} - {-1}:
                 posix.close(fd)
         shell.send(PRELUDES[command[0]] + STATUS + self._report(0) + b"\n")
         shell.opened()
@@ -396,16 +420,15 @@ class Interpreter:
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
-        inputs, shell.input = posix.pipe()
-        shell.output, output = posix.pipe()
-        self.results, results = posix.pipe()
+        (inputs, shell.input), (shell.output, output), (self.results, results) = pipes(3)
         shell.descriptors = {shell.output, shell.input, self.results}
-        null = posix.open("/dev/null", posix.O_RDONLY)
+        null = -1
         argv = [*command, "-c", shell.args["program"]]
         try:
+            null = posix.open("/dev/null", posix.O_RDONLY)
             shell.pid = spawn(argv, env, shell.args["cwd"], {0: null, 1: output, 2: output, 3: inputs, 4: results})
         finally:
-            for fd in (null, inputs, output, results):
+            for fd in {null, inputs, output, results} - {-1}:
                 posix.close(fd)
         shell.calls.loop.watch(self.results, POLL_READ, self._answered)
 
