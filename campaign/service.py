@@ -14,8 +14,8 @@ from pathlib import Path
 from campaign.seams import Knobs
 from outrider.api.server import serving
 from outrider.cli.event_loop import run_service, short_pauses
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.nodes import joined
@@ -26,7 +26,7 @@ from outrider.spec import EngineSpec
 
 TOKENIZER = Path(__file__).parent.parent / "src" / "outrider" / "demo" / "policy"
 LANES = LanesConfig(init=6, run=32, eval=8)
-HASTY = Backoff(first=0.1, longest=0.5)
+HASTY = RetryPolicy(first=0.1, longest=0.5)
 """Waits between a session's failed attempts: a run has seconds."""
 
 STOP_SECONDS = 1.0

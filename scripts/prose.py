@@ -17,22 +17,21 @@ import ast
 import io
 import random
 import re
-import sys
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+# The script is run by its path, so that its folder is in the module search path.
 from shape import docstrings, says_something, strings_below_assignments
 
-PRONOUNS = frozenset(
-    "it its itself they them their theirs this that these those what which who whom whose one ones such other others"
-    " something anything".split()
+PRONOUNS = re.compile(
+    "it|its|itself|they|them|their|theirs|this|that|these|those|what|which|who|whom|whose|ones?|such|others?"
+    "|something|anything"
 )
-PERSONIFICATIONS = frozenset(
-    "say says said saying tell tells told telling know knows knew known hear hears heard trust trusts trusted believe"
-    " believes believed bear bears bore want wants wanted ask asks asked asking".split()
+PERSONIFICATIONS = re.compile(
+    "says?|said|saying|tells?|told|telling|know|knows|knew|known|hears?|heard|trust|trusts|trusted"
+    "|believe|believes|believed|bears?|bore|want|wants|wanted|ask|asks|asked|asking"
 )
 OPENINGS = ("Of", "Those", "As", "By", "That", "What", "Which", "Whose", "Where", "How", "Whether")
 
@@ -98,8 +97,8 @@ def measure(texts: Sequence[Text]) -> Prose:
     per_1000 = 1000 / max(1, len(words))
     return Prose(
         words=len(words),
-        pronouns=per_1000 * sum(word in PRONOUNS for word in words),
-        personifications=per_1000 * sum(word in PERSONIFICATIONS for word in words),
+        pronouns=per_1000 * sum(PRONOUNS.fullmatch(word) is not None for word in words),
+        personifications=per_1000 * sum(PERSONIFICATIONS.fullmatch(word) is not None for word in words),
     )
 
 

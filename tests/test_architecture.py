@@ -216,10 +216,7 @@ def only_the_cli_prints(module: Module) -> Iterator[str]:
 
 def errors_are_never_changed(module: Module) -> Iterator[str]:
     for node in ast.walk(module.tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        for target in targets:
+        for target in node.targets if isinstance(node, ast.Assign) else []:
             if (
                 isinstance(target, ast.Attribute)
                 and target.attr in ("message", "hint", "field", "log_tail", "inside")
@@ -239,7 +236,9 @@ def methods_are_never_replaced(module: Module) -> Iterator[str]:
         for alias in node.names
     }
     for node in ast.walk(module.tree):
-        for target in node.targets if isinstance(node, ast.Assign) else []:
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
             if not isinstance(target, ast.Attribute) or dotted(target.value).split(".")[0] in imported:
                 continue
             function = isinstance(node.value, ast.Lambda) or (

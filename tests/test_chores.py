@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import outrider
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import MOST_NAMES, QUIET_SECONDS, Chores, Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import ServiceError, lacks_means
 from outrider.schemas import FailingChore
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 FULL = OSError(errno.ENOSPC, "No space left on device")
 NO_THREAD = RuntimeError("can't start new thread")
 

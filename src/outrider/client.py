@@ -27,8 +27,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
@@ -89,7 +89,7 @@ SILENCE = 60.0
 """Seconds without a byte after which a stream of events counts as lost. The service sends a byte at least every 15
 seconds."""
 
-RETRIES = Backoff(first=0.25, longest=10.0)
+RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service cannot be reached, as during a restart, and `submit` while
 the service is busy."""

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 from outrider.api.access import ROUTES
 from outrider.api.server import control_app
 from outrider.client import AsyncClient
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaExceeded, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.redaction import KEY_PREFIX
@@ -91,7 +91,7 @@ async def test_a_worker_of_a_relay_needs_an_admin(tmp_path: Path) -> None:
         with pytest.raises(Unauthorized):
             await Worker(url, engine, token="wrong").run()
         admin = await made(root, "adm", "admin")
-        worker = Worker(url, engine, token=admin, reconnecting=Backoff(first=0.01, longest=0.01))
+        worker = Worker(url, engine, token=admin, reconnecting=RetryPolicy(first=0.01, longest=0.01))
         running = asyncio.create_task(worker.run())
         await worker.attached()
         await root.revoke_token("adm")

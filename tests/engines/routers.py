@@ -21,7 +21,7 @@ import pytest
 
 from engines.contract import collect
 from engines.worlds import ADAPTERS, CONTEXT_TOKENS, REPLY, scripted
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
@@ -266,7 +266,7 @@ async def breaks_off_with_its_worker(worlds: Worlds) -> None:
 
 async def fails_over_without_workers(worlds: Worlds) -> None:
     """A router whose workers are gone is unavailable before the first chunk, whatever it says of its health."""
-    async with worlds() as world, EnginePool(probing=Backoff(first=1e9, longest=1e9)) as pool:
+    async with worlds() as world, EnginePool(probing=RetryPolicy(first=1e9, longest=1e9)) as pool:
         await pool.add(EngineSpec(kind=world.kind, name="behind", url=world.router.url))
         await pool.add_engine(ScriptedEngine(EngineOptions(name="other", options={"replies": [{"ids": [1, 2, 3]}]})))
         for number in range(2):
@@ -319,7 +319,7 @@ async def generates_in_pairs(worlds: Worlds) -> None:
 async def gives_each_worker_as_an_engine(worlds: Worlds) -> None:
     async with worlds(workers=3) as world:
         await world.router.remove(world.urls[2])
-        async with EnginePool(probing=Backoff(first=SOON, longest=SOON), look_seconds=SOON) as pool:
+        async with EnginePool(probing=RetryPolicy(first=SOON, longest=SOON), look_seconds=SOON) as pool:
             status = await pool.add(EngineSpec(kind=f"{world.kind}-router", name="fleet", url=world.router.url))
             assert status.ok, status.detail
             assert _urls(pool) == set(world.urls[:2])

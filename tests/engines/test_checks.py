@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import (
     ChatChunk,
     ChatRequest,
@@ -327,7 +327,7 @@ async def test_a_suspect_engine_is_trusted_after_good_replies_in_a_row() -> None
 
 async def test_an_engine_that_is_down_is_not_trusted_and_trials_end_with_the_pool() -> None:
     odd = odd_engine("odd", odd=1)
-    async with EnginePool(probing=Backoff(first=1e-3, longest=1e-3)) as pool:
+    async with EnginePool(probing=RetryPolicy(first=1e-3, longest=1e-3)) as pool:
         await pool.add_engine(odd)
         with pytest.raises(EngineMisbehaved):
             await served(pool, "s")

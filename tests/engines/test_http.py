@@ -7,14 +7,14 @@ import pytest
 
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.adapters.options import server_url
 from outrider.engines.base import EngineOptions
-from outrider.engines.http.client import HttpClient, RetryPolicy, encode
+from outrider.engines.http.client import HttpClient, encode
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineUnavailable, InvalidField
 
-PATIENT = RetryPolicy(attempts=3, backoff=Backoff(first=0.0, longest=0.0))
+PATIENT = RetryPolicy(first=0.0, longest=0.0, attempts=3)
 
 
 async def payloads(url: str, retry: RetryPolicy = PATIENT) -> list[bytes]:
@@ -70,11 +70,11 @@ async def test_no_server_is_unavailable() -> None:
 
 
 async def test_retry_after_is_honoured_up_to_the_longest_wait() -> None:
-    policy = RetryPolicy(attempts=2, backoff=Backoff(first=0.0, longest=5.0))
+    policy = RetryPolicy(first=0.0, longest=5.0, attempts=2)
     assert policy.wait(0, 3.0) == 3.0
     assert policy.wait(0, 3600.0) == 5.0
     async with upstream(Answer(429, headers={"Retry-After": "0"}), Answer(events=[1])) as (url, _):
-        slow = RetryPolicy(attempts=2, backoff=Backoff(first=1e6, longest=1e6))
+        slow = RetryPolicy(first=1e6, longest=1e6, attempts=2)
         async with asyncio.timeout(30):
             assert await payloads(url, slow) == [b"1"]
 

@@ -12,7 +12,7 @@ import pytest
 from engines.routers import SOON
 from engines.test_pool import IDS, engine_of, request
 from engines.upstream import Answer, upstream
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.pool.pool import AnyEngine, EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch, NotFound
 from outrider.schemas import EngineStatus
@@ -33,7 +33,7 @@ async def fleet(
         pages: Pages = {}
         show(pages, *urls)
         url, _ = await stack.enter_async_context(upstream(Answer(), pages=pages))
-        pool = EnginePool(check=check, probing=Backoff(first=SOON, longest=SOON), look_seconds=SOON)
+        pool = EnginePool(check=check, probing=RetryPolicy(first=SOON, longest=SOON), look_seconds=SOON)
         yield await stack.enter_async_context(pool), url, pages, urls
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.policy import KnownPolicy
@@ -23,8 +23,8 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from support.stamping import StampingEngine
 from support.tokenizer import write_tokenizer
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
-NEVER = Backoff(first=1e9, longest=1e9)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
+NEVER = RetryPolicy(first=1e9, longest=1e9)
 LENGTH = 20
 PROMPT = np.array([1, 2, 3], dtype=np.int32)
 
@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def pool_of(*engines: StampingEngine, probing: Backoff = AT_ONCE, **options: Any) -> AsyncIterator[EnginePool]:
+async def pool_of(
+    *engines: StampingEngine, probing: RetryPolicy = AT_ONCE, **options: Any
+) -> AsyncIterator[EnginePool]:
     async with EnginePool(patience=5.0, probing=probing, **options) as pool:
         for engine in engines:
             await pool.add_engine(engine)
@@ -333,7 +335,7 @@ async def test_an_engine_that_refuses_to_cut_leaves_all_going_on(folder: Path) -
 async def test_an_engine_that_fails_to_load_is_left_behind_and_catches_up(folder: Path) -> None:
     good, bad = StampingEngine(folder, name="good"), StampingEngine(folder, name="bad")
     bad.fails["update_weights"] = EngineRejected("the disk is not mounted yet")
-    async with pool_of(good, bad, probing=Backoff(first=0.01, longest=0.01)) as pool, asyncio.TaskGroup() as group:
+    async with pool_of(good, bad, probing=RetryPolicy(first=0.01, longest=0.01)) as pool, asyncio.TaskGroup() as group:
         bad.hold(4)
         good.hold(4)
         replies = [group.create_task(read(pool, request(f"s{n}"))) for n in range(2)]
@@ -388,7 +390,7 @@ async def test_an_engine_that_dies_in_the_middle_of_the_pause_loses_no_generatio
 async def test_an_engine_with_older_weights_serves_nobody(folder: Path) -> None:
     """The trainer changes weights by its own means: nothing can be loaded from here."""
     engine = StampingEngine(folder)
-    async with pool_of(engine, probing=Backoff(first=0.01, longest=0.01)) as pool:
+    async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish")
         late = StampingEngine(folder, name="late")
         added = await pool.add_engine(late)
@@ -403,7 +405,7 @@ async def test_an_engine_with_older_weights_serves_nobody(folder: Path) -> None:
 
 async def test_an_engine_that_gets_its_weights_from_the_trainer_serves_then(folder: Path) -> None:
     engine, late = StampingEngine(folder), StampingEngine(folder, name="late")
-    async with pool_of(engine, probing=Backoff(first=0.01, longest=0.01)) as pool:
+    async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish")
         await pool.add_engine(late)
         late.version = 4  # the trainer has labelled it
@@ -412,7 +414,7 @@ async def test_an_engine_that_gets_its_weights_from_the_trainer_serves_then(fold
 
 async def test_an_engine_that_joins_later_loads_the_weights_of_the_last_update(folder: Path) -> None:
     engine, late = StampingEngine(folder), StampingEngine(folder, name="late")
-    async with pool_of(engine, probing=Backoff(first=0.01, longest=0.01)) as pool:
+    async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish", weights="weights-4")
         await pool.add_engine(late)
         await all_up(pool)
@@ -422,7 +424,7 @@ async def test_an_engine_that_joins_later_loads_the_weights_of_the_last_update(f
 async def test_an_engine_that_restarts_while_paused_is_not_left_paused(folder: Path) -> None:
     engine, spare = StampingEngine(folder), StampingEngine(folder, name="spare")
     engine.fails["resume"] = EngineUnavailable("the connection broke")
-    async with pool_of(engine, spare, probing=Backoff(first=0.01, longest=0.01)) as pool:
+    async with pool_of(engine, spare, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.pause("finish")
         await pool.policy.resume(1)
         assert [each.ok for each in pool.policy.status().engines] == [False, True]
@@ -492,7 +494,7 @@ async def test_a_reply_goes_on_only_with_log_probabilities_of_its_kind(folder: P
 async def test_patience_is_not_spent_while_paused(folder: Path) -> None:
     engine = StampingEngine(folder)
     async with (
-        EnginePool(patience=0.05, probing=Backoff(first=0.01, longest=0.01)) as pool,
+        EnginePool(patience=0.05, probing=RetryPolicy(first=0.01, longest=0.01)) as pool,
         asyncio.TaskGroup() as group,
     ):
         await pool.add_engine(engine)
@@ -560,7 +562,7 @@ async def test_an_engine_that_joins_in_the_middle_of_an_update_has_its_weights_b
     async def join() -> None:
         await pool.add_engine(late)
 
-    async with pool_of(engine, probing=Backoff(first=0.01, longest=0.01)) as pool:
+    async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish", weights="weights-4", meanwhile=join)
         await all_up(pool)
         assert (late.loaded, late.version) == (["weights-4"], 4)
@@ -608,7 +610,10 @@ async def test_what_runs_on_an_engine_that_is_being_removed_is_cut_too(folder: P
 async def test_no_weights_are_loaded_while_an_engine_generates(folder: Path) -> None:
     """It could not be told to pause, and what ran there goes on: it catches up when that has ended."""
     engine, spare = StampingEngine(folder), StampingEngine(folder, name="spare")
-    async with pool_of(engine, spare, probing=Backoff(first=0.01, longest=0.01)) as pool, asyncio.TaskGroup() as group:
+    async with (
+        pool_of(engine, spare, probing=RetryPolicy(first=0.01, longest=0.01)) as pool,
+        asyncio.TaskGroup() as group,
+    ):
         engine.hold(5)
         reply = group.create_task(read(pool, request()))
         await engine.held.wait()
@@ -639,7 +644,7 @@ async def test_a_policy_goes_on_where_an_earlier_service_left_it(folder: Path) -
     known = KnownPolicy(3, "weights-3")
     fresh, kept = StampingEngine(folder, name="fresh"), StampingEngine(folder, name="kept")
     kept.version = 3
-    async with pool_of(fresh, kept, probing=Backoff(first=0.01, longest=0.01), known=known) as pool:
+    async with pool_of(fresh, kept, probing=RetryPolicy(first=0.01, longest=0.01), known=known) as pool:
         status = pool.policy.status()
         assert (status.version, [engine.ok for engine in status.engines]) == (3, [False, True])
         with pytest.raises(Conflict, match="version 3"):
@@ -672,7 +677,7 @@ async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder:
 async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(folder: Path) -> None:
     """A restart finds the folder of the last update deleted: nothing serves until the trainer gives new weights."""
     engine = StampingEngine(folder)
-    probing = Backoff(first=0.01, longest=0.01)
+    probing = RetryPolicy(first=0.01, longest=0.01)
     async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:
         while engine.told.count("update_weights") < 2:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import (
     ChatEngine,
     ChatRequest,
@@ -41,8 +41,8 @@ from outrider.spec import EngineSpec
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import LogprobKind, TokenMode
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
-NEVER = Backoff(first=1e9, longest=1e9)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
+NEVER = RetryPolicy(first=1e9, longest=1e9)
 IDS = [1, 2, 3, 4]
 
 
@@ -65,7 +65,7 @@ def chat_request(session: str) -> ChatRequest:
     return ChatRequest(request_id="r", session_key=session, messages=(message,), tools=(), sampling=sampling)
 
 
-def pool_of(*, patience: float = 5.0, probing: Backoff = NEVER, **options: Any) -> EnginePool:
+def pool_of(*, patience: float = 5.0, probing: RetryPolicy = NEVER, **options: Any) -> EnginePool:
     return EnginePool(patience=patience, probing=probing, **options)
 
 

@@ -19,8 +19,8 @@ from engines.test_adapters import sglang_event
 from engines.test_policy import until_waiting
 from engines.upstream import Answer, upstream
 from engines.worlds import ADAPTERS, HASTY, REPLY, SETTINGS, World, scripted
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import Broadcast
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.adapters.openai import OpenAIEngine
 from outrider.engines.adapters.sglang import SGLangEngine
 from outrider.engines.adapters.vllm import VLLMEngine, unreadable_weights
@@ -45,7 +45,7 @@ from outrider.trajectory import FinishReason, VersionSpan
 from support.stamping import StampingEngine
 from support.tokenizer import write_tokenizer
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 PROMPT = np.arange(5, 25, dtype=np.int32)
 GENERATE: dict[World, str] = {
     "vllm": "/inference/v1/generate",

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.overdue import Overdue, Wait
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
@@ -22,7 +22,7 @@ from outrider.testing.scripted_engine import ScriptedEngine
 from support.clock import pass_time
 
 IDS = [1, 2, 3, 4]
-SOON = Backoff(first=0.05, longest=0.1)
+SOON = RetryPolicy(first=0.05, longest=0.1)
 
 
 class Losing(ScriptedEngine):

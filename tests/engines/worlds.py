@@ -11,11 +11,10 @@ import msgspec
 import numpy as np
 
 from engines.contract import Factory, Rig
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.adapters.sglang import SGLangEngine
 from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest, TakesConstraints
-from outrider.engines.http.client import RetryPolicy
 from outrider.engines.relay.engine import RelayEngine
 from outrider.relay import FunctionEngine, Worker
 from outrider.testing.engine_servers import ServeSettings, engine_app, serving
@@ -29,7 +28,7 @@ REPLY = (
     '{"name": "locate", "arguments": {"item": "maple"}}\n</tool_call><|im_end|>'
 )
 STALL = 3
-HASTY = RetryPolicy(attempts=2, backoff=Backoff(first=0.0, longest=0.0))
+HASTY = RetryPolicy(first=0.0, longest=0.0, attempts=2)
 
 World = Literal[
     "direct",

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.endpoints import Endpoints
@@ -91,7 +91,7 @@ async def a_grader(answer: Callable[[dict[str, Any]], Any], **settings: Any) -> 
     async with serving(grader) as url:
         grader.url = url
         config = GraderConfig(name="one", url=url, **settings)
-        grader.endpoints = Endpoints([config], pauses=Backoff(first=0.001, longest=0.002))
+        grader.endpoints = Endpoints([config], pauses=RetryPolicy(first=0.001, longest=0.002, attempts=4))
         yield grader
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from api.test_tls import OPENSSL, made
 from outrider.callbacks import check_signature
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig, TlsConfig
 from outrider.errors import EvaluatorError, InvalidField, Unauthorized
-from outrider.evaluators.endpoints import TRIES, Endpoints
+from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.messages import Message, Role, ToolCall, image_from_bytes
 from outrider.messages import Text as TextPart
@@ -111,8 +111,8 @@ async def test_a_grader_that_is_away_is_asked_again_with_the_same(passing: Any) 
 @pytest.mark.parametrize(
     ("answer", "calls", "message"),
     [
-        (503, TRIES, "answered 503, 4 times"),
-        (CUT, TRIES, "cannot be reached"),
+        (503, 4, "answered 503, 4 times"),
+        (CUT, 4, "cannot be reached"),
         (500, 1, "answered 500"),
         (429, 1, "answered 429"),
         (404, 1, "answered 404"),
@@ -156,7 +156,8 @@ async def test_an_unknown_certificate_is_refused(tmp_path: Path) -> None:
     pair = made(tmp_path, "grader")
     async with running_service(tmp_path=tmp_path, token="root", tls=TlsConfig(**pair._asdict())) as (_, url):
         spec = EvaluatorSpec(kind="http", options={"grader": "one"})
-        endpoints = Endpoints([GraderConfig(name="one", url=url)], pauses=Backoff(first=0.001, longest=0.002))
+        pauses = RetryPolicy(first=0.001, longest=0.002, attempts=4)
+        endpoints = Endpoints([GraderConfig(name="one", url=url)], pauses=pauses)
         with pytest.raises(EvaluatorError, match="cannot be reached: ClientConnectorCertificateError"):
             await make_evaluator(spec, endpoints).evaluate(an_outcome(spec, "42"))
 

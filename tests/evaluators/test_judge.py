@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ContextOverflow, EngineUnavailable, EvaluatorError, InvalidField
 from outrider.evaluators.base import FrozenReply
-from outrider.evaluators.endpoints import CACHED, TRIES, Endpoints
+from outrider.evaluators.endpoints import CACHED, Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.spec import EvaluatorSpec
 
@@ -152,8 +152,8 @@ async def test_a_reply_without_a_grade_is_asked_for_again() -> None:
     ("answer", "calls", "message"),
     [
         (says("Nonsense."), 3, "gave no grade in 3 replies"),
-        (503, TRIES, "answered 503, 4 times"),
-        (CUT, TRIES, "cannot be reached"),
+        (503, 4, "answered 503, 4 times"),
+        (CUT, 4, "cannot be reached"),
         (401, 1, "answered 401"),
         (lambda body: b"<html>", 1, "not JSON"),
         (lambda body: [1], 1, "no object"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.api.server import serving
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.lifecycle import GroupState
 from outrider.nodes.remote_node import RemoteNode
@@ -24,7 +24,7 @@ from support.tokenizer import write_tokenizer
 from .acts import AGENT, GRADER
 
 RENDERER = "qwen3"
-HASTY = Backoff(first=0.01, longest=0.02)
+HASTY = RetryPolicy(first=0.01, longest=0.02)
 PROCESSES = 2
 
 

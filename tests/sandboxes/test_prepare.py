@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.sandbox import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Noting:

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import pytest
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
 from outrider.runtimes.node_host import Host
@@ -35,7 +35,7 @@ from outrider.spec import RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
 KIND = "sandboxes.test_warm_pool:Watched"
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Watcher:

@@ -15,7 +15,7 @@ from outrider.client import AsyncClient
 from outrider.config import Config, FrozenConfig, GraderConfig, LanesConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
-from outrider.evaluators.endpoints import TRIES
+from outrider.evaluators.endpoints import PAUSES
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
@@ -265,7 +265,7 @@ async def test_a_judge_that_is_killed_in_the_middle_costs_neither_the_verdict_no
                 turned_away.release()
 
             async with await asyncio.start_server(turn_away, "127.0.0.1", port):
-                for _ in range(TRIES):  # the first evaluation has at most one try less
+                for _ in range(PAUSES.attempts or 1):  # the first evaluation has at most one try less
                     await turned_away.acquire()
             async with judge_program(port) as again:
                 await line_of(again)

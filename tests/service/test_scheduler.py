@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.rootfs.store import Image
@@ -34,7 +34,7 @@ FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message
 
 
 RESOURCES = ResourceStats(cpus=2.0, memory_mb=1024)
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Moments(Store):
@@ -137,7 +137,7 @@ class FakeNode:
 
 @asynccontextmanager
 async def scheduling(
-    pauses: Backoff = AT_ONCE,
+    pauses: RetryPolicy = AT_ONCE,
 ) -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
     done = asyncio.Event()
     node = FakeNode()
@@ -149,7 +149,7 @@ async def scheduling(
 
 
 async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
-    async with scheduling(Backoff(first=0.1, longest=0.1)) as (scheduler, store, node, _, done):
+    async with scheduling(RetryPolicy(first=0.1, longest=0.1)) as (scheduler, store, node, _, done):
         node.error = FAILURE
         await put(store, "g", "s")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
@@ -130,7 +130,7 @@ async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
         await put(store, "g", "s")
         store.faults[method] = 2
         running = tasks.create_task(
-            Scheduler(store, [OnceMore()], on_done=done.set, pauses=Backoff(first=0.01, longest=0.01)).run()
+            Scheduler(store, [OnceMore()], on_done=done.set, pauses=RetryPolicy(first=0.01, longest=0.01)).run()
         )
         await done.wait()
         while +store.faults:  # the session may have ended before the second try
@@ -190,7 +190,7 @@ async def delivered(store: FailingStore, tokenizer: Path) -> None:
         store,
         ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
         allow_lists=AllowLists(Config()),
-        pauses=Backoff(first=0.01, longest=0.01),
+        pauses=RetryPolicy(first=0.01, longest=0.01),
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import GroupState, SessionState
@@ -27,7 +27,7 @@ from .stage import ACTOR, GRADER, SANDBOX, Stage, a_stage
 
 SAY = "hello<|im_end|>"
 RENDERER = "qwen3"
-HASTY = Backoff(first=0.01, longest=0.02)
+HASTY = RetryPolicy(first=0.01, longest=0.02)
 
 
 class World:

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 from starlette.websockets import WebSocket
 
 from outrider.api.asgi_socket import AsgiSocket
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.http_server import Receive, Scope, Send
 from outrider.testing.engine_servers.app import serving
 
-AT_ONCE = Backoff(first=0.0, longest=0.0)
+AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 ROUNDS = 5
 """More rounds of the event loop than asyncio takes from accepting a connection to telling of it."""
 

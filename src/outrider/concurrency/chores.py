@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import OutriderError, described, lacks_means
 from outrider.redaction import redacted
 from outrider.schemas import FailingChore
@@ -26,7 +26,7 @@ log = logging.getLogger("outrider.chores")
 
 T = TypeVar("T")
 
-PAUSES = Backoff(first=0.5, longest=10.0)
+PAUSES = RetryPolicy(first=0.5, longest=10.0)
 """Waits between the failed turns of a chore. The longest wait is a third of a session's lease, because a chore renews
 the lease."""
 QUIET_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Chores:
     """
 
     def __init__(
-        self, failures: Failures, *, fatal: Callable[[Exception], bool] = lambda _: False, pauses: Backoff = PAUSES
+        self, failures: Failures, *, fatal: Callable[[Exception], bool] = lambda _: False, pauses: RetryPolicy = PAUSES
     ) -> None:
         self.failures = failures
         self._fatal = fatal

@@ -19,15 +19,14 @@ from typing import Any
 
 import aiohttp
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig
 from outrider.environment import environment
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.redaction import redacted
 
 MAX_ANSWER = 4 << 20
-TRIES = 4
-PAUSES = Backoff(first=0.5, longest=10.0)
+PAUSES = RetryPolicy(first=0.5, longest=10.0, attempts=4)
 TRANSIENT = frozenset({502, 503, 504})
 """Statuses of an unreachable grader, or of a proxy in front of it."""
 MAX_SAID = 2000
@@ -47,7 +46,7 @@ class Endpoints:
     of judges' replies. `pauses` are the waits between the tries of one call."""
 
     def __init__(
-        self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: Backoff = PAUSES
+        self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
     ) -> None:
         self._graders = {grader.name: grader for grader in graders}
         self._frozen = frozenset(frozen)
@@ -100,15 +99,16 @@ class Endpoints:
     ) -> dict[str, Any]:
         """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
 
-        A call that cannot connect, exceeds `seconds` or gets a `transient` status is made up to TRIES times in all. Any
-        other status except 2xx raises at once.
+        A call that cannot connect, exceeds `seconds` or gets a `transient` status is made again. Any other status
+        except 2xx raises at once.
         """
         key = variable(grader.key_variable, grader.name)
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
         if key is not None:
             sent["Authorization"] = f"Bearer {key}"
         failure = ""
-        for attempt in range(TRIES):
+        attempts = self._pauses.attempts or 1
+        for attempt in range(attempts):
             if attempt:
                 await asyncio.sleep(self._pauses.wait(attempt - 1))
             try:
@@ -142,7 +142,7 @@ class Endpoints:
                     )
                     refused.status = reply.status
                     raise refused
-        raise EvaluatorError(f"grader {grader.name!r} {failure}, {TRIES} times", hint="see whether it runs")
+        raise EvaluatorError(f"grader {grader.name!r} {failure}, {attempts} times", hint="see whether it runs")
 
 
 def variable(name: str | None, grader: str) -> str | None:

@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import aiohttp
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import MAX_TO_WORKER, Close, encode
 from outrider.errors import (
@@ -39,7 +39,7 @@ from outrider.tls import trusting
 
 log = logging.getLogger("outrider.node")
 
-DIALLING = Backoff(first=0.5, longest=5.0)
+DIALLING = RetryPolicy(first=0.5, longest=5.0)
 CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
 """A connection without a message for this many seconds is treated as dead: the service sends ten messages a second."""

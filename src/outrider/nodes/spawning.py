@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.environment import variables
 from outrider.errors import described
 from outrider.nodes.pipe import Pipe
@@ -31,7 +31,7 @@ HOME = "OUTRIDER_HOME"
 END_SECONDS = 10.0
 """Seconds for a process to end its sandboxes and exit."""
 
-RESTARTS = Backoff(first=0.1, longest=30.0)
+RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
 """A process that dies after this many seconds or more is started again at once."""
 

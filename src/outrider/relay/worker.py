@@ -26,8 +26,8 @@ from uuid import uuid4
 
 import aiohttp
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
 from outrider.engines.relay import messages
 from outrider.engines.relay.link import Disconnected, Link
@@ -68,7 +68,7 @@ from outrider.tls import trusting
 
 log = logging.getLogger("outrider.relay")
 
-RECONNECTING = Backoff(first=0.5, longest=20.0)
+RECONNECTING = RetryPolicy(first=0.5, longest=20.0)
 CONNECT_SECONDS = 20.0
 CLOSE_SECONDS = 2.0
 REMEMBERED_ANSWERS = 256
@@ -116,7 +116,7 @@ class Worker:
         ca: str | None = None,
         update_weights: Callable[[str, int], Awaitable[None]] | None = None,
         name: str | None = None,
-        reconnecting: Backoff = RECONNECTING,
+        reconnecting: RetryPolicy = RECONNECTING,
     ) -> None:
         self.engine: Engine = cast(Engine, generate) if hasattr(generate, "generate") else FunctionEngine(generate)
         self.name = (name or platform.node() or "worker")[:100]

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure, renamed_field
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
@@ -25,7 +25,7 @@ from outrider.sandboxes.kept_run import Outlived
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
-PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
+PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
 """Waits between the attempts of one prepare step."""
 
 RUNTIME = "task.runtime"
@@ -181,7 +181,7 @@ async def prepare(
     *,
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
-    pauses: Backoff = PREPARE_PAUSES,
+    pauses: RetryPolicy = PREPARE_PAUSES,
 ) -> None:
     """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
 
@@ -210,7 +210,7 @@ async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
 
 
 async def run_step(
-    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: Backoff = PREPARE_PAUSES
+    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: RetryPolicy = PREPARE_PAUSES
 ) -> None:
     """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
     failed `attempts` times: CommandFailed, unless it took too long. A failure of the sandbox is raised at once."""

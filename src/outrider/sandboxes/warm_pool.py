@@ -21,9 +21,9 @@ from typing import Self
 
 import msgspec
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Chores
 from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import InvalidField, OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import TellsImage
@@ -53,7 +53,7 @@ MAX_AGE_SHARE = 0.1
 MAX_FAILURES = 6
 """Number of failed starts in a row after which a kind is given up until it is requested again."""
 
-PAUSES = Backoff(first=1.0, longest=300.0)
+PAUSES = RetryPolicy(first=1.0, longest=300.0)
 """Waits between starts of a kind that fails."""
 
 
@@ -105,7 +105,7 @@ class WarmPool:
         sandboxes: Sandboxes,
         limits: WarmLimits,
         *,
-        pauses: Backoff = PAUSES,
+        pauses: RetryPolicy = PAUSES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sandboxes = sandboxes

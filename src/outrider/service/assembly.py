@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
 from outrider.engines.pool.pace import RememberedPace
@@ -104,7 +104,7 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
 
 
 @asynccontextmanager
-async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIterator[Opened]:
+async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> AsyncIterator[Opened]:
     """Open a service with its node in this process, or its nodes in others. `pauses` are the waits between a session's
     failed attempts.
 

@@ -19,9 +19,9 @@ import aiohttp
 import msgspec
 
 from outrider.callbacks import signed_headers
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import NotFound, described, storable
 from outrider.service.allow_lists import AllowLists
 from outrider.service.retry_store import retry_store
@@ -33,7 +33,7 @@ log = logging.getLogger("outrider.delivery")
 
 TRY_SECONDS = 30.0
 """Maximum duration of one push."""
-PAUSES = Backoff(first=1.0, longest=600.0)
+PAUSES = RetryPolicy(first=1.0, longest=600.0)
 """Waits between the tries of a push. The outbox is read at least every `first` seconds."""
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
@@ -75,7 +75,7 @@ class Deliverer:
         *,
         allow_lists: AllowLists,
         secret: str | None = None,
-        pauses: Backoff = PAUSES,
+        pauses: RetryPolicy = PAUSES,
         patience: float = PATIENCE,
         failures: Failures | None = None,
     ) -> None:

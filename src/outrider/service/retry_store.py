@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import ServiceError
 
 T = TypeVar("T")
 
-PAUSES = Backoff(first=0.1, longest=10.0)
+PAUSES = RetryPolicy(first=0.1, longest=10.0)
 NAME = "store"
 """Name of this work in the list of failures."""
 

@@ -20,9 +20,9 @@ from functools import partial
 import msgspec
 from pydantic import ValidationError
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import (
     Boundary,
     Conflict,
@@ -54,7 +54,7 @@ MAX_RECOVERED = 10
 """Maximum number of new attempts of a session after the loss of a node. A lost node does not count as the session's
 failure, but a session may be the cause of the loss, so there is a limit."""
 
-PAUSES = Backoff(first=1.0, longest=60.0)
+PAUSES = RetryPolicy(first=1.0, longest=60.0)
 """Waits between a session's failed attempts."""
 
 EXPIRED = ErrorRecord(
@@ -95,7 +95,7 @@ class Scheduler:
         *,
         on_done: Callable[[], None],
         policy_version: Callable[[], int] = lambda: 0,
-        pauses: Backoff = PAUSES,
+        pauses: RetryPolicy = PAUSES,
         evaluation_share: float = 0.0,
         on_session_done: Callable[[], None] = lambda: None,
         failures: Failures | None = None,

@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Broadcast, Feed, wait_for_event
 from outrider.concurrency.offload import Steps
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
@@ -109,7 +109,7 @@ class Service:
         joined: ComingNodes,
         host: Host,
         paths: HostPaths,
-        pauses: Backoff = PAUSES,
+        pauses: RetryPolicy = PAUSES,
         failures: Failures | None = None,
     ) -> None:
         self.config = config

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import asyncpg
 
-from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.store.database import Body, Row
 from outrider.store.store import Store
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 30.0
 """Seconds for which a transaction is retried while the server cannot be reached: it may be restarting."""
 HANDOVER_SECONDS = 5.0
 """Seconds to wait for the end of another service on the same database: the server may notice a killed client late."""
-PAUSES = Backoff(first=0.05, longest=1.0)
+PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
 # Advisory locks belong to one database and are identified by two numbers. Our first number is "outr" in ASCII.
 LOCKS = 0x6F757472

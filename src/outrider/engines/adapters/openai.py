@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
@@ -28,7 +29,7 @@ from outrider.engines.adapters.server_api import (
     structured_outputs,
 )
 from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
-from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, encode
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.reply_checks import max_characters, too_long
 from outrider.errors import EngineError, EngineUnavailable

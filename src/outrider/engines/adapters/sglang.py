@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
@@ -33,7 +34,7 @@ from outrider.engines.base import (
     KnownVersions,
     PauseMode,
 )
-from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, Cut, HttpClient, RetryPolicy, WasCut, encode
+from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, Cut, HttpClient, WasCut, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pause_gate import PauseGate

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
@@ -44,7 +45,7 @@ from outrider.engines.base import (
     KnownVersions,
     PauseMode,
 )
-from outrider.engines.http.client import DEFAULT_RETRY, Cut, HttpClient, RetryPolicy, WasCut
+from outrider.engines.http.client import DEFAULT_RETRY, Cut, HttpClient, WasCut
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pause_gate import PauseGate

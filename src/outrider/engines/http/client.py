@@ -11,11 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import orjson
 
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.http.connections import Buffer, Connections, Response
 from outrider.engines.http.failures import StatusFailure
 from outrider.engines.http.sse import SseReader
@@ -30,19 +29,8 @@ reply of 200,000 tokens fits."""
 DONE = b"[DONE]"
 
 
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Maximum number of attempts of a request, and the waits between them. A server's Retry-After is followed up to the
-    longest wait."""
-
-    attempts: int = 4
-    backoff: Backoff = Backoff(first=0.2, longest=10.0)
-
-    def wait(self, attempt: int, asked: float | None) -> float:
-        """Seconds to wait after failed attempt number `attempt` (from 0)."""
-        return self.backoff.wait(attempt) if asked is None else min(asked, self.backoff.longest)
-
-
-DEFAULT_RETRY = RetryPolicy()
+DEFAULT_RETRY = RetryPolicy(first=0.2, longest=10.0, attempts=4)
+"""For a generation that has not begun. A server's Retry-After is followed up to the longest wait."""
 
 
 class WasCut(Exception):
@@ -136,10 +124,11 @@ class HttpClient:
         and raises WasCut here.
         """
         cut = cut or Cut()
-        for attempt in range(self._retry.attempts):
+        attempts = self._retry.attempts or 1
+        for attempt in range(attempts):
             response = None
             begun = False
-            last = attempt + 1 == self._retry.attempts
+            last = attempt + 1 == attempts
             asked: float | None = None
             try:
                 response = await self._started().request("POST", path, body(attempt), headers, opened=cut.opened)

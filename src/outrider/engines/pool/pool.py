@@ -20,11 +20,11 @@ from uuid import uuid4
 import msgspec
 
 from outrider import plugins
-from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import Feed, wait_for_event
 from outrider.concurrency.overdue import Overdue
+from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import (
     AnyRequest,
     AwaitsWorkers,
@@ -93,7 +93,7 @@ MAX_QUOTED = 1000
 CHARACTERS_PER_TOKEN = 4
 """A rough conversion for the size of a chat request, used to balance load only."""
 
-PROBING = Backoff(first=0.25, longest=15.0)
+PROBING = RetryPolicy(first=0.25, longest=15.0)
 
 
 class MakesPolicy(Protocol):
@@ -181,7 +181,7 @@ class EnginePool:
         text: Callable[[], TextStream] | None = None,
         check: EngineCheck | None = None,
         patience: float = 60.0,
-        probing: Backoff = PROBING,
+        probing: RetryPolicy = PROBING,
         silence: SilenceLimits = LIMITS,
         look_seconds: float = LOOK_SECONDS,
         known: KnownPolicy | None = None,
