@@ -91,3 +91,31 @@ def test_every_fact_that_a_rule_names_is_explained() -> None:
     (table,) = page("docs/failure.md").tables("Fact")
     assert {row[0].strip("`") for row in table.rows} == {name for rule in RULES for name in rule.when}
     assert {name for rule in RULES for name in rule.when} <= set(dir(Facts))
+
+
+def policies() -> Iterator[tuple[str, str, str, str | None]]:
+    """The policies of the package: name, first wait, longest wait, and the limit of attempts, if there is one."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            if ast.unparse(node.value.func) == "RetryPolicy":
+                given = {word.arg: ast.literal_eval(word.value) for word in node.value.keywords}
+                module = ".".join(path.relative_to(SOURCES).with_suffix("").parts)
+                attempts = str(given["attempts"]) if "attempts" in given else None
+                yield (
+                    f"{module}.{ast.unparse(node.targets[0])}",
+                    f"{given['first']:g} s",
+                    f"{given['longest']:g} s",
+                    attempts,
+                )
+
+
+def test_everything_that_is_tried_again_is_listed() -> None:
+    (table,) = page("docs/failure.md").tables("Policy")
+    rows = {row[0].strip("`"): row[1:4] for row in table.rows}
+    found = {
+        name: (first, longest, attempts or rows.get(name, ("", "", ""))[2])
+        for name, first, longest, attempts in policies()
+    }
+    assert rows == found

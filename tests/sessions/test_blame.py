@@ -74,8 +74,8 @@ def examples() -> Iterator[Example]:
     yield "model refused", run(End.REFUSED, *worked, "limit", "overflow"), Blame.GRADE, StopReason.NONZERO_EXIT
     too_late = run(End.AGENT_CLOCK, *worked, "overflow", "limit")
     yield "prompt too long, out of time", too_late, Blame.GRADE, StopReason.CONTEXT_OVERFLOW
-    yield "agent's time", run(End.AGENT_CLOCK, *worked), Blame.GRADE, StopReason.AGENT_TIMEOUT
-    yield "agent's time", run(End.AGENT_CLOCK, *worked, "limit"), Blame.GRADE, StopReason.AGENT_TIMEOUT
+    yield "agent out of time", run(End.AGENT_CLOCK, *worked), Blame.GRADE, StopReason.AGENT_TIMEOUT
+    yield "agent out of time", run(End.AGENT_CLOCK, *worked, "limit"), Blame.GRADE, StopReason.AGENT_TIMEOUT
     for end in (End.RETURNED, End.SESSION_CLOCK, End.TIMEOUT, End.LIMIT, End.EXITED, End.PROGRAM):
         yield "limit", run(end, *worked, "limit"), Blame.GRADE, None
         yield "limit", run(end, *worked, "limit", "overflow", "inside"), Blame.GRADE, None
@@ -89,8 +89,8 @@ def examples() -> Iterator[Example]:
     yield "exit code", run(End.EXITED, *worked, "inside"), Blame.GRADE, StopReason.NONZERO_EXIT
     for stage in (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP):
         inside = at(stage, End.SESSION_CLOCK, *worked, "inside")
-        yield "session's time", inside, Blame.UNGRADED, StopReason.SESSION_TIMEOUT
-        yield "session's time", at(stage, End.SESSION_CLOCK, *worked), Blame.UNGRADED, StopReason.SESSION_TIMEOUT
+        yield "session out of time", inside, Blame.UNGRADED, StopReason.SESSION_TIMEOUT
+        yield "session out of time", at(stage, End.SESSION_CLOCK, *worked), Blame.UNGRADED, StopReason.SESSION_TIMEOUT
         yield "timed out by itself", at(stage, End.TIMEOUT, *worked), Blame.ERROR, Cause.OWN_TIMEOUT
         yield "timed out by itself", at(stage, End.TIMEOUT, *worked, "inside"), Blame.AGENT, Cause.OWN_TIMEOUT
         for end in (End.LIMIT, End.REFUSED, End.EXITED, End.PROGRAM):

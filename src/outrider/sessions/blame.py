@@ -275,7 +275,7 @@ RULES = (
         why="the agent could only wait after that",
     ),
     Rule(
-        name="agent's time",
+        name="agent out of time",
         stages=RUN,
         ends=(End.AGENT_CLOCK,),
         when=("called",),
@@ -319,7 +319,7 @@ RULES = (
         why="with a model that replies, the exit is the agent's outcome",
     ),
     Rule(
-        name="session's time",
+        name="session out of time",
         stages=WORKING,
         ends=(End.SESSION_CLOCK,),
         blame=Blame.UNGRADED,
