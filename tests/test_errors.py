@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from outrider.errors import Boundary, OutriderError, ServiceError, error_from, record_of
+from outrider.errors import (
+    Boundary,
+    ContextOverflow,
+    ErrorRecord,
+    OutriderError,
+    Overflow,
+    ServiceError,
+    error_from,
+    record_of,
+)
 from outrider.sessions.calls.token_allowance import LimitReached
 
 
@@ -20,6 +30,15 @@ def test_an_error_survives_its_record(kind: type[OutriderError]) -> None:
     again = error_from(error.record())
     assert type(again) is kind
     assert again.record() == error.record()
+
+
+@pytest.mark.parametrize("overflow", [Overflow(300, 256), None])
+def test_the_numbers_of_an_overflow_survive_its_record(overflow: Overflow | None) -> None:
+    error = ContextOverflow("x" * 10_000, overflow=overflow)
+    again = error_from(msgspec.json.decode(msgspec.json.encode(error.record()), type=ErrorRecord))
+    assert isinstance(again, ContextOverflow)
+    assert again.overflow == overflow
+    assert b"overflow" not in msgspec.json.encode(ServiceError("x").record())
 
 
 def test_codes_tell_errors_apart() -> None:

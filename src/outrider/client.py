@@ -91,8 +91,11 @@ seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service cannot be reached, as during a restart, and `submit` while
-the service is busy."""
+"""Seconds for which `patiently` retries while the service cannot be reached, as during a restart, or is busy, and
+`submit` while the service is busy."""
+SPREAD = 1.25
+"""Maximum factor of the wait that a busy service requests. The factor is random, so that refused clients do not come
+back all at the same time."""
 
 
 class _Reply(NamedTuple):
@@ -152,8 +155,7 @@ class AsyncClient:
             try:
                 return await self._call("POST", path, GroupView, body=body)
             except Busy as busy:
-                # Random, so that refused clients do not come back all at the same time.
-                wait = busy.retry_after * random.uniform(1.0, 1.25)
+                wait = busy.retry_after * random.uniform(1.0, SPREAD)
                 if asyncio.get_running_loop().time() + wait > give_up_at:
                     raise
                 log.info("the group is submitted again in %.0f s: %s", wait, busy.message)
@@ -239,7 +241,7 @@ class AsyncClient:
         return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
-        """Discard a callback that was given up, and return the rest."""
+        """Discard a callback that was given up, and return the newest 100 of the others."""
         return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
 
     async def gc(
@@ -450,14 +452,19 @@ class AsyncClient:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-    """Call the service, and call again after a wait while it cannot be reached, for up to `patience` seconds. For
-    repeatable calls: reads, and submissions with an idempotency key."""
+    """Call the service, and call again after a wait while it cannot be reached or is busy, for up to `patience`
+    seconds. For repeatable calls: reads, and submissions with an idempotency key. A submission that has waited as long
+    for a busy service is not repeated."""
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + patience
     tries = 0
     while True:
         try:
             return await call()
+        except Busy as busy:
+            if clock() + busy.retry_after * SPREAD > give_up_at:
+                raise
+            await asyncio.sleep(busy.retry_after * random.uniform(1.0, SPREAD))
         except ServiceError as error:
             if not error.retryable or clock() >= give_up_at:
                 raise

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, Valid
 from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
-from outrider.spec import EngineSpec, Seconds
+from outrider.spec import EngineSpec, Seconds, fault_text
 from outrider.text_files import read_toml_file
 
 PREFIX = "OUTRIDER_"
@@ -328,7 +328,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
         source = next((name for name, values in reversed(sources) if _has_value(values, first["loc"])), "nowhere")
-        raise InvalidField(f"setting {path!r} from {source}: {first['msg']}", field=path) from error
+        raise InvalidField(f"setting {path!r} from {source}: {fault_text(first)}", field=path) from error
 
 
 def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:

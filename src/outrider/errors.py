@@ -37,7 +37,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import ClassVar, Self, overload
+from typing import Any, ClassVar, Self, overload
 
 import msgspec
 
@@ -66,11 +66,19 @@ NO_THREAD = "can't start new thread"
 """Text of Python's RuntimeError when no thread can be started."""
 
 
+class Overflow(msgspec.Struct, frozen=True):
+    """The tokens of a prompt, or a lower bound, and the size in tokens of the context that has no room for it."""
+
+    prompt_tokens: int
+    context_tokens: int
+
+
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An error as data: in the store, in results, in HTTP replies.
 
     `code` names the class of the error, `hint` is the next thing to do, `field` is the path of the wrong field of a
-    request, and `log_tail` is the end of the failed program's output (at most 65,536 characters).
+    request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
+    numbers of a `context_overflow`, if they are known; other records do not have this field.
     """
 
     boundary: Boundary
@@ -80,6 +88,7 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     field: str | None = None
     log_tail: str | None = None
     retryable: bool = False
+    overflow: Overflow | msgspec.UnsetType = msgspec.UNSET
 
 
 class OutriderError(Exception):
@@ -195,9 +204,18 @@ class EngineError(OutriderError):
 
 
 class ContextOverflow(EngineError):
+    """`overflow` has the numbers, if they are known."""
+
     code = "context_overflow"
     http_status = 400
     retryable = False
+
+    def __init__(self, message: str, *, overflow: Overflow | None = None, **about: Any) -> None:
+        super().__init__(message, **about)
+        self.overflow = overflow
+
+    def record(self) -> ErrorRecord:
+        return msgspec.structs.replace(super().record(), overflow=self.overflow or msgspec.UNSET)
 
 
 class EngineRejected(EngineError):
@@ -340,6 +358,7 @@ def bounded(record: ErrorRecord) -> ErrorRecord:
         field=field and field[:MAX_TEXT],
         log_tail=tail and tail[-MAX_LOG_TAIL:],
         retryable=record.retryable,
+        overflow=record.overflow,
     )
 
 
@@ -359,7 +378,10 @@ def error_from(record: ErrorRecord) -> OutriderError:
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)
-    return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
+    error = kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
+    if isinstance(error, ContextOverflow):
+        error.overflow = record.overflow or None
+    return error
 
 
 def _subclasses(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:

@@ -265,7 +265,8 @@ class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
 
 class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
     """A callback that was given up after `tries` attempts; `fault` is the reason of the last failure. `url` omits the
-    user and the query, which may be secret. The group was done at `since`."""
+    user and the query, which may be secret; `url` is only the host and port if the service lacks the key with which the
+    URL was encrypted. The group was done at `since`."""
 
     group_id: str
     url: str

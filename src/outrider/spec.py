@@ -56,6 +56,11 @@ def complaints(error: ValidationError) -> list[ErrorDetails]:
     return error.errors(include_url=False)
 
 
+def fault_text(fault: ErrorDetails) -> str:
+    """The message of a fault, without the words that pydantic puts before the message of a ValueError."""
+    return fault["msg"].removeprefix("Value error, ")
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]

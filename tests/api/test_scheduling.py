@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, patiently
 from outrider.config import LanesConfig, QueueConfig
-from outrider.errors import NotFound, QueueFull
+from outrider.errors import Busy, NotFound, QueueFull
 from outrider.lifecycle import StopReason
 from support.coin import coin_task
 from support.service import running_service
@@ -55,6 +55,32 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(tmp_path: Path) -
             described = (await reply.json())["paths"]["/v1/groups"]["post"]["responses"]["429"]
             assert "Retry-After" in described["headers"]
         await client.cancel(lanes)
+
+
+async def test_who_has_waited_for_a_full_queue_does_not_wait_again() -> None:
+    calls = 0
+
+    async def submit() -> str:
+        nonlocal calls
+        calls += 1
+        raise QueueFull("full", retry_after=60)
+
+    with pytest.raises(QueueFull):
+        await patiently(submit, patience=1.0)
+    assert calls == 1
+
+
+async def test_a_busy_service_is_called_again_after_the_wait_that_it_requests() -> None:
+    replies: list[Busy | str] = [Busy("busy", retry_after=0.01), Busy("busy", retry_after=0.01), "done"]
+
+    async def call() -> str:
+        match replies.pop(0):
+            case Busy() as busy:
+                raise busy
+            case str(reply):
+                return reply
+
+    assert await patiently(call, patience=60.0) == "done"
 
 
 async def test_a_client_waits_until_the_queue_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,12 @@ from outrider.lifecycle import GroupState
 from outrider.redaction import KEY_PREFIX
 from outrider.relay import Worker
 from outrider.service.audit import AuditEntry, AuditLog
-from outrider.service.principals import ALLOWED
+from outrider.service.principals import ALLOWED, LOCAL
 from outrider.service.tokens import Tokens
 from outrider.spec import Role, TokenSpec
-from outrider.store.sqlite import sqlite_store
+from outrider.store.rows import TokenRow
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.store import Store
 from support.service import running_node, running_service, say, scripted_engine
 
 TASK = {
@@ -206,6 +208,22 @@ async def test_each_refusal_says_what_is_wrong_and_nothing_of_other_tokens(tmp_p
             *["this is not a token of this service"] * 4,
             "this token has expired",
         ]
+
+
+class Unlisted(Store):
+    async def tokens(self) -> list[TokenRow]:
+        raise AssertionError("every token was read")
+
+
+async def test_a_call_without_a_token_lists_no_tokens() -> None:
+    async with Unlisted(SqliteDatabase(None)) as store:
+        tokens = Tokens(store, None)
+        assert await tokens.caller(b"outrider_mistyped") == LOCAL
+        await tokens.create(TokenSpec(name="me", role="admin"))
+        await tokens.revoke("me")
+        for text in (None, b"outrider_mistyped"):
+            with pytest.raises(Unauthorized):
+                await tokens.caller(text)
 
 
 async def test_the_store_has_no_text_of_a_token(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.base import ModelRequest
+from outrider.dialects.base import Caller, ModelRequest, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.dialects.json import MAX_DEPTH
 from outrider.dialects.sampling import MAX_TOKENS
@@ -34,6 +34,15 @@ def read(data: bytes) -> list[Message]:
 
 def parse(**fields: Any) -> ModelRequest:
     return ChatDialect().parse(CALL, body(**fields), {})
+
+
+def test_the_caller_is_read_from_opencodes_headers() -> None:
+    def caller(*headers: tuple[bytes, bytes]) -> Caller:
+        return ChatDialect().parse(WireCall("POST", CALL.path, b"", headers), body(), {}).caller
+
+    own, parent = (b"x-session-id", b"s"), (b"x-parent-session-id", b"p")
+    assert caller() == caller(own) == caller(own, (parent[0], b"")) == Caller()
+    assert caller(own, parent) == Caller(agent_id="s", parent_id="p")
 
 
 def nested(depth: int) -> Any:

@@ -20,6 +20,7 @@ from outrider.errors import (
     EngineUnavailable,
     NotFound,
     OutriderError,
+    Overflow,
     RequestError,
     ServiceError,
     TooLarge,
@@ -242,13 +243,13 @@ def test_nothing_follows_the_end() -> None:
         (EngineUnavailable("gone"), 503, "overloaded_error", "gone"),
         (Overloaded("full"), 529, "overloaded_error", "full"),
         (
-            ContextOverflow("the prompt has 300 tokens; the model's context is 256"),
+            ContextOverflow("the context of 256 has no room for 300", overflow=Overflow(300, 256)),
             400,
             "invalid_request_error",
             "prompt is too long: 300 tokens > 256 maximum",
         ),
         (ContextOverflow("no room"), 400, "invalid_request_error", "prompt is too long: no room"),
-        (ContextOverflow("1 2 3"), 400, "invalid_request_error", "prompt is too long: 1 2 3"),
+        (ContextOverflow("404: at most 9"), 400, "invalid_request_error", "prompt is too long: 404: at most 9"),
     ],
 )
 def test_errors(error: OutriderError, status: int, kind: str, message: str) -> None:

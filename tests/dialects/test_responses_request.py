@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 
 from outrider.dialects.base import Action, Caller, WireCall
-from outrider.dialects.responses.stored_items import PreviousResponseNotFound
+from outrider.dialects.responses.stored_items import MAX_STORED, PreviousResponseNotFound, store_of
 from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
 from outrider.messages import Message, Role
@@ -216,6 +218,49 @@ def test_additional_tools_are_part_of_a_stored_conversation() -> None:
     first = replied(parse(memory, input=[*items, USER]), completion("x"))
     later = parse(memory, previous_response_id=first["id"])
     assert [tool["function"]["name"] for tool in later.tools] == ["f", "g"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole histories", "previous responses"])
+def test_stored_responses_cost_their_new_items_only(whole: bool) -> None:
+    def bytes_of(rounds: int) -> int:
+        memory: dict[str, Any] = {}
+        items: list[dict[str, Any]] = []
+        previous: str | None = None
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(rounds):
+            items = [*(items if whole else ()), {"role": "user", "content": f"question {number}"}]
+            request = parse(memory, input=items, previous_response_id=None if whole else previous)
+            response = replied(request, completion(f"answer {number}", id=str(number)))
+            items, previous = [*items, *response["output"]], response["id"]
+        del items, request, response
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        assert bytes_of(600) < 2.5 * bytes_of(300)
+    finally:
+        tracemalloc.stop()
+
+
+def test_replies_count_as_stored_and_the_newest_can_be_continued() -> None:
+    memory: dict[str, Any] = {}
+    long = "x" * (MAX_STORED // 4)
+    ids: list[str] = []
+    for number in range(5):
+        request = parse(memory, previous_response_id=ids[-1] if ids else None)
+        ids.append(replied(request, completion(f"{number} {long}", id=str(number)))["id"])
+    with pytest.raises(PreviousResponseNotFound):
+        parse(memory, previous_response_id=ids[0])
+    assert len(messages_of(parse(memory, previous_response_id=ids[-1]))) == 11
+
+
+def test_a_reply_that_is_sent_back_is_kept_once() -> None:
+    memory: dict[str, Any] = {}
+    sent = replied(parse(memory), completion("hello"))["output"]
+    size = store_of(memory)._size
+    later = DIALECT.parse(CALL, msgspec.json.encode({"model": "m", "input": [USER, *sent]}), memory)
+    assert store_of(memory)._size == size
+    assert messages_of(later)[1].content == "hello"
 
 
 def test_a_response_is_stored_for_its_session_only_and_only_when_it_may_be() -> None:

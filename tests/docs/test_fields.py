@@ -64,6 +64,8 @@ def default(value: Any) -> Any:
             return str(value)
         case tuple():
             return list(value)
+        case msgspec.UNSET:  # the field is left out
+            return None
         case _:
             return value
 

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from outrider.engines.http.failures import UNKNOWN_STATUS, Sizes, StatusFailure, failure_of_event, translate
-from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, Overflow
 
 SIZED = Sizes(prompt=1100, output=10)
 LIMITED = Sizes(prompt=1100, output=10, context=1024)
@@ -34,6 +34,24 @@ def test_table(status: int, message: str, sizes: Sizes, expected: type[EngineErr
     error = translate(StatusFailure(status, body), "e", sizes)
     assert type(error) is expected
     assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overflow"),
+    [
+        (LIMITED, Overflow(1100, 1024)),
+        (Sizes(prompt=1024, output=1, context=1024), Overflow(1024, 1024)),
+        (Sizes(prompt=1000, output=100, context=1024), None),
+        (Sizes(prompt=1100, output=10), None),
+    ],
+)
+def test_an_overflow_has_the_numbers_of_a_prompt_that_fills_the_context(
+    sizes: Sizes, overflow: Overflow | None
+) -> None:
+    body = orjson.dumps({"error": {"message": "1100 is over 1024", "code": 400}})
+    error = translate(StatusFailure(400, body), "e", sizes)
+    assert isinstance(error, ContextOverflow)
+    assert error.overflow == overflow
 
 
 def test_openai_names_its_overflow() -> None:

@@ -355,6 +355,18 @@ async def test_an_engine_that_fails_to_load_is_left_behind_and_catches_up(folder
         assert (bad.version, bad.loaded) == (1, ["weights"])
 
 
+async def test_the_text_of_an_engines_mistake_has_a_bound(folder: Path) -> None:
+    class Careless(StampingEngine):
+        async def update_weights(self, weights: str, version: int) -> None:
+            raise KeyError("x" * 100_000)
+
+    async with pool_of(StampingEngine(folder, name="good"), Careless(folder, name="bad"), probing=NEVER) as pool:
+        await pool.policy.update(1, mode="abort", weights="weights")
+        detail = {status.name: status.detail for status in pool.status()}["bad"]
+        assert "'bad' raised KeyError: 'xxx" in detail
+        assert len(detail) < 2000
+
+
 async def test_an_engine_that_dies_while_paused_loses_no_generation(folder: Path) -> None:
     one, other = StampingEngine(folder, name="one"), StampingEngine(folder, name="other")
     async with pool_of(one, other, probing=NEVER) as pool, asyncio.TaskGroup() as group:

@@ -15,6 +15,7 @@ from outrider.datasets import Example, Gold
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec
 from outrider.evaluators.factory import make_evaluator
+from outrider.evaluators.swebench.evaluator import read_only_mounts
 from outrider.evaluators.swebench.options import is_test
 from outrider.runtimes.node_host import Host
 from outrider.spec import DiffSpec, EvaluatorSpec
@@ -284,6 +285,22 @@ async def test_what_is_mounted_in_the_repository_stays_as_it_is(tmp_path: Path) 
         assert (await repository.grade({"src/shop/prices.py": FIX})).reward == 1.0
         assert (await repository.grade({"tests/conftest.py": PASS_ALL})).reward == 0.0
     assert (tmp_path / "__pycache__" / "a.pyc").exists()
+
+
+def test_read_only_mounts_may_have_any_name() -> None:
+    lines = ["/", "/repo/a\\040b", "/repo/c\x0cd\u2028e", "/repo\\012", "/repository"]
+    mounts = "".join(f"none {path} tmpfs ro,nosuid 0 0\n" for path in lines) + "none /repo/own tmpfs rw 0 0\n"
+    assert read_only_mounts(f"/repo\0{mounts}".encode()) == ["./a b", "./c\x0cd\u2028e"]
+
+
+@pytest.mark.deep
+async def test_a_repository_that_leads_to_a_folder_of_any_name(repository: Repository) -> None:
+    """An agent may have replaced its folder."""
+    name = "/moved\n\x0cx"
+    graded = await repository.grade(
+        {"src/shop/prices.py": FIX}, f"mv /repository '{name}' && ln -s '{name}' /repository"
+    )
+    assert graded.reward == 1.0, graded.reason
 
 
 METHOD = f"{TEST}::TestTotal::test_all_are_counted"

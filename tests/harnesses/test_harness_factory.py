@@ -63,6 +63,12 @@ def test_what_is_wrong_is_named(spec: Any, field: str) -> None:
     assert caught.value.field == f"task.harness.{field}"
 
 
+def test_a_wrong_option_of_an_agent_is_told_in_the_agents_own_words() -> None:
+    with pytest.raises(InvalidField) as caught:
+        make_harness(HarnessSpec(agent="tools", options={"tools": ["bash", "bash"]}))
+    assert caught.value.message == "must not name a tool twice"
+
+
 @pytest.mark.parametrize("name", sorted(ENDPOINT_VARIABLES))
 def test_a_task_cannot_point_the_program_elsewhere(name: str) -> None:
     with pytest.raises(InvalidField) as caught:

@@ -162,6 +162,15 @@ def test_what_is_not_known_is_refused_with_its_line(context: Path, store: ImageS
         planned(context, store, text)
 
 
+@pytest.mark.parametrize("character", "\f\v\x1c\x85\u2028")
+def test_only_newlines_separate_lines(context: Path, store: ImageStore, character: str) -> None:
+    (context / ".dockerignore").write_text(f"# nothing{character}*.txt\n")
+    plan = planned(context, store, f"FROM base\r\nRUN printf 'a{character}USER x' \\\r\n  b\r\n")
+    assert [step.argv[-1] for step in plan.steps if isinstance(step, Run)] == [f"printf 'a{character}USER x'   b"]
+    with pytest.raises(InvalidField, match="line 3: "):
+        planned(context, store, f"FROM base\nRUN a{character}b\nUSER x\n")
+
+
 def test_files_that_would_be_left_out(context: Path, store: ImageStore) -> None:
     (context / ".dockerignore").write_text("# nothing\n\n")
     planned(context, store, "FROM base")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel.child import Child
+from outrider.runtimes.kernel.child import Child, _status
 
 from .test_leaks import Traces
 
@@ -37,3 +39,13 @@ async def test_every_concurrent_waiter_sees_the_exit() -> None:
     assert await child.ends_within(0.0)
     await child.end(0.0)
     assert before.left() == (set(), False, set())
+
+
+def test_a_programs_name_is_no_line_of_its_status() -> None:
+    name = Path(f"/proc/self/task/{os.getpid()}/comm")
+    own = name.read_bytes()
+    try:
+        name.write_bytes(b"\rPPid:\t1")
+        assert _status(os.getpid(), "PPid") == [os.getppid()]
+    finally:
+        name.write_bytes(own.removesuffix(b"\n"))

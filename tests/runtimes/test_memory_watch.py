@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -241,3 +243,14 @@ def test_sums_of_what_the_kernel_tells() -> None:
     text = b"Name:\tRssAnon: 5 kB\nRssAnon:\t     300 kB\nRssShmem:\t       4 kB\nVmPTE:\t      20 kB\n"
     assert memory_watch.sum_of_fields(text, memory_watch.OWN_FIELDS) == 320 << 10
     assert memory_watch.sum_of_fields(b"", memory_watch.OWN_FIELDS) == 0
+    forged = b"Name:\t\rRssAnon:-99999\nRssAnon:\t     300 kB\n"
+    assert memory_watch.sum_of_fields(forged, memory_watch.OWN_FIELDS) == 300 << 10
+
+
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "a\rb"
+    file.write_bytes(b"x")
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        memory = memory_watch.ProcessMemory(os.getpid())
+        memory.find_areas()
+        assert b"\r" in memory_watch.read_of_process(os.getpid(), "maps")

@@ -30,6 +30,10 @@ def test_what_is_mounted_below_a_folder(tmp_path: Path) -> None:
     assert inner_mounts([(tmp_path / "set", "/data")], mountinfo=mounts) == below
     assert inner_mounts([(tmp_path / "link", "/data")], mountinfo=mounts) == below
     assert inner_mounts([(mounts, "/file")], mountinfo=mounts) == []
+    (tmp_path / "set" / "line\rfeed").mkdir()
+    mounts.write_bytes(LINE.format(f"{tmp_path}/set/line\rfeed").encode())
+    found = [(tmp_path / "set" / "line\rfeed", "/data/line\rfeed")]
+    assert inner_mounts([(tmp_path / "set", "/data")], mountinfo=mounts) == found
     mounts.write_text(LINE.format("/") + LINE.format("/proc"))
     assert inner_mounts([(Path("/"), "/host")], mountinfo=mounts) == [(Path("/proc"), "/host/proc")]
 

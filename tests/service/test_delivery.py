@@ -34,6 +34,7 @@ from outrider.service.views import ViewReader, callback_view
 from outrider.store.rows import Delivery, EventKind, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
+from outrider.store.task_key import TaskKey
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
 
@@ -364,6 +365,32 @@ async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None
         assert await deliverer._due() == []
         deliverer._failing.discard(host)
         assert len(deliverer._admit(due[1:])) == 4
+
+
+async def test_an_address_of_a_lost_key_keeps_its_receiver(tmp_path: Path, tokenizer: Path) -> None:
+    """Rows that cannot be pushed are counted for their receiver, and hold up no other."""
+    async with receiving() as receiver:
+        async with sqlite_store(tmp_path / "db") as store:
+            for number in range(3):
+                await finished_group(store, f"g{number}", "http://me@c:1/done")
+        async with sqlite_store(tmp_path / "db", key=TaskKey.new()) as store:
+            await finished_group(store, "h", receiver.url)
+            deliverer = Deliverer(
+                store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), allow_lists=AllowLists(Config())
+            )
+            deliverer._failing.add("c:1")
+            due = await store.deliveries(now=1e12, limit=9)
+            assert [(each.url, each.receiver) for each in due[:3]] == [("", "c:1")] * 3
+            assert [each.group_id for each in deliverer._admit(due)] == ["g0", "h"]
+            assert [each.group_id for each in await deliverer._due()] == ["h"]
+
+            async def dead() -> bool:
+                return len(await store.dead_deliveries(limit=9)) == 3
+
+            await deliver(store, tokenizer, dead)
+            letters = await store.dead_deliveries(limit=9)
+            assert {callback_view(letter).url for letter in letters} == {"c:1"}
+            assert receiver.keys == ["h"]
 
 
 @asynccontextmanager

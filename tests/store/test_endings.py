@@ -33,7 +33,7 @@ async def test_the_last_session_ends_its_group(store: Store) -> None:
     assert await store.results(after=0, limit=10) == [done]
     assert (await store.session("g.0")).result == first
     assert await store.deliveries(now=NOW, limit=10) == [
-        Delivery(group_id="g", url="http://c/", tries=0, next_try=NOW, since=NOW)
+        Delivery(group_id="g", url="http://c/", receiver="c", tries=0, next_try=NOW, since=NOW)
     ]
     assert (await kinds(store))[-2:] == [EventKind.SESSION_DONE, EventKind.GROUP_DONE]
 

@@ -64,7 +64,7 @@ async def test_deliveries_come_due_are_put_off_and_end(store: Store) -> None:
     await store.delivery_failed("a", next_try=NOW + 5)
     assert [row.group_id for row in await store.deliveries(now=NOW, limit=10)] == ["b"]
     await store.delivered("b")
-    put_off = Delivery(group_id="a", url="http://a/", tries=1, next_try=NOW + 5, since=NOW)
+    put_off = Delivery(group_id="a", url="http://a/", receiver="a", tries=1, next_try=NOW + 5, since=NOW)
     assert await store.deliveries(now=LEASE, limit=10) == [put_off]
     with pytest.raises(NotFound):
         await store.delivered("b")

@@ -23,6 +23,8 @@ Tenant = Annotated[
     Query(pattern=TENANT_NAME, description="whose consumer it is, for an admin; default: the admins' own"),
 ]
 Limit = Annotated[int, Query(ge=1, le=1000)]
+DEAD_LISTED = 100
+"""Callbacks in a list of those that were given up, unless `limit` requests another number."""
 
 
 def delivery_routes(service: Service) -> APIRouter:
@@ -49,7 +51,7 @@ def delivery_routes(service: Service) -> APIRouter:
         return json_reply(await _consumers(service, sees(request)))
 
     @routes.get("/callbacks/dead", **answers(CallbackList))
-    async def dead(request: Request, limit: Limit = 100) -> Response:
+    async def dead(request: Request, limit: Limit = DEAD_LISTED) -> Response:
         """List callbacks that were given up, newest first."""
         return json_reply(await _dead(service, limit, sees(request)))
 
@@ -65,9 +67,10 @@ def delivery_routes(service: Service) -> APIRouter:
 
     @routes.delete("/callbacks/dead/{group_id}", **answers(CallbackList))
     async def discard(group_id: str) -> Response:
-        """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed."""
+        """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed. The
+        reply lists the newest 100 of the others that were given up."""
         await service.store.discard_delivery(group_id)
-        return json_reply(await _dead(service, 100, None))
+        return json_reply(await _dead(service, DEAD_LISTED, None))
 
     @routes.post("/gc", **takes(GcSpec), **answers(GcReport))
     async def collect(request: Request) -> Response:

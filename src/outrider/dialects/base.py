@@ -175,6 +175,13 @@ class Dialect(Protocol):
     def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes: ...
 
 
+def opencode_caller(call: WireCall) -> Caller:
+    """The caller in OpenCode's headers, which it sends in each dialect: a sub-agent's session and its parent's session.
+    A session without a parent is the main agent's, which has no name."""
+    parent = call.header(b"x-parent-session-id")
+    return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
+
+
 def error_text(error: OutriderError) -> str:
     """The error's message, with its hint if there is one. The text can be encoded as UTF-8."""
     return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from outrider.errors import InvalidField, renamed_field
 from outrider.evaluators.options import read_options
-from outrider.spec import EvaluatorSpec, Spec, complaints
+from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
@@ -63,6 +63,6 @@ def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> Evalua
         return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:
         first = complaints(error)[0]
-        message = first["msg"].removeprefix("Value error, ")
+        message = fault_text(first)
         place = ".".join((field, *map(str, first["loc"])))
         raise InvalidField(message[:1].lower() + message[1:], field=place) from error

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
-from outrider.spec import EvaluatorSpec, Spec, complaints
+from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 S = TypeVar("S", bound=Spec)
 
@@ -27,7 +27,7 @@ def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
         first = complaints(error)[0]
         field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
         raise InvalidField(
-            first["msg"].removeprefix("Value error, "),
+            fault_text(first),
             field=field,
             hint=f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}",
         ) from error

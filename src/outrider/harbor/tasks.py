@@ -25,7 +25,7 @@ from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, Ta
 from outrider.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.rootfs.store import ImageStore
-from outrider.spec import RuntimeSpec
+from outrider.spec import RuntimeSpec, fault_text
 from outrider.text_files import read_toml_file
 
 TASK_TOML = "task.toml"
@@ -340,7 +340,7 @@ def read_config(file: Path) -> TaskToml:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "source"
-        message = first["msg"].removeprefix("Value error, ")
+        message = fault_text(first)
         raise InvalidField(f"{file} has {field}: {message[:1].lower()}{message[1:]}", field=field) from error
 
 

@@ -17,7 +17,7 @@ from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import options_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec, complaints
+from outrider.spec import HarnessSpec, complaints, fault_text
 
 FIELD = "task.harness"
 
@@ -81,7 +81,7 @@ def _make_agent(spec: HarnessSpec) -> Agent:
     except ValidationError as error:
         first = complaints(error)[0]
         path = ".".join(str(part) for part in (f"{FIELD}.options", *first["loc"]))
-        raise InvalidField(first["msg"], field=path) from error
+        raise InvalidField(fault_text(first), field=path) from error
     except Exception as error:  # the user's code may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error

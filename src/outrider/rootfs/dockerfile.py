@@ -116,7 +116,7 @@ def read_dockerfile(context: Path, store: ImageStore) -> Plan:
     """Return the plan of a folder's Dockerfile. Reads the copied files for their digests. Raises InvalidField."""
     file, ignore = context / DOCKERFILE, context / ".dockerignore"
     text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
-    lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).splitlines() if ignore.exists() else ()
+    lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).split("\n") if ignore.exists() else ()
     if any(line.strip() and not line.startswith("#") for line in lines):
         raise InvalidField(f"{ignore} leaves files out, which is not known here", field="dockerfile")
     return Reader(file, store).plan(text)
@@ -191,7 +191,7 @@ class Reader:
         parts: list[str] = []
         begin = 0
         directives = True
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             bare = line.strip()
             if directives and (directive := DIRECTIVE.fullmatch(bare)):
                 if directive[1].lower() == "escape" and directive[2] != "\\":

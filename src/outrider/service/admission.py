@@ -49,6 +49,7 @@ from outrider.spec import (
     TaskSpec,
     Upload,
     complaints,
+    fault_text,
     fields_of_step,
     runtimes_of,
     steps_of,
@@ -130,7 +131,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
         field = ".".join(part for part in parts if not part.startswith(LIST_OF))
-        message = chosen["msg"].removeprefix("Value error, ")
+        message = fault_text(chosen)
         if chosen["type"] == "extra_forbidden":
             message = "unknown field"
         raise InvalidField(message[:1].lower() + message[1:], field=field) from error

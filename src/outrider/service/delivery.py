@@ -160,7 +160,8 @@ class Deliverer:
                 self._failing.discard(delivery.receiver)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
-                self._failing.add(delivery.receiver)
+                if delivery.url:  # else the receiver was not tried
+                    self._failing.add(delivery.receiver)
                 await self._put_off(delivery, failure)
         except NotFound as error:
             log.info("the callback of %s is not wanted any more: %s", group_id, error)

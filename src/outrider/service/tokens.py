@@ -51,7 +51,7 @@ class Tokens:
 
     async def required(self) -> bool:
         """Return True if callers need a token."""
-        return self._operator is not None or bool(await self._store.tokens())
+        return self._operator is not None or await self._store.has_tokens()
 
     async def caller(self, text: bytes | None) -> Principal:
         """Return the caller who sent this token; `text` is None for a request without a token. Raises Unauthorized."""

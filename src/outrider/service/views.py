@@ -250,7 +250,7 @@ def callback_view(row: Delivery) -> CallbackView:
     url = urlsplit(row.url)
     return CallbackView(
         group_id=row.group_id,
-        url=f"{url.scheme}://{row.receiver}{url.path}",
+        url=f"{url.scheme}://{row.receiver}{url.path}" if row.url else row.receiver,
         tries=row.tries,
         since=row.since,
         given_up=row.given_up or 0.0,

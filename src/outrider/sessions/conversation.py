@@ -26,6 +26,7 @@ from outrider.errors import (
     EngineRejected,
     EngineSilent,
     OutriderError,
+    Overflow,
     RequestError,
     ServiceError,
 )
@@ -467,7 +468,10 @@ class Conversation:
         if context is not None:
             left = context - prompt_tokens
             if left < 1:
-                raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
+                raise ContextOverflow(
+                    f"the prompt has {prompt_tokens} tokens; the model's context is {context}",
+                    overflow=Overflow(prompt_tokens, context),
+                )
             room = min(room, left)
         # A task's seed gives every call of every sample a seed of its own. A client's seed gives every sample its own,
         # the same for all calls, because the client may rely on repeated calls. Later attempts of a session repeat the

@@ -28,7 +28,7 @@ SESSION_COLUMNS = (
     "due, recovered, ending, bucket"
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
-DELIVERY_COLUMNS = "group_id, url, tries, next_try, since, given_up, fault"
+DELIVERY_COLUMNS = "group_id, url, receiver, tries, next_try, since, given_up, fault"
 TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked, tenant"
 
 
@@ -144,20 +144,18 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
     The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. A push with
-    `given_up` set is retried only on request.
+    `given_up` set is retried only on request. `receiver` is the host and port of the `url`, which is empty if the store
+    lacks the key of its encryption.
     """
 
     group_id: str
     url: str
+    receiver: str
     tries: int
     next_try: float
     since: float = 0.0
     given_up: float | None = None
     fault: str | None = None
-
-    @property
-    def receiver(self) -> str:
-        return receiver_of(self.url)
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,5 +266,12 @@ def token_from(row: Row) -> TokenRow:
 def delivery_from(row: Row) -> Delivery:
     """Build the struct from DELIVERY_COLUMNS."""
     return Delivery(
-        group_id=row[0], url=row[1], tries=row[2], next_try=row[3], since=row[4], given_up=row[5], fault=row[6]
+        group_id=row[0],
+        url=row[1],
+        receiver=row[2],
+        tries=row[3],
+        next_try=row[4],
+        since=row[5],
+        given_up=row[6],
+        fault=row[7],
     )

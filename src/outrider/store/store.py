@@ -730,6 +730,10 @@ class Store:
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
         return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
+    async def has_tokens(self) -> bool:
+        """True if a token was ever made."""
+        return bool(await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM tokens LIMIT 1")))
+
     async def token(self, digest: str) -> TokenRow | None:
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE digest = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (digest,)))

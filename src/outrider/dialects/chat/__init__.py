@@ -36,7 +36,7 @@ class ChatDialect:
         return named_model(body)
 
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-        return parse_request(body, memory)
+        return parse_request(call, body, memory)
 
     def reply(self, request: ModelRequest, completion: Completion) -> bytes:
         return msgspec.json.encode(reply_object(request, completion))

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from outrider.dialects.base import Memory, ModelRequest
+from outrider.dialects.base import Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import CHAT, TOOL, BodyReader, bounded_notes
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 from outrider.dialects.parts import image_from_address, joined_text, message_of_parts
@@ -110,7 +110,7 @@ _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
-def parse_request(body: bytes, memory: Memory) -> ModelRequest:
+def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     """Parse the request in `body`. Raises RequestError. A malformed message raises later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
@@ -154,6 +154,7 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
         include_usage=wire.stream_options is not None and bool(wire.stream_options.include_usage),
         logprobs=bool(wire.logprobs),
         return_token_ids=bool(wire.return_token_ids),
+        caller=opencode_caller(call),
     )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint
-from outrider.dialects.base import AskedSampling, Caller, Memory, ModelRequest, WireCall
+from outrider.dialects.base import AskedSampling, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import (
     GEMINI_BODY,
     GEMINI_GENERATION,
@@ -125,7 +125,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
         sampling=sampling,
         ignored=bounded_notes(notes),
         stream=stream,
-        caller=_caller(call),
+        caller=opencode_caller(call),
         reply_context=GeminiContext(
             history,
             thoughts=bool(thinking.include_thoughts),
@@ -149,7 +149,7 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
         tools=tools.specs,
         tools_raw=tools.raw,
         sampling=AskedSampling(thinking=_thinking_switch(thinking)),
-        caller=_caller(call),
+        caller=opencode_caller(call),
         reply_context=GeminiContext(history),
     )
 
@@ -205,9 +205,3 @@ def _constraint(generation: _Generation) -> Constraint | None:
     if mime in (None, "", _TEXT, _JSON):
         return JSON_OBJECT if mime == _JSON else None
     return refuse(f"{_AT}.responseMimeType", f"must be {_TEXT}, {_JSON} or {_ENUM}")
-
-
-def _caller(call: WireCall) -> Caller:
-    """OpenCode's headers about its sub-agents; Google's own clients send none."""
-    parent = call.header(b"x-parent-session-id")
-    return Caller(agent_id=call.header(b"x-session-id") if parent is not None else None, parent_id=parent)

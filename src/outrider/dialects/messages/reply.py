@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,6 @@ ERROR_TYPES = {
 """Error types by HTTP status. Any other status below 500 is `invalid_request_error`, from 500 on `api_error`."""
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-_NUMBER = re.compile(r"\d+")
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -147,8 +145,8 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
         # Clients recognise an overflow by these words, and read the two numbers from them.
-        numbers = _NUMBER.findall(error.message)
-        message = f"{numbers[0]} tokens > {numbers[1]} maximum" if len(numbers) == 2 else message
+        if error.overflow is not None:
+            message = f"{error.overflow.prompt_tokens} tokens > {error.overflow.context_tokens} maximum"
         message = f"prompt is too long: {message}"
     kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}

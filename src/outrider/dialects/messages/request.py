@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall
+from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import HISTORY, MESSAGES, TOOL, BodyReader, bounded_notes
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 from outrider.dialects.messages.content import Content, MessagesHistory, WireMessage
@@ -134,10 +134,9 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         constraint=constraint,
     )
     told = tools.specs and (wire.tool_choice is None or wire.tool_choice.type != "none")
-    # OpenCode names a sub-agent by its session and its parent's session. A session without a parent is the main
-    # agent's.
-    parent = call.header(b"x-parent-session-id")
-    own = call.header(b"x-session-id") if parent is not None else None
+    caller = opencode_caller(call)
+    if own := call.header(b"x-claude-code-agent-id"):
+        caller = Caller(agent_id=own, parent_id=caller.parent_id)
     return ModelRequest(
         model=wire.model,
         messages=history,
@@ -146,7 +145,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         sampling=sampling,
         ignored=bounded_notes(notes),
         stream=bool(wire.stream),
-        caller=Caller(agent_id=call.header(b"x-claude-code-agent-id") or own, parent_id=parent),
+        caller=caller,
     )
 
 

@@ -5,7 +5,8 @@ reply can be parsed from its items to the character.
 
 A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item
 even if the text is empty, so a client without reasoning still has a reply to send back. The number of reasoning tokens
-is not known: `reasoning_tokens` is always 0.
+is not known, but `reasoning_tokens` is 0: the API requires a number, and clients with strict types refuse a usage
+without it. The other dialects allow null, or no field.
 
 Source: OpenAI API reference, "The response object".
 """

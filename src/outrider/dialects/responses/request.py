@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall
+from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import HISTORY, RESPONSES, TOOL, BodyReader, bounded_notes
 from outrider.dialects.json import check_depth, is_absent, refuse
 from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
@@ -94,7 +94,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]
     store = store_of(memory)
-    conversation = store.conversation(wire.previous_response_id, sent, stored=wire.store is not False)
+    conversation, stored = store.conversation(wire.previous_response_id, sent, stored=wire.store is not False)
     tool_lists = [] if is_absent(wire.tools) else [ToolList(wire.tools, "tools", top=True)]
     shown: list[PlacedItem] = []
     hosted: dict[str, None] = {}
@@ -141,7 +141,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         reply_context=ResponsesContext(
             echo=_echo(wire, text, reasoning, tools.in_force),
             table=told.table,
-            keep=None if wire.store is False else partial(store.keep, conversation),
+            keep=None if wire.store is False else partial(store.keep, stored),
             summary=reasoning.summary is not None,
             encrypted=_ENCRYPTED in include,
         ),
@@ -179,8 +179,9 @@ def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> 
 def _caller(call: WireCall) -> Caller:
     """The caller in the headers of Codex and OpenCode: ids of the agent and of its parent agent, and the purpose of a
     call that is not an ordinary turn."""
-    parent = call.header(b"x-codex-parent-thread-id") or call.header(b"x-parent-session-id")
-    own = call.header(b"thread-id") or (call.header(b"x-session-id") if parent else None)
+    opencode = opencode_caller(call)
+    parent = call.header(b"x-codex-parent-thread-id") or opencode.parent_id
+    own = call.header(b"thread-id") or opencode.agent_id
     purpose = call.header(b"x-openai-subagent")
     if not purpose:  # Codex sends the purpose in one of two headers; the second is JSON
         try:

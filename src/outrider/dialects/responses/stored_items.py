@@ -1,13 +1,13 @@
 """The stored responses of a session: the items behind a later `previous_response_id` or item reference.
 
-It handles no messages and no tokens. Invariant: equal input items are kept once, so storing a response costs its new
-items and a reference to each earlier item.
+It handles no messages and no tokens. Invariant: equal items, and conversations that begin with equal items, are kept
+once, so storing a response costs its new items only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -22,8 +22,12 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum bytes of the input items kept for a session. Above this size all items are dropped. Only a session with ever
-new items reaches it."""
+"""Maximum bytes kept for a session. Above this size everything is dropped. Only a session with ever new items reaches
+it."""
+
+ENTRY_BYTES = 256
+"""Approximate memory of an item, of its place in a conversation, of a response or of a reference, without the item's
+JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
@@ -32,19 +36,42 @@ class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 
 
+class StoredConversation(NamedTuple):
+    """A stored conversation: the conversation before its last item, or None, and that item. `digest` determines all
+    items."""
+
+    before: StoredConversation | None
+    item: Item
+    digest: bytes
+
+    def items(self) -> list[Item]:
+        found = []
+        conversation: StoredConversation | None = self
+        while conversation is not None:
+            found.append(conversation.item)
+            conversation = conversation.before
+        return found[::-1]
+
+
 class ResponseStore:
-    """The stored responses of one session."""
+    """The stored responses of one session. Responses under way keep their conversations when everything is dropped."""
 
     def __init__(self) -> None:
-        self._responses: dict[str, tuple[Item, ...]] = {}
+        self._responses: dict[str, StoredConversation] = {}
+        """Conversations up to and with a response, by the response's id."""
         self._references: dict[str, Item] = {}
         self._items: dict[bytes, Item] = {}
+        self._conversations: dict[bytes, StoredConversation] = {}
         self._size = 0
 
-    def conversation(self, previous: str | None, items: Sequence[Item], *, stored: bool) -> list[PlacedItem]:
+    def conversation(
+        self, previous: str | None, items: Sequence[Item], *, stored: bool
+    ) -> tuple[list[PlacedItem], StoredConversation | None]:
         """Return the whole conversation of a request: the previous response's conversation, then the new items, with
-        each reference replaced by its item. `stored` is True if the response may be stored. Raises RequestError."""
+        each reference replaced by its item. `stored` is True if the response may be stored: the same conversation for
+        `keep` is then returned, too. Raises RequestError."""
         placed: list[PlacedItem] = []
+        known: StoredConversation | None = None
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
@@ -53,7 +80,7 @@ class ResponseStore:
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
-            placed = [PlacedItem(item, item.kind(), STORED) for item in known]
+            placed = [PlacedItem(item, item.kind(), STORED) for item in known.items()]
         for position, item in enumerate(items):
             kind = item.kind()
             if kind == "item_reference":
@@ -66,29 +93,48 @@ class ResponseStore:
                     stored_only = "only items of stored responses can be referred to"
                     refuse(where, f"an item {quoted(wanted)} is not stored: {stored_only}")
                 item, kind = found, found.kind()
-            placed.append(PlacedItem(self._kept_once(item) if stored else item, kind, position))
-        return placed
+            if stored:
+                known = self._extended(known, item)
+                item = known.item
+            placed.append(PlacedItem(item, kind, position))
+        return placed, known if stored else None
 
-    def keep(self, conversation: Iterable[PlacedItem], response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response: the conversation before it and its own items."""
-        said = [_ITEM.decode(msgspec.json.encode(item)) for item in output]
-        self._references |= {_STRING.decode(item.id): item for item in said}
-        self._responses[response_id] = (*(at.item for at in conversation), *said)
+    def keep(self, conversation: StoredConversation | None, response_id: str, output: Iterable[dict[str, Any]]) -> None:
+        """Store a response: the conversation before it and its own items, at least one."""
+        references: dict[str, Item] = {}
+        for item in output:
+            said = _ITEM.decode(msgspec.json.encode(item))
+            conversation = self._extended(conversation, said)
+            references[_STRING.decode(said.id)] = conversation.item
+        assert conversation is not None
+        self._make_room(ENTRY_BYTES * (1 + len(references)))
+        self._references |= references
+        self._responses[response_id] = conversation
 
-    def _kept_once(self, item: Item) -> Item:
-        """Return the kept copy of the item, made if there is none."""
+    def _extended(self, before: StoredConversation | None, item: Item) -> StoredConversation:
+        """Return the kept conversation that `item` continues, made if there is none."""
         raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
-        known = self._items.get(key)
+        digest = key if before is None else xxhash.xxh3_128_digest(before.digest + key)
+        known = self._conversations.get(digest)
         if known is None:
-            self._size += len(raw)
-            if self._size > MAX_STORED:
-                self._responses.clear()
-                self._references.clear()
-                self._items.clear()
-                self._size = len(raw)
-            known = self._items[key] = item.copy()
+            own = self._items.get(key)
+            if own is None:
+                self._make_room(len(raw) + ENTRY_BYTES)
+                own = self._items[key] = item.copy()
+            self._make_room(ENTRY_BYTES)
+            known = self._conversations[digest] = StoredConversation(before, own, digest)
         return known
+
+    def _make_room(self, size: int) -> None:
+        """Count `size` bytes that will be kept. Drops everything if they would be too many."""
+        self._size += size
+        if self._size > MAX_STORED:
+            self._responses.clear()
+            self._references.clear()
+            self._items.clear()
+            self._conversations.clear()
+            self._size = size
 
 
 def store_of(memory: Memory) -> ResponseStore:

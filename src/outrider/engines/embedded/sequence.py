@@ -14,7 +14,7 @@ import numpy as np
 from outrider.engines.base import GenerateRequest, SamplingParams
 from outrider.engines.embedded.sampler import SampledToken, SamplingState, check_sampling
 from outrider.engines.embedded.structured_output import GrammarCompiler
-from outrider.errors import ContextOverflow, EngineRejected
+from outrider.errors import ContextOverflow, EngineRejected, Overflow
 from outrider.tokens.rendering.tokenizer import TextStream, Tokenizer
 from outrider.trajectory import FinishReason, Ids, VersionSpan
 
@@ -123,7 +123,10 @@ class RequestChecker:
             raise EngineRejected("the prompt has ids outside the model's vocabulary", field="input_ids")
         room = self.context - len(prompt)
         if room < 1:
-            raise ContextOverflow(f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.context}")
+            raise ContextOverflow(
+                f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.context}",
+                overflow=Overflow(len(prompt), self.context),
+            )
         if sampling.stop and self._tokenizer is None:
             raise EngineRejected("stop strings need a tokenizer.json in the model's folder", field="stop")
         if any(not 0 <= token < self._vocab for token in sampling.logit_bias):

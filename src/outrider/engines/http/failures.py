@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, Overflow
 
 MAX_QUOTED = 500
 OVERFLOW_STATUSES = frozenset({400, 413, 422})
@@ -34,6 +34,13 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int | None = None
     output: int = 0
     context: int | None = None
+
+    def overflow(self) -> Overflow | None:
+        """The numbers of a prompt that fills the context. None if either is unknown, or the prompt does not fill it:
+        the output does not fit then."""
+        if self.prompt is None or self.context is None or self.prompt < self.context:
+            return None
+        return Overflow(self.prompt, self.context)
 
 
 UNSIZED = Sizes()
@@ -86,7 +93,7 @@ def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> En
         message = (words if isinstance(words, str) else _written(words or inner).decode())[:MAX_QUOTED]
     said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
     if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
-        return ContextOverflow(said)
+        return ContextOverflow(said, overflow=sizes.overflow())
     if failure.transient:
         return EngineUnavailable(said)
     if failure.status == UNKNOWN_STATUS:

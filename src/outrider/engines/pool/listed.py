@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from outrider.engines.base import ListsEngines
+from outrider.engines.pool.reply_checks import mistake_of
 from outrider.errors import OutriderError
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
@@ -67,7 +68,7 @@ class Listing:
             except OutriderError as error:
                 self._answers, self._detail = False, error.message
             except Exception as error:  # a source may be anybody's code
-                self._answers, self._detail = False, f"{type(error).__name__}: {error}"
+                self._answers, self._detail = False, mistake_of(self.source.name, error).message
 
     def status(self, serving: Collection[str], version: int) -> EngineStatus:
         """Return the list's own status row. The counts are in the engines' rows. The list is ok while its source

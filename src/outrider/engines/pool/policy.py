@@ -28,10 +28,10 @@ from outrider.engines.base import (
     capabilities_of,
     weights_loader,
 )
+from outrider.engines.pool.reply_checks import mistake_of
 from outrider.errors import (
     Conflict,
     EngineError,
-    EngineMisbehaved,
     EngineRejected,
     EngineUnavailable,
     InvalidField,
@@ -564,4 +564,4 @@ async def _said(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
     except EngineError:
         raise
     except Exception as error:  # an engine may be anybody's code
-        raise EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}") from error
+        raise mistake_of(engine.name, error) from error

@@ -43,7 +43,14 @@ from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.pace import LIMITS, RememberedPace, SilenceLimits
 from outrider.engines.pool.policy import KnownPolicy, Policy
-from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health, overflow_fault
+from outrider.engines.pool.reply_checks import (
+    MAX_QUOTED,
+    ChatCheck,
+    TokenCheck,
+    check_health,
+    mistake_of,
+    overflow_fault,
+)
 from outrider.engines.pool.request_checks import check_ids
 from outrider.engines.pool.sharing import EngineState, PoolState, state_of
 from outrider.engines.pool.silence import SilenceWatch
@@ -86,9 +93,6 @@ HEALTH_SECONDS = 60.0
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum tokens of a trial's reply."""
-
-MAX_QUOTED = 1000
-"""Maximum characters of an engine's own message that an error quotes."""
 
 CHARACTERS_PER_TOKEN = 4
 """A rough conversion for the size of a chat request, used to balance load only."""
@@ -404,7 +408,7 @@ class EnginePool:
         except OutriderError:
             raise
         except Exception as error:  # an engine may be anybody's code
-            raise _mistake(engine, error) from error
+            raise mistake_of(engine.name, error) from error
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -607,7 +611,7 @@ class EnginePool:
             except OutriderError:
                 raise
             except Exception as error:  # an engine may be anybody's code
-                mistake = _mistake(member.engine, error)
+                mistake = mistake_of(member.name, error)
                 self._mark_suspect(member, mistake, request)
                 raise mistake from error
             finally:
@@ -727,7 +731,7 @@ class EnginePool:
         except OutriderError:
             raise
         except Exception as error:  # an engine may be anybody's code
-            raise _mistake(engine, error) from error
+            raise mistake_of(engine.name, error) from error
         check_health(engine.name, health)
         return health
 
@@ -782,7 +786,7 @@ class EnginePool:
         except EngineError:
             raise
         except Exception as error:  # an engine may be anybody's code
-            raise _mistake(engine, error) from error
+            raise mistake_of(engine.name, error) from error
 
     def _mark_failed(self, member: Member, error: EngineError) -> None:
         """Assign no more work to the engine, and probe it until it is back."""
@@ -927,10 +931,6 @@ def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
     if isinstance(request, GenerateRequest):
         return cast(Engine, engine).generate(request)
     return cast(ChatEngine, engine).chat(request)
-
-
-def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
-    return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {str(error)[:MAX_QUOTED]}")
 
 
 def _stop_tasks(*tasks: asyncio.Task[None] | None) -> None:

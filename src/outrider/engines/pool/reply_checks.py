@@ -25,6 +25,9 @@ LOWEST = -9999.0
 MAX_COUNT = (1 << 31) - 1
 """The largest count or version that is accepted; sample files store versions as int32."""
 
+MAX_QUOTED = 1000
+"""Maximum characters of an engine's own message that an error quotes."""
+
 CHARACTERS_PER_TOKEN = 1024
 """An upper bound: the longest tokens of common tokenizers have 128 characters."""
 FREE_CHARACTERS = 64 << 10
@@ -171,6 +174,11 @@ def check_health(engine: str, health: EngineHealth) -> None:
         raise EngineMisbehaved(f"engine {engine!r} names a model with {len(health.model or '')} characters")
     if health.context_tokens is not None and not 0 < health.context_tokens <= MAX_COUNT:
         raise EngineMisbehaved(f"engine {engine!r} says that its model's context is {health.context_tokens} tokens")
+
+
+def mistake_of(engine: str, error: Exception) -> EngineMisbehaved:
+    """The error for an exception that the engine's code raised by mistake."""
+    return EngineMisbehaved(f"engine {engine!r} raised {type(error).__name__}: {str(error)[:MAX_QUOTED]}")
 
 
 def too_long(engine: str, sampling: SamplingParams) -> EngineMisbehaved:

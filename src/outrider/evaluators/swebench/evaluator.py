@@ -38,6 +38,9 @@ CHECKS = partial(Checks, library=LIBRARY)
 END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit of a command that finds, removes or checks files."""
+LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
+"""Prints the current folder, NUL and the mounts. An agent may have replaced the repository with a symbolic link to a
+folder with a line break in its name."""
 SHARE_OF_TIME = 0.75
 """Default share of the evaluation's time that the tests may take."""
 
@@ -146,7 +149,7 @@ class SwebenchEvaluator:
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
     """Run `find` with these words in a folder and return the output. Read-only mounts are skipped, for example the
     agent's program: they belong to the task and cannot change."""
-    mounts = await runtime.exec("pwd -P && cat /proc/self/mounts", cwd=folder, seconds=FILE_SECONDS)
+    mounts = await runtime.exec(LIST_MOUNTS, cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
     done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
     if mounts.exit_code != 0 or done.exit_code != 0 or len(done.stdout) >= MAX_OUTPUT:
@@ -158,11 +161,11 @@ async def find(runtime: Runtime, folder: str, *words: str) -> str:
 
 
 def read_only_mounts(printed: bytes) -> list[str]:
-    """Return the read-only mounts below a folder, as patterns of `find` in that folder. `printed` is the folder,
-    followed by the lines of /proc/self/mounts (fstab(5))."""
-    folder, *lines = printed.decode("utf-8", "surrogateescape").splitlines()
+    """Return the read-only mounts below a folder, as patterns of `find` in that folder. `printed` is the output of
+    LIST_MOUNTS. The kernel escapes only spaces, tabs, newlines and backslashes in a path (fstab(5))."""
+    folder, _, mounts = printed.decode("utf-8", "surrogateescape").partition("\0")
     found = []
-    for line in lines:
+    for line in filter(None, mounts.split("\n")):
         _, place, _, flags, *_ = line.split(" ")
         place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)
         if "ro" in flags.split(",") and place.startswith(f"{folder.rstrip('/')}/"):

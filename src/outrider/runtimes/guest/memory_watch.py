@@ -51,7 +51,7 @@ class ProcessMemory:
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
-        for line in maps.splitlines():
+        for line in maps.split(b"\n")[:-1]:
             where, _, offset, _, inode, *name = line.split(None, 5)
             if name and name[0].startswith(SHARED_AREAS):
                 start, _, end = where.partition(b"-")
@@ -130,6 +130,7 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes."""
-    lines = (line.partition(b":") for line in text.splitlines())
+    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes. Another line is the program's name,
+    which the program chooses: it may have any character but a newline."""
+    lines = (line.partition(b":") for line in text.split(b"\n"))
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

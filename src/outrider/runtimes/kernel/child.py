@@ -220,9 +220,10 @@ def _children(pid: int) -> set[int]:
 
 
 def _status(pid: int, name: str) -> list[int]:
-    """Return the numbers in one line of a process's status; empty when the process is gone."""
+    """Return the numbers in one line of a process's status; empty when the process is gone. Another line is the name of
+    its program, which may have any character but a newline."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            if line.startswith(f"{name}:".encode()):
                 return [int(word) for word in line.split()[1:]]
     return []

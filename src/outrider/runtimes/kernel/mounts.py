@@ -52,9 +52,9 @@ class MountTable:
 
 def parse(mountinfo: bytes) -> tuple[Mount, ...]:
     """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone
-    dash."""
+    dash. A path may have any character but a blank, a tab, a newline and a backslash, which are escaped."""
     kinds = {}
-    for line in mountinfo.splitlines():
+    for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
         kinds[_text(fields[4])] = _text(fields[fields.index(b"-", 6) + 1])
     return tuple(Mount(path, kind) for path, kind in sorted(kinds.items()))

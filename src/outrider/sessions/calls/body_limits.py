@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from outrider.concurrency.offload import Steps
-from outrider.errors import ContextOverflow, RequestError, TooLarge
+from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
 
 MAX_BODY = 32 << 20
 """Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
@@ -208,8 +208,10 @@ class Capacity(msgspec.Struct, frozen=True):
             raise self._overflow(values // VALUES_PER_TOKEN)
 
     def _overflow(self, tokens: int) -> ContextOverflow:
-        limit = "" if self.context is None else f"; the model's context is {self.context}"
-        return ContextOverflow(f"the prompt has at least {tokens} tokens{limit}")
+        if self.context is None:
+            return ContextOverflow(f"the prompt has at least {tokens} tokens")
+        message = f"the prompt has at least {tokens} tokens; the model's context is {self.context}"
+        return ContextOverflow(message, overflow=Overflow(tokens, self.context))
 
 
 def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.concurrency.offload import Steps
-from outrider.errors import ContextOverflow, RequestError, TooLarge
+from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
@@ -137,7 +137,10 @@ class TokenTree:
                 joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
         prompt = joined.prompt
         if context is not None and prompt.length >= context:
-            raise ContextOverflow(f"the prompt has {prompt.length} tokens; the model's context is {context}")
+            raise ContextOverflow(
+                f"the prompt has {prompt.length} tokens; the model's context is {context}",
+                overflow=Overflow(prompt.length, context),
+            )
         start = prompt.parent.prompt.message_count + 1 if prompt.parent is not None else 0
         joined = msgspec.structs.replace(joined, added=tuple(request.parse_from(start)))
         # Nothing fails below this line, so a refused request leaves no trace.
@@ -270,7 +273,10 @@ class TokenTree:
                     yield LONG_TEXT
                     tokens += len(self._renderer.tokenizer.encode(text[start : start + LONG_TEXT])) - SEAM_TOKENS
                     if context is not None and tokens > context:
-                        raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
+                        raise ContextOverflow(
+                            f"the prompt has over {tokens} tokens; the model's context is {context}",
+                            overflow=Overflow(tokens, context),
+                        )
 
     def _place(self, request: IndexedRequest, layout: _Layout) -> Joined:
         """Make the request's prompt, and determine the kind of join, with a cause if it is not a plain append."""
