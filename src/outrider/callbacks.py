@@ -85,7 +85,7 @@ def check_signature(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
         )
     clock = time.time() if now is None else now
-    # The timestamp is a number, because the holder of the secret wrote it.
+    # The timestamp is a number, because it is signed: the holder of the secret wrote it.
     if abs(clock - int(timestamp)) > tolerance:
         raise Unauthorized(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",

@@ -106,8 +106,8 @@ class _Reply(NamedTuple):
 class AsyncClient:
     """`async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority, unless this
-    machine has it installed.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority, needed if this
+    machine does not have the authority installed.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -136,7 +136,7 @@ class AsyncClient:
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
-        full or too much of the same token is under way, the group is submitted again after the requested wait. After
+        full or the token has too much under way, the group is submitted again after the requested wait. After
         `patience` seconds Busy is raised (QueueFull for a full queue)."""
         return await self._submit("/v1/groups", group, patience)
 
@@ -191,8 +191,8 @@ class AsyncClient:
         more than the page holds: call again with the page's cursor until a page is empty.
 
         Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that it
-        has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden for a consumer with a token that
-        only reads.
+        has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is given and the
+        token is read-only.
         """
         query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         query |= {} if after is None else {"after": str(after)}
@@ -214,8 +214,9 @@ class AsyncClient:
             after = page.cursor
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
-        """Acknowledge the groups up to a cursor, once the data made from them is safe. A consumer that is further stays
-        there; with `rewind` it goes back and gets groups again. An admin may name the consumer's `tenant`."""
+        """Acknowledge the groups up to a cursor, once the data made from them is safe. A consumer that has acknowledged
+        more keeps its position; with `rewind` it goes back and gets those groups again. An admin may name the
+        consumer's `tenant`."""
         body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
         path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
         return await self._call("POST", path, ConsumerView, body=body, query=query)
@@ -236,7 +237,8 @@ class AsyncClient:
         return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query=query)).callbacks
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Retry the callback of a group, or all callbacks that were given up. Returns their number."""
+        """Retry the given-up callback of a group, or all given-up callbacks. Returns the number of retried
+        callbacks."""
         place = "redeliver" if group_id is None else f"{quote(group_id, safe='')}/redeliver"
         return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
 

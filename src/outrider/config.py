@@ -185,7 +185,7 @@ class PluginsConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without it they are not signed.
+    """Callbacks. `secret`: the key for signing them (see callbacks.py); without a key, callbacks are not signed.
 
     `allow`: permitted destinations: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
@@ -236,9 +236,10 @@ class TlsConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service. `processes`: number of processes that run sessions. One is the service's own, several
-    are separate, and with 0 only nodes that join run sessions. `files`: the folder for uploads by tasks (None: no
-    uploads). `stop_seconds`: how long running sessions may continue after a signal to stop."""
+    """All settings of a service. `processes`: number of processes that run sessions. With 1, sessions run in the
+    service's own process; with more, in separate processes; with 0, only on nodes that join. `files`: the folder for
+    uploads by tasks (None: no uploads). `stop_seconds`: how long running sessions may continue after a signal to
+    stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
@@ -264,7 +265,7 @@ class Config(Section):
 
     @property
     def read_from(self) -> Path | None:
-        """The file of the settings, None without one. Tasks may not read the file. It is not a setting, and is not in
+        """The settings file, None without one. Tasks may not read the file. Its path is not a setting, and is not in
         the JSON of the settings."""
         return self._read_from
 
@@ -332,7 +333,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
 
 
 def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The given flags."""
+    """Return the flags that have a value."""
     given: dict[str, Any] = {}
     for name, value in flags.items():
         if isinstance(value, Mapping):

@@ -68,8 +68,8 @@ class Written(NamedTuple):
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
-    """`size` entries of a data set of reasoning-gym, each graded by its own scorer. `config` is the data set's. The
-    entry's own answer is in `row`, and in the evaluator's options, where no agent sees it.
+    """`size` entries of a data set of reasoning-gym, each graded by the data set's scorer. `config` are settings of the
+    data set. The entry's own answer is in `row`, and in the evaluator's options, where no agent sees it.
 
     An entry that the evaluator would refuse is replaced by the next one: for example an integral that reasoning-gym
     itself could not solve. Raises InvalidField for an unusable data set, and if reasoning-gym is missing.

@@ -53,9 +53,9 @@ def swebench_examples(
     """The tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
 
     `image` is the image of every task, in which `{row.NAME}` is a column; without it, the row's image is used.
-    `template` is a part of a task that overrides the one made here: prepare steps, carried paths. Rows of 4.x have no
-    test command: `test_command` provides it, with `{tests}` for the test patch's files. `tasks` chooses some by
-    `instance_id`. Raises InvalidField.
+    `template` is a partial task that overrides the task made here, such as its prepare steps or carried paths. Rows of
+    4.x have no test command: `test_command` provides it, with `{tests}` for the test patch's files. `tasks` chooses
+    rows by `instance_id`. Raises InvalidField.
     """
     rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}

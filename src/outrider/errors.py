@@ -23,11 +23,13 @@
     ├── EvaluatorError                evaluator   500   yes
     ├── UnreadableTask                service     409   no      a stored task cannot be read, or not with this key
     └── ServiceError                  service     500   yes
+        ├── ServiceStopping           service     503   yes
+        ├── StoreUnavailable          service     503   yes
         └── Busy                      service     429   yes     come back later: the caller has too much under way
             └── QueueFull             service     429   yes     too many sessions wait
 
 A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. Status codes are all that this module has of HTTP. Invariant: `error_from` of a record has
+never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` of a record has
 the class of the error from which the record was made.
 """
 

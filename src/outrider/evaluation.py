@@ -30,7 +30,7 @@ from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, TaskSpec
 
 PRIORITY = 100
-"""Priority above training groups, unless these have one: a trainer that waits for the figures is not kept waiting."""
+"""Higher than the default priority of training groups, so that a trainer that waits for the figures is served first."""
 LARGEST_SEED = (1 << 63) - 1
 RESAMPLES = 2000
 CONFIDENCE = 0.95

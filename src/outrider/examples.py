@@ -1,5 +1,4 @@
-"""An example: a row of a dataset as a task, with its known solution. The module is independent of the sources of
-examples."""
+"""An example: a row of a dataset as a task, with its known solution."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The maximum number of files and connections of this process, and their division among their users.
 
 The module uses no server and no sandbox. Invariant: clients outside and clients in sandboxes together can use only part
-of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that opens all the
-connections it can stops nobody else.
+of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that opens as many
+connections as possible does not stop other clients.
 """
 
 from __future__ import annotations

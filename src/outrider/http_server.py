@@ -39,8 +39,8 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Connections waiting in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Connections accepted before the event loop does anything else. With a small number, a new client is read before its
-connection could be closed to make room for others."""
+"""Maximum connections accepted before the event loop does anything else. The number is small, so that a new client's
+data is read before its connection can be closed to make room for others."""
 ACCEPTING = "accept connections"
 """The name of this work in the list of failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
@@ -107,11 +107,11 @@ class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
     Every connection has an owner: the name given by the application with `claim`, and until then the client's address.
-    If there are too many connections, one is closed for the new one: of the owner with the most connections, the one
-    with the longest silence. Half of the connections are for claimed ones and half for the others, and the kind that
-    exceeds its half gives one up. So a client with many connections loses its own, even if it shares an address with
-    others, and a new client is let in as long as any connection may be closed. An address has at most a quarter of the
-    connections without a claim.
+    If there are too many connections, an old one is closed for the new one: of the owner with the most connections, the
+    connection whose client has been silent for longest. Half of the connections are for claimed ones and half for
+    unclaimed ones, and the kind that exceeds its half loses one. So a client with many connections loses its own, even
+    if it shares an address with others, and a new client is let in as long as any connection may be closed. An address
+    has at most a quarter of the connections without a claim.
     """
 
     def __init__(self, most: int) -> None:
@@ -502,8 +502,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """The owner of a connection without a claim. An IPv6 address stands for the 2**64 addresses of its network, which
-    one client may have."""
+    """The owner of a connection without a claim: the client's address, or for IPv6 its network, because one client may
+    have all of the network's 2**64 addresses."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -515,7 +515,7 @@ def _address(client: tuple[str, int] | None) -> str:
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
     """While the block runs, note in `failures` that connections cannot be accepted for lack of descriptors or memory,
-    until that has not happened for ACCEPT_SECONDS. asyncio's event loop tries again every second, and calls its
+    until accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every second, and calls its
     exception handler up to ACCEPTED_AT_ONCE times for each try, each time with a traceback in the log. (uvloop keeps a
     spare descriptor, with which it accepts and closes the connection.)"""
     loop = asyncio.get_running_loop()

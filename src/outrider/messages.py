@@ -17,7 +17,7 @@ import msgspec
 ToolSpec = dict[str, Any]
 
 # A request may contain tens of thousands of some structs, here and in the dialects. These have gc=False: they cannot be
-# part of a cycle, and a pass of the garbage collector stops all threads while it visits its objects.
+# part of a cycle, and a pass of the garbage collector stops all threads while it visits the objects.
 
 
 class Role(StrEnum):

@@ -1,7 +1,7 @@
 """Finds the class or function that a name in a spec stands for: a built-in, an entry point, or a dotted path
 `package.module:attribute`.
 
-The module depends on no plugin. Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
+Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
 """
 
 from __future__ import annotations

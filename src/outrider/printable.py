@@ -1,6 +1,6 @@
 """Foreign text made safe to show: text from an agent or a task must not control a terminal, or forge a line of a log.
 
-The module writes to neither. Invariant: text returned by `printable` has no control character but tab and newline.
+Invariant: text returned by `printable` has no control character but tab and newline.
 """
 
 from __future__ import annotations

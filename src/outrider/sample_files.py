@@ -121,8 +121,8 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """The digests of the images in samples whose bytes the service has, each once. (The service does not fetch image
-    URLs.)"""
+    """Return, each once, the digests of those images in samples whose bytes the service stores. (The service does not
+    fetch image URLs.)"""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 

@@ -48,10 +48,11 @@ Choice = bool | Literal["again"]
 SAME = 1e-9
 """Rewards that differ by no more than this count as equal."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails after this many consecutive prompts without a grade in their first group: the cause affects all."""
+"""The sampler fails after this many consecutive prompts without a grade in their first group: then the cause affects
+all prompts."""
 FRUITLESS_BATCHES = 20
-"""A batch is given up if it is not full after this many times its groups were graded: the tasks do not fit the policy.
-"""
+"""A batch that is not full after this many times its number of groups was graded is given up: the tasks do not fit the
+policy."""
 
 
 class Rollouts(Protocol):
@@ -132,8 +133,8 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prompt(msgspec.Struct):
-    """A prompt in progress. `protected`: it was submitted before and is not stopped any more, or slow tasks would never
-    be seen."""
+    """A prompt in progress. `protected`: the prompt was submitted before, and its group is not stopped any more.
+    Otherwise slow tasks would never be seen."""
 
     number: int
     attempt: int = 0
@@ -245,7 +246,7 @@ class DynamicSampler:
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
-        """Groups that were done before the reply to a submission was read; they may belong to others."""
+        """Groups that were done before the reply to a submission was read; they may belong to other clients."""
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version

@@ -293,7 +293,8 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     and the `bytes` of their tasks, turns, results and artifacts.
 
     Groups kept although old enough: `unacknowledged` by a consumer, or with an `undelivered` callback. `stored_bytes`
-    is the size of all finished groups now, images included. With `more` to remove, repeat the request.
+    is the size of all finished groups now, images included. If `more` is true, groups are left to remove: repeat the
+    request.
     """
 
     groups: int

@@ -43,7 +43,7 @@ MAX_VERSION = (1 << 31) - 1
 
 
 def without_nul(value: str) -> str:
-    """Text that can be passed to a program or used as a path."""
+    """Check that a text can be passed to a program or used as a path. Raises ValueError for NUL."""
     if "\0" in value:
         raise ValueError("must not contain NUL")
     return value
@@ -535,8 +535,8 @@ class StoredGroupSpec(GroupSpec):
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions of an unchanged task again, with another `evaluator`, which may omit `carry`, or with
-    the same one. The other fields are as for a group; the `labels` are added to the task's."""
+    """A request to grade sessions again, with another `evaluator`, which may omit `carry`, or with the same one. The
+    rest of the task is unchanged. The other fields are as for a group; the `labels` are added to the task's."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -645,7 +645,7 @@ class AckSpec(Spec):
 
 
 class GcSpec(Spec):
-    """Remove finished groups that ended more than `days` ago, and the oldest ones until all that are left take no more
+    """Remove finished groups that ended more than `days` ago, and the oldest until the remaining groups take no more
     than `size_mb` MiB. Without either, the service's settings apply.
 
     `force` also removes groups that some consumer has not acknowledged. With `dry_run` nothing is removed.

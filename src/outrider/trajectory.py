@@ -129,18 +129,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     parent: the turn whose prompt and output this turn's prompt begins with.
     step: the step of the task in which the turn was made, from 0.
-    conversation: 0 for the session's first conversation; conversations that began independently of it, or with other
-        tools or another system prompt, count up.
+    conversation: 0 for the session's first conversation; 1, 2, ... for conversations that began independently of
+        earlier ones, or with other tools or another system prompt.
     tools: a digest that distinguishes the tools of requests, empty without tools.
     agent_id, parent_agent_id, purpose: the client's description of the caller.
     forked_from: the turn whose request shares the longest history with this one; if the tools or the system prompt
         changed, the turn whose history it continues.
     prompt_delta, output_ids: packed int32. logprobs: packed float64, one per output id.
     sampling: the sampling parameters that the engine was given, and whether the model was to think.
-    altered: tokens were drawn from another distribution than temperature and truncation make of the logits (penalties,
-        a bias, a minimum length, a required form of the reply).
+    altered: true if more than temperature and truncation shaped the distribution of the sampled tokens (penalties, a
+        bias, a minimum length, a required form of the reply).
     ignored: names of the request's fields and tools that had no effect.
-    messages: the messages that the request added to its parent's conversation; all messages without a parent.
+    messages: the messages that the request added to its parent's conversation; without a parent, all messages.
     reply: the message that the client was given; None if it had hung up.
     tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
         begins with.
@@ -239,7 +239,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     parent: the turn that the branch forked from or was started by, None if there is none.
     depth: 0 in the main conversation, one more for each sub-agent, side call or replaced history on the way.
     label: a more specific name than `kind`, such as "title".
-    altered: the turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`).
+    altered: the turns whose sampling was shaped by more than temperature and truncation (`Turn.altered`).
     images: in the order in which the ids show them; an image shown twice is listed twice.
     """
 
@@ -346,7 +346,7 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The non-zero exit `code` of an agent program that was graded all the same, and the end of its output."""
+    """The non-zero exit `code` of an agent program whose work was graded all the same, and the end of its output."""
 
     code: int
     log_tail: str
@@ -356,15 +356,15 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session; written once, never changed.
 
     policy: the task's policy for its branches; a missing kind has the default.
-    harness_exit: set if the agent program failed and was graded all the same.
+    harness_exit: set if the agent program failed and its work was graded all the same.
     forks: the number of forks by cause.
-    ignored: by name of a request's field or tool that had no effect, the number of turns that had it.
+    ignored: for each request field or tool that had no effect, by name, the number of turns with it.
     frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
     artifact_bytes: the size of the artifacts that were kept.
     answer: the agent's answer, if the harness reports one.
     carried: true if there is an artifact with the files that were carried to the grading.
     run_reason: if the grading failed, the reason why the agent's run had ended.
-    regrades: the session whose run was graded again; its agent's turns are this session's, too.
+    regrades: the session whose run was graded again; its turns are stored as this session's, too.
     """
 
     session_id: str

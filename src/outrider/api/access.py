@@ -114,7 +114,7 @@ class AccessControl:
                 check_place(headers)
         except OutriderError as error:
             # Not in the audit log: a refused call changes nothing, and any program could fill the log with refused
-            # calls. # Starlette replies to a WebSocket request that is not accepted yet as to any other request.
+            # calls. Starlette replies to a WebSocket request that is not accepted yet as to any other request.
             await error_reply(error)(scope, receive, send)
             return
         admin = caller.may("admin")

@@ -38,8 +38,8 @@ def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str
 
 
 def error_reply(error: BaseException) -> Response:
-    """Return the reply to an error, without secrets. An OutriderError has its own status; any other error is a bug,
-    and is reported as a bug with a 500."""
+    """Return the reply to an error, without secrets. An OutriderError has its own status; any other error is a bug, and
+    gets a 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     record = record_of(error)
     shown = msgspec.structs.replace(

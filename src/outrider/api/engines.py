@@ -37,7 +37,7 @@ def engine_routes(service: Service) -> APIRouter:
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
-        """Give an engine no new sessions. Sessions already on the engine stay there until they end."""
+        """Stop giving an engine new sessions. The sessions already on it stay there until they end."""
         service.pool_of(name).drain(name)
         return json_reply(EngineList(engines=service.engines()))
 

@@ -40,8 +40,8 @@ class Sessions(Protocol):
 
 
 class Gateway:
-    """The ASGI application of the model gateway. The route selects the dialect, and headers where dialects share a
-    route. The session's key is in the path or, for clients whose base URL cannot carry a key, the API key."""
+    """The ASGI application of the model gateway. The route selects the dialect; where dialects share a route, the
+    headers do. The session's key is in the path or, for clients whose base URL cannot carry a key, the API key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
         """`calls` is the maximum number of calls of a session under way."""

@@ -33,7 +33,7 @@ def node_routes(service: Service) -> APIRouter:
 
     @routes.post("/{name}/drain", **answers(NodeList))
     async def drain(name: str) -> Response:
-        """Give a node no new sessions until it is resumed. Its sessions under way go on."""
+        """Stop giving a node new sessions until it is resumed. Its sessions under way go on."""
         return json_reply(await service.drain_node(name))
 
     @routes.post("/{name}/resume", **answers(NodeList))

@@ -1,6 +1,6 @@
 """The WebSocket route for the workers of a relay engine.
 
-Relay messages are not interpreted here. Invariant: the access control has admitted every request to this route.
+`engines/relay/` handles the messages. Invariant: the access control has admitted every request to this route.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Return the OpenAPI description, made in a thread on the first request: that takes longer than the rest of a
-        start."""
+        """Return the OpenAPI description, made in a thread on the first request, because making it takes longer than
+        the rest of a start."""
         async with describing:  # once for any number of requests: they require no token
             if not description:
                 description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))

@@ -1,4 +1,4 @@
-"""Ways to run work on the event loop: retry after a wait, shield from cancellation, move to a thread, watch.
+"""Tools for work on the event loop: retries, protection from cancellation, worker threads, a watchdog.
 
-The modules are independent of the kind of work.
+Nothing here depends on the kind of work.
 """

@@ -1,7 +1,6 @@
 """Cache files and folders that are built once, however many processes and threads request them at the same time.
 
-The module is independent of their contents. Each entry is built as a draft in the same folder and then renamed to its
-final path, under its own lock file:
+Each entry is built as a draft in the same folder and then renamed to its final path, under its own lock file:
 
     FOLDER/NAME             the finished entry
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder

@@ -1,7 +1,7 @@
 """Work that runs to its end although its caller is cancelled: teardown, and steps that must not be left half done.
 
-The module is independent of the work. Invariants: when `shielded` returns or raises, the work has ended; every object
-made by `opened_in_thread` is ended, whichever task is cancelled.
+Invariants: when `shielded` returns or raises, the work has ended; every object made by `opened_in_thread` is ended,
+whichever task is cancelled.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A chore repeats until its owner ends; one repetition is a turn. A turn that fails (the disk is full, descriptors, memory
 or threads have run out, a plugin has raised) is retried after a wait, logged once, counted from then on, and listed in
-the service's status until a turn succeeds. The module is independent of the work. Invariants: a failure ends neither
-the other chores nor their owner, unless the owner classifies the error as fatal; no chore ends silently while its owner
-runs.
+the service's status until a turn succeeds. Invariants: a failure ends neither the other chores nor their owner, unless
+the owner classifies the error as fatal; no chore ends silently while its owner runs.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ one. Every few seconds the young objects are collected, which is a bounded amoun
 no later collection visits them. Nearly all objects are freed by their reference count, frozen or not. Sessions and
 model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin, are freed by
 full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so that memory has
-a bound. The module contains no session logic. Invariant: while the process is not idle and does not grow, collections
-visit only young objects.
+a bound. Invariant: while the process is not idle and does not grow, collections visit only young objects.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ MIDDLE = 4
 ms on a slow machine, and 70 ms with four times as many objects."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
-"""Growth of the process in bytes since the last full collection after which an idle moment is used for another."""
+"""Growth of the process in bytes since the last full collection after which an idle moment is used for another full
+collection."""
 GROWN_MOST = 512 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -1,7 +1,6 @@
 """An event loop in its own thread, for code that does not await: the blocking client, trainers.
 
-The module contains no client logic. Invariant: submitted work runs in the loop's thread, and has ended when the loop is
-closed.
+Invariant: submitted work runs in the loop's thread, and has ended when the loop is closed.
 """
 
 from __future__ import annotations

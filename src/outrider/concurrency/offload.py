@@ -4,8 +4,7 @@ Reading and rendering a request with tens of thousands of messages takes seconds
 every other session. In a thread the work only competes for the interpreter. There is one thread, because several would
 not be faster (Python runs one at a time) and would take the interpreter from the event loop more often.
 
-The module is independent of the computation. Invariant: when `run` or `run_steps` returns, raises or is cancelled, no
-piece of the computation is still running.
+Invariant: when `run` or `run_steps` returns, raises or is cancelled, no piece of the computation is still running.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Overdue seconds of one session: waits for its engine, the store or the service that take longer than allowed.
 
 Each wait has an allowance: its normal length if all is well. Seconds within the allowance are charged to the session's
-clocks like its own work. Seconds beyond the allowance are overdue and are charged to no clock. The module contains no
-engine or store logic. Invariants: seconds in which several waits of a session are overdue count once; a session that
-waits behind its own earlier requests is not overdue.
+clocks like its own work. Seconds beyond the allowance are overdue and are charged to no clock. Invariants: seconds in
+which several waits of a session are overdue count once; a session that waits behind its own earlier requests is not
+overdue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Slots that owners take in turn, so that an owner with much work does not keep the others waiting.
 
-The module is independent of the work done in a slot. Invariants: every waiting owner is served once before any owner is
-served twice; the same holds for the waiting parts of one owner; requests of one part are served in order of arrival.
+Invariants: every waiting owner is served once before any owner is served twice; the same holds for the waiting parts of
+one owner; requests of one part are served in order of arrival.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Detects stalls of the event loop, counts them, and logs the loop's stack.
 
 All sessions share one event loop, so a blocked loop stops them all. A late timer shows that the loop was blocked, or
-that the process got no processor. A thread samples the loop's stack meanwhile. The module contains no session logic.
-Invariant: a stall of STALL seconds or more is counted exactly once.
+that the process got no processor. A thread samples the loop's stack meanwhile. Invariant: a stall of STALL seconds or
+more is counted exactly once.
 """
 
 from __future__ import annotations

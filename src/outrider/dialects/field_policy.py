@@ -249,7 +249,7 @@ class BodyReader(Generic[T]):
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has unknown fields, or it is wrong, which the other decoder then reports.
+            # The body has unknown fields, or an error that the tolerant decoder then reports.
             wire = decode(self._tolerant, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
         for rule, raw in zip(self._rules, self._values(wire), strict=True):

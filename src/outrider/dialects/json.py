@@ -1,7 +1,7 @@
 """Decoding of a client's JSON into a type. Every failure is a `RequestError` with the name of the field.
 
-It handles no particular dialect. Invariant: `decode` raises nothing but `RequestError` for any bytes. The last value
-of a repeated key counts. Fields that the type does not declare are checked for JSON syntax and skipped.
+Invariant: `decode` raises nothing but `RequestError` for any bytes. The last value of a repeated key counts. Fields
+that the type does not declare are checked for JSON syntax and skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """OpenAI's error object, for Chat Completions and Responses. Messages and Gemini write their errors in their
 `reply.py`.
 
-It handles no streams and no HTTP headers.
-
 Source: OpenAI API reference, "Error codes".
 """
 

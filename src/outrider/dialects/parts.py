@@ -1,7 +1,7 @@
 """Texts and images in client requests, and the messages built from them.
 
-It handles no particular dialect and fetches nothing. Invariant: an image is an http(s) address or decoded data.
-Anything else is refused by the name of its field.
+Nothing is fetched here. Invariant: an image is an http(s) address or decoded data. Anything else is refused with the
+name of its field.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parsing that several dialects share: sampling, thinking, the form of the reply, and extensions of inference servers.
 
-It handles no messages and no tools. Invariant: a request has at most one form of the reply.
+Invariant: a request has at most one form of the reply.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
 """
@@ -113,8 +113,8 @@ def asked_thinking(body: SamplingFields, thinking: JsonObject | None, notes: lis
     """Return True or False if the request turns thinking on or off, None if it leaves thinking to the model.
 
     `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),
-    as in the APIs of Anthropic and Z.ai. It wins over the variables of the chat template. Fields without effect are
-    added to `notes`. Raises RequestError.
+    as in the APIs of Anthropic and Z.ai. This object wins over the variables of the chat template. Fields without
+    effect are added to `notes`. Raises RequestError.
     """
     enabled = body.enable_thinking
     sent = body.chat_template_kwargs

@@ -1,7 +1,6 @@
 """Server-sent events, the format of streamed replies.
 
-It handles no particular dialect or payload. Invariant: the data of an event is one line for every client, also for
-clients that split at Unicode line ends.
+Invariant: the data of an event is one line for every client, also for clients that split at Unicode line ends.
 
 Source: WHATWG HTML, section 9.2 "Server-sent events".
 """

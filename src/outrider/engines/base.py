@@ -1,7 +1,7 @@
 """The protocols of inference engines: token ids in, token ids and log-probabilities out, as they are sampled.
 
-Conversations and clients' dialects are not part of this module. Invariant of every stream: the chunks' ids and
-log-probabilities have equal length, and exactly one chunk, the last, has a `finish`.
+Invariant of every stream: the chunks' ids and log-probabilities have equal length, and exactly one chunk, the last, has
+a `finish`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The complete sampling parameters of one turn: an engine adds no default of its own. top_k -1 means off.
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
-    part of the output ids. `stop_token_ids` end it likewise, and are not sampled among the first `min_tokens`. The
-    repetition penalty is for tokens of prompt and output, the other two penalties are for the output. `logit_bias` is
-    added to the logits by token id. A `constraint` is given to engines with `TakesConstraints` only.
+    part of the output ids. `stop_token_ids` end the generation likewise, and are not sampled among the first
+    `min_tokens`. The repetition penalty counts the tokens of prompt and output, the other two penalties only those of
+    the output. `logit_bias` is added to the logits by token id. A `constraint` is given to engines with
+    `TakesConstraints` only.
     """
 
     max_tokens: int
@@ -199,7 +200,7 @@ class KnownVersions(msgspec.Struct, frozen=True):
         return cls(run=secrets.token_hex(8))
 
     def told(self, served: int, unlabelled: int | None = None) -> KnownVersions:
-        """The same run with another version. A lower version starts a new run, because the number may come again with
+        """A copy with another version. A lower version also gets a new `run`, because the number may come again with
         other weights."""
         run = self.run if served >= self.served else secrets.token_hex(8)
         return KnownVersions(served, self.unlabelled if unlabelled is None else unlabelled, run)

@@ -1,7 +1,6 @@
 """Holds new generations back while an engine is paused, and signals when the generations in flight have ended.
 
-The gate is independent of the engine. Invariant: `in_flight` counts exactly the generations between entering and
-leaving.
+Invariant: `in_flight` counts exactly the generations between entering and leaving.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Independent of any grader. Invariant: at most MAX_ANSWER characters are examined, whatever the agent has written.
+Invariant: at most MAX_ANSWER characters are examined, whatever the agent has written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROBE_SECONDS = 30.0
 
 
 class NoAnswer(Exception):
-    """The agent gave no answer. The message has the reason. The cause is the agent: reward 0."""
+    """The agent gave no answer, so the reward is 0. The message has the reason."""
 
 
 def last_reply(outcome: Outcome) -> str:

@@ -1,7 +1,7 @@
 """The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
 
-Independent of other kinds. Invariants: all parts are evaluated in order, one at a time, on the same outcome and within
-the one time limit. A part that fails to grade fails the whole.
+Invariants: all parts are evaluated in order, one at a time, on the same outcome and within the one time limit. A part
+that fails to grade fails the whole.
 """
 
 from __future__ import annotations

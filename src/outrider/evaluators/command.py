@@ -1,9 +1,9 @@
 """The command evaluator: a shell command in the sandbox grades the outcome by its written verdict, or by its exit code.
 
-Independent of models. Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes an
-invalid verdict is an error, never a reward. A failed attempt to write is an error, too. To detect a failed attempt, the
-file for the verdict is created with blanks: opening a file for writing empties the file, so remaining blanks mean that
-no program tried to write.
+Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes an invalid verdict is an
+error, never a reward. A failed attempt to write is an error, too. To detect a failed attempt, the file for the verdict
+is created with blanks: opening a file for writing empties the file, so remaining blanks mean that no program tried to
+write.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The external graders named by the operator, and the HTTP calls to them.
 
 A task gives the name of a grader and never an address, so no task can make the service call another host or use another
-key. Keys are in environment variables of the service and of its nodes; the settings name the variables. Independent of
-the contract. Invariants: a failed call raises, and its error shows no key; redirects are not followed; a reply is at
-most MAX_ANSWER bytes.
+key. Keys are in environment variables of the service and of its nodes; the settings name the variables. Invariants: a
+failed call raises, and its error shows no key; redirects are not followed; a reply is at most MAX_ANSWER bytes.
 """
 
 from __future__ import annotations

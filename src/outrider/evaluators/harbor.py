@@ -1,8 +1,8 @@
 """The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the resulting rewards.
 
-It reads no task folder: the tests are in its options, which no agent sees. The rules are Harbor's: old rewards are
-removed, the tests are written after the agent has ended, the exit code of test.sh is ignored, reward.json takes
-precedence over reward.txt, and a run without either file is an error. Invariant: every value is a finite number.
+The evaluator reads no task folder: the tests are in its options, which no agent sees. The rules are Harbor's: old
+rewards are removed, the tests are written after the agent has ended, the exit code of test.sh is ignored, reward.json
+takes precedence over reward.txt, and a run without either file is an error. Invariant: every value is a finite number.
 """
 
 from __future__ import annotations

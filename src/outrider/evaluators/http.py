@@ -1,8 +1,8 @@
 """The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract or by
 NeMo Gym's `POST /verify`.
 
-It grades the conversation and never touches the sandbox. Invariants: only a finite reward in a reply with a 2xx status
-is a grade; a retry sends the same body under the same id.
+The evaluator grades the conversation and never uses the sandbox. Invariants: only a finite reward in a reply with a 2xx
+status is a grade; a retry sends the same body under the same id.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the options of an evaluator kind when a task is submitted.
 
-Independent of any kind. Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
+Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The contract of a harness: an agent program, and how it is started and pointed at its model endpoint.
 
-Independent of tokens, rewards and engines. Invariant: a harness that fails raises an error with the end of the
-program's output, and never returns quietly from a crash.
+Invariant: a harness that fails raises an error with the end of the program's output, and never returns quietly from a
+crash.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelRefused(RequestError):
     """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
-    the prompt is too long. An agent without a handler for this error is graded, like a program that exits non-zero."""
+    the prompt is too long. An agent that does not catch this error is graded, like a program that exits non-zero."""
 
     code = "model_refused"
     http_status = 429
 
 
 class ModelClient(Protocol):
-    """The session's models for in-process agents: the gateway's path without HTTP. `model` is the name of a frozen
-    model; None is the policy.
+    """Client of the session's models, for in-process agents. A call takes the gateway's path, but without HTTP. `model`
+    is the name of a frozen model; None is the policy.
 
     Raises the errors of a model call: ContextOverflow, EngineError, and the session's limits. A call of a frozen model
     raises ModelRefused and EngineError, and NotFound for an unknown name.
@@ -58,7 +58,7 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a harness for one session.
 
     run_name: the name under which the program is started (`Outlives.exec_once`), so that the next node can wait for the
-    same run; None if the program ends with this node. Only for a harness with `outlives_node`.
+    same run; None if the program ends with this node. Set only for a harness with `outlives_node`.
     """
 
     task: TaskSpec

@@ -1,9 +1,8 @@
 """Builds a folder at its final path once, however many processes request it.
 
-Independent of the folder's content. Building elsewhere and renaming, as in concurrency/build_once.py, is impossible,
-because the files of a virtual environment name its folder. A marker file, written last, marks a complete folder.
-Invariant: a folder with its marker is complete, even after a power loss, and of any number of builders in any number of
-processes exactly one builds.
+Building elsewhere and renaming, as in concurrency/build_once.py, is impossible, because the files of a virtual
+environment name its folder. A marker file, written last, marks a complete folder. Invariant: a folder with its marker
+is complete, even after a power loss, and of any number of builders in any number of processes exactly one builds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tool set `desktop`: a screen in the sandbox, which the model sees by screenshots and uses by mouse and keyboard.
 
-Independent of tasks and browsers: the option `run` opens the programs. Invariant: a call acts on the screen of its own
-sandbox or not at all. A mistake of the model gives an explanation as the result; only a broken sandbox raises.
+The option `run` opens the programs to be used. Invariant: a call acts on the screen of its own sandbox or not at all. A
+mistake of the model gives an explanation as the result; only a broken sandbox raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# No keys, mouse bindings or menus, by which an agent could close or move the windows for the grader.
+# There are no keys, mouse bindings or menus with which an agent could close or move the windows that the grader needs.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">

@@ -1,7 +1,6 @@
 """The in-process harness: an agent written as a Python class, with its tools in the sandbox.
 
-Independent of particular agents. Invariant: any exception of an agent except an OutriderError becomes a HarnessError
-with the end of its traceback.
+Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of its traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
-Programs are stored below `environment.cache_home()/harnesses`. The preset is the only source about a program.
+Programs are stored below `environment.cache_home()/harnesses`. All facts about a program come from its preset.
 Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset. All functions here
 block: call them in a thread.
 """
@@ -92,7 +92,7 @@ def install(name: str, progress: Progress | None = None) -> Path:
 
 
 def check(name: str) -> str:
-    """Run the version check of an installed program and return the version. Raises HarnessUnavailable with its
+    """Run the version check of an installed program and return the version. Raises HarnessUnavailable with the check's
     output."""
     preset = load_preset(name)
     if preset.install is None:
@@ -140,8 +140,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to the base interpreter, which may have been removed since, and which a sandbox
-    # sees only if its folder is mounted too.
+    # The environment's python is a link to the base interpreter, which may have been removed since, and which is
+    # visible in a sandbox only if its folder is mounted too.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None

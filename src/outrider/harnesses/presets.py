@@ -1,6 +1,6 @@
 """Presets: agent programs as data. A TOML file defines how a program is installed, started and pointed at its model.
 
-Independent of sandboxes; starts nothing. Invariant: a loaded preset is complete and declares every option that it uses.
+Invariant: a loaded preset is complete and declares every option that it uses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the program is installed on a node.
+    """The installation of the program on a node.
 
     `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js for npm packages.
     `python` is the Python version ("3.12") for pip packages; None is the Python that runs Outrider. Install scripts of
@@ -78,7 +78,7 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts about a program for `outrider harness check` that its requests do not show.
+    """Facts that `outrider harness check` needs, and that the program's requests do not show.
 
     `shell` is the tool for running a command, `finish_command` a command that ends the run. `subagent` is the tool for
     starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a sub-agent

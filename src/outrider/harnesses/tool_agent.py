@@ -1,7 +1,7 @@
 """The built-in agent `tools`: calls the model and runs the tool calls in the sandbox until the model gives an answer.
 
-Independent of tokens and rewards. `desktop` names a set of tools (see desktop.py), the remaining names single tools.
-Invariant: every tool call gets exactly one result, in the order of the calls.
+The name `desktop` stands for a set of tools (see desktop.py), every other name for a single tool. Invariant: every tool
+call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tools of the built-in agent, and the conversion of a tool call into a text for the model.
 
-Independent of the model. Invariant: any call that a model writes gives a text as its result. Only a broken sandbox, or
-an exception of an agent's own tool, raises.
+Invariant: any call that a model writes gives a text as its result. Only a broken sandbox, or an exception of an agent's
+own tool, raises.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Parse the arguments of a call, by name. None if the text is no JSON object, a required argument is missing, or an
-    argument declared as a string is none."""
+    """Parse the arguments of a call, by name. None if the text is no JSON object, a required argument is missing, or a
+    string argument is not a string."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)

@@ -216,7 +216,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the outside folders and files that the packages import: lines of .pth files, and editable installs."""
+    """Return the folders and files outside of the environment that its packages import, from .pth files and the records
+    of editable installs."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):

@@ -1,8 +1,8 @@
 """Checks of a node's messages about its sessions against the service's own records.
 
 A node is a program on another machine. Its token permits running sessions, and writing for these sessions alone. Each
-rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run elsewhere. The
-module uses no connection and no store. Invariant: checked data can be stored, added up, made into samples and shown.
+rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run elsewhere.
+Invariant: checked data can be stored, added up, made into samples and shown.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Given:
         self.vocabularies: Mapping[str | None, Vocabulary] = {}
         """Vocabularies of the service's models; the policy's key is None."""
         self.kept_here = False
-        """Whether artifacts of the attempt arrive over the connection. A process of the service's machine writes its
+        """True if artifacts of the attempt arrive over the connection. A process of the service's machine writes its
         artifacts to disk."""
         self.began_here = not attempt.goes_on and attempt.stored is None
-        """Whether all turns of the attempt are stored over the present connection."""
+        """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
         """False once storing a turn has failed and the turn may be stored all the same."""
         self.indexes: dict[str | None, set[int]] = {}
@@ -104,9 +104,9 @@ class Given:
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Whether the numbers of turns in a result, by model, fit the stored turns. With a verdict the numbers must be
-        equal and the stored indexes without gaps. Without a verdict the result must not exceed the stored turns,
-        because the result of a failed attempt may be made without its turns. True where not all stored turns are
+        """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict the numbers
+        must be equal and the stored indexes without gaps. Without a verdict the result must not exceed the stored
+        turns, because the result of a failed attempt may be made without its turns. True where not all stored turns are
         recorded here."""
         if not self.certain or not self.began_here:
             return True
@@ -380,7 +380,7 @@ def believed_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[s
 
 
 def _all_counts(thing: object) -> bool:
-    """Whether all numbers in a struct are finite, not negative, and below MAX_NUMBER."""
+    """Return True if all numbers in a struct are finite, not negative, and below MAX_NUMBER."""
     return all(0 <= number < MAX_NUMBER for number in _numbers(thing))
 
 

@@ -1,7 +1,7 @@
 """The connection of a node to a service on another machine: dialled, and dialled again when it breaks.
 
-Only the messages for joining are handled here. Invariant: a node that could not reach the service for PATIENCE_SECONDS
-ends its socket, because the service has given the node up by then.
+Invariant: a node that could not reach the service for PATIENCE_SECONDS ends its socket, because the service has given
+the node up by then.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
 
 @asynccontextmanager
 async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
-    """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists as long
-    as the block runs."""
+    """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists while
+    the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     with own_folder() as folder:
         copies = await asyncio.to_thread(_copies, told.folders, folder)

@@ -1,8 +1,7 @@
 """The service's side of nodes on other machines: nodes dial in, and stay while they send messages.
 
-HTTP is handled elsewhere. Invariants: a name belongs to one node, and to the node's token while the node is present. A
-node that was silent for SILENCE_SECONDS or broke the protocol is given up: its attempts are run elsewhere, and its
-process is notified.
+Invariants: a name belongs to one node, and to the node's token while the node is present. A node that was silent for
+SILENCE_SECONDS or broke the protocol is given up: its attempts are run elsewhere, and its process is notified.
 """
 
 from __future__ import annotations
@@ -103,7 +102,8 @@ class JoinedNodes:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
             # A node may be replaced only from its own machine, and only while disconnected. A node that has not begun
-            # has no sessions to come back for: its machine may have died, and returned under another random name.
+            # has no sessions yet, so any machine with the same token may replace it: the same machine may have come
+            # back under another random name.
             if name in self._own or (
                 member is not None
                 and (
@@ -200,7 +200,7 @@ class Member:
         self.hello = hello
         self.owner = owner
         self.begun = False
-        """Whether the node has reported itself ready."""
+        """True once the node has reported that it is ready."""
         self.socket = ResumableSocket(MAX_FROM_NODE)
         self._connections = 0
         self.serving: asyncio.Task[None]

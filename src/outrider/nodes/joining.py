@@ -1,6 +1,6 @@
 """The processes of this machine that join a service on another machine.
 
-Each process has its own connection (`dialling.py`). Invariant: a process that dies is started again, until the machine
+Each process has its own connection (`dialling.py`). Invariant: a process that exits is started again, until the machine
 is to leave.
 """
 

@@ -1,7 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Connections are handled elsewhere. Each `Call` of a node, to store a turn or to set resources aside, gets one `Answer`
-with the same number, unless the node gives the call back first. No other message gets an `Answer`.
+Each `Call` of a node, to store a turn or to set resources aside, gets one `Answer` with the same number, unless the
+node gives the call back first. No other message gets an `Answer`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to a `Call`: in `error` the raised error, in the other fields the returned value, by kind of call."""
+    """The answer to a `Call`: the raised `error`, or the returned value in the field for this kind of call."""
 
     call: int
     error: ErrorRecord | None = None

@@ -2,7 +2,7 @@
 
 Each process does the work of a service with one process: sandboxes, agents, the model gateway, token trees, and
 generations on engines with a URL. The service keeps the queue, the store, the policy, and engines inside its own
-process. Messages are handled in `remote_node.py`. Invariants: a process that dies is started again; no process outlives
+process. `remote_node.py` handles the messages. Invariants: a process that exits is started again; no process outlives
 the service.
 """
 

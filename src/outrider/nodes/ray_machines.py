@@ -1,7 +1,7 @@
 """Joins every machine of a Ray cluster to a service: an actor on each runs the processes of `outrider nodes join`.
 
-The work of the nodes is handled elsewhere. Invariants: a machine of the cluster has one actor, which Ray starts again
-after its death; all actors end with this program.
+Invariants: a machine of the cluster has one actor, which Ray starts again when it fails; all actors end with this
+program.
 """
 
 from __future__ import annotations

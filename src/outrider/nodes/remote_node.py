@@ -129,8 +129,7 @@ class ServiceParts(msgspec.Struct, frozen=True):
 class RemoteNode:
     """The service's proxy for a node in another process: a `sessions.attempt.Node` over one connection after another.
     The node has no room for sessions before its first report. `elsewhere`: the node is on another machine, and cannot
-    reach engines on this machine. `dialled`: the node dialled in, with a token that permits nothing but being a
-    node."""
+    reach engines on this machine. `dialled`: the node dialled in, and may be anybody's program with a node's token."""
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -259,14 +258,14 @@ class Connection:
         self.link = link
         self._numbers = itertools.count()
         self.leaving = False
-        """Whether the node takes no new attempts. The connection is closed when the last attempt has ended."""
+        """True once the node takes no new attempts. The connection is closed when the last attempt has ended."""
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
         self._by_number: dict[int, Given] = {}
         """Running attempts by the number of their `Run`."""
         self.outlived: dict[str, int] = {}
-        """As in `Node`."""
+        """See `Node.outlived`."""
         self._pulls: dict[int, asyncio.Future[Image]] = {}
         self._asked = -1
         """The number of the node's last call or generation. The numbers must rise."""
@@ -287,7 +286,7 @@ class Connection:
         return await self.link.run(self._handle, ready=self._ready_for_more)
 
     async def _ready_for_more(self) -> None:
-        """Return when few calls of the node are unanswered."""
+        """Wait until the node's unanswered calls are within their limits."""
         while len(self._calls) >= MAX_CALLS or self._call_bytes > MAX_CALL_BYTES:
             self._answered.clear()
             await self._answered.wait()

@@ -1,8 +1,7 @@
 """A socket that outlives its connections: frames that have not arrived are sent again over the next connection.
 
-Messages and dialling are handled elsewhere: a new connection is passed to `carry`. Invariants: every frame arrives
-whole, once and in order, however often the connection breaks. Memory stays bounded when a peer acknowledges nothing, or
-sends without end.
+`dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame arrives whole, once and in
+order, however often the connection breaks. Memory stays bounded when a peer acknowledges nothing, or sends without end.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class ResumableSocket:
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """Number of pieces written to the present connection, or arrived over an earlier connection."""
+        """Number of the first pieces that are written to the present connection, or have arrived over an earlier
+        one."""
         self._ever_written = 0
         """Number of pieces written to any connection: the peer cannot have more."""
         self._parts: list[bytes] = []
@@ -94,8 +94,8 @@ class ResumableSocket:
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. In
-        between the peer must be sent `received`."""
+        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. Before
+        the call of `carry`, the peer must be sent `received`."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced

@@ -1,8 +1,7 @@
 """The node's side of its connection to the service: receives attempts, sends results, and gives the node access to the
 service's store, the machine's resources, and engines that only the service can reach.
 
-How an attempt runs is decided elsewhere. Invariant: all attempts end with the connection, and nothing is stored for an
-attempt afterwards.
+Invariant: all attempts end with the connection, and nothing is stored for an attempt afterwards.
 """
 
 from __future__ import annotations
@@ -126,9 +125,9 @@ class ServiceEnd:
         self._heard: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
-        """Whether new attempts are ignored."""
+        """True once new attempts are ignored."""
         self._ended = False
-        """Whether the connection is gone."""
+        """True once the connection is gone."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
@@ -154,7 +153,7 @@ class ServiceEnd:
         async def report() -> None:
             nonlocal images, looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # of a shared file system: the last names stay valid
+                with suppress(OSError):  # a shared file system may fail: the last names stay valid
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._report(node, pools, images)

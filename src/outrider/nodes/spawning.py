@@ -1,6 +1,6 @@
-"""Starts the processes of nodes, ends them, and starts them again when they die.
+"""Starts the processes of nodes, ends them, and replaces a process that has exited.
 
-Messages are handled elsewhere. Invariant: a process and everything started by its plugins are gone when `end` returns.
+Invariant: a process and everything started by its plugins are gone when `end` returns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END_SECONDS = 10.0
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""A process that dies after this many seconds or more is started again at once."""
+"""A process that exits after this many seconds or more is started again at once."""
 
 
 class NodeProcess:
@@ -65,7 +65,7 @@ class NodeProcess:
         return cls(process, pipe)
 
     async def end(self) -> None:
-        """End the process, and kill it if it has not exited after END_SECONDS. Everything left by its plugins is
+        """End the process, and kill it if it has not exited after END_SECONDS. Everything that its plugins have left is
         killed, too. Idempotent."""
         if self._ended:
             return
@@ -92,9 +92,9 @@ async def one_after_another(
     ended: Callable[[str], bool],
     book: Failures | None = None,
 ) -> None:
-    """Keep a process running for the node `name`, one after another. `live` runs as long as a process, which is ended
-    when `live` returns. `ended` is called with a description of the end, and returns whether to start another process.
-    Failures are recorded in `book`."""
+    """Run one process after another for the node `name`. `live` is awaited for each process, which is ended when `live`
+    returns. `ended` is called with a description of the end, and returns True to start another process. Failures are
+    recorded in `book`."""
     book = book or Failures()
     chore = f"process of node {name}"
     clock = asyncio.get_running_loop().time

@@ -1,6 +1,6 @@
 """Publishes the state of the service's engine pools to nodes in other processes, whose pools follow.
 
-Connections are handled elsewhere. Invariant: each change of a pool is sent to every node in `nodes`.
+Invariant: each change of a pool is sent to every node in `nodes`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The service's own IPython, for sandboxes whose Python has none.
 
 The interpreter of portable.py is combined with IPython and all requirements in one folder, which sandboxes see at the
-same path as the host. Independent of sandboxes. Invariant: the folder holds only IPython's own distributions from the
-service's environment.
+same path as the host. Invariant: the folder holds only IPython's own distributions from the service's environment.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The folder, which sandboxes see at PORTABLE_AT, is a copy of Outrider's interpreter with the dynamic loader, the
 standard library, and every shared library that may be needed. Started through the copied loader, the interpreter uses
-no files outside the folder, and child processes inherit nothing from it. Independent of sandboxes. Invariant: the
-folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
+no files outside the folder, and child processes inherit nothing from it. Invariant: the folder `python/DIGEST` in the
+cache is complete, has been tried, and never changes.
 """
 
 from __future__ import annotations

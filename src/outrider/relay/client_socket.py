@@ -1,4 +1,4 @@
-"""The messages of an open WebSocket, at the end that has dialled."""
+"""The worker's end of an open WebSocket: sends and receives whole messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An `Engine` made of one generate function, with pausing, aborting and policy versions added.
 
-This module is independent of relays and models. Invariant: every token is marked with the version named by its chunk
-or, for a chunk without versions, with the version set when the chunk arrived.
+Invariant: every token is marked with the version named by its chunk or, for a chunk without versions, with the version
+set when the chunk arrived.
 """
 
 from __future__ import annotations

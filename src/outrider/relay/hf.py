@@ -6,9 +6,9 @@
                 train(model, batch)
                 worker.set_version(step)
 
-This module is independent of relays. Invariants: the model computes either for the trainer or for the sampler, never
-for both; a token's log-probability is computed with the weights of its version, over all tokens before it: when the
-weights change, the keys and values of running generations are computed again.
+Invariants: the model computes either for the trainer or for the sampler, never for both; a token's log-probability is
+computed with the weights of its version, over all tokens before it: when the weights change, the keys and values of
+running generations are computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.engines.embedded.sequence import RequestChecker, TokenSequence
 
 MAX_WAITING = 4096
-"""Maximum generations running or waiting. Further ones are refused with EngineUnavailable."""
+"""Maximum generations running or waiting. Further generations are refused with EngineUnavailable."""
 
 
 class _Row:

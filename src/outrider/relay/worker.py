@@ -2,9 +2,8 @@
 
     async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
 
-This module is independent of models. Invariants: generated messages are kept until the service has acknowledged them
-or no longer waits for them; a generation runs once, over any number of connections; a call of the service is executed
-once.
+Invariants: generated messages are kept until the service has acknowledged them or no longer waits for them; a
+generation runs once, over any number of connections; a call of the service is executed once.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class Worker:
     authority of the service's certificate, for a machine without that authority. `reconnecting` are the waits between
     attempts to connect.
 
-    A worker runs only once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
-    `with worker.in_thread()` beside code that blocks. All three raise the errors of `run`.
+    Run a worker in one of three ways, one at a time: `await worker.run()`; `async with worker` beside other work of the
+    event loop; `with worker.in_thread()` beside code that blocks. All three raise the errors of `run`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Finds the program Apptainer on this machine, or Singularity, its former name.
+"""Finds the program Apptainer, or Singularity (its former name), on this machine.
 
-Independent of its use; does not check that the program works. Invariant: the returned path is a program on the PATH.
+The program is not started, so it may not work. Invariant: the returned path is a program on the PATH.
 """
 
 from __future__ import annotations

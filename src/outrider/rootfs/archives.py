@@ -1,7 +1,7 @@
 """Image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file system.
 
-Each is reduced to tar layers and the settings of the image. It unpacks nothing. Invariant: a blob named by its digest
-is read only if it has this digest.
+Each form is reduced to tar layers, which unpack.py unpacks, and the settings of the image. Invariant: a blob named by a
+digest is read only if its content has this digest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.dis
 
 
 class Layered(msgspec.Struct, frozen=True):
-    """An image in layers. `layers` opens them one after another, the lowest first. `env` and `workdir` are the
+    """An image in layers. `layers` opens the layers one after another, the lowest first. `env` and `workdir` are the
     variables and the working directory that the image sets for its programs."""
 
     digest: str
@@ -135,7 +135,7 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _oci(open_: Open) -> Layered:
-    """Read the image of an OCI layout: among several the image for this machine, else the only one."""
+    """Read the image of an OCI layout: the only image, or among several the image for this machine."""
     document = _document(open_("index.json"), "index.json", Manifest)
     machine = MACHINES.get(platform.machine(), platform.machine())
     for _ in range(MAX_NESTING):
@@ -204,7 +204,7 @@ def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
 def digest_of_file(file: BinaryIO) -> str:
     """Return the SHA-256 of an open file and close it."""
     with file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO does not name readinto
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO lacks readinto
 
 
 def digest_of(path: Path) -> str:

@@ -2,8 +2,8 @@
 
     builds/KEY.sif    the result of a build; the key covers its inputs
 
-Recipes are used only as definitions (see recipe.py). Invariant: a file `KEY.sif` is complete, and of any number of
-processes that need it at once one builds it (see concurrency/build_once.py).
+recipe.py makes the definition of a recipe. Invariant: a file `KEY.sif` is complete, and if several processes need the
+file at once, only one builds it (see concurrency/build_once.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reads Dockerfiles whose images can be built without a container engine into build steps.
+"""Turns Dockerfiles into build steps, if their images can be built without a container engine.
 
-It runs nothing. The supported part of the language is FROM an image of this machine, COPY and ADD of local files, RUN,
-WORKDIR, ENV, ARG and USER root. Labels, ports and start commands do not affect files, and are left out. Invariants:
-anything else is refused with the file and the line, and so is a file from outside the context; two Dockerfiles have the
-same key only if they make the same image.
+sandboxes/image_build.py runs the steps. The supported part of the language is FROM an image of this machine, COPY and
+ADD of local files, RUN, WORKDIR, ENV, ARG and USER root. Labels, ports and start commands do not affect files, and are
+left out. Invariants: anything else, and any file from outside the context, is refused with the Dockerfile's name and
+line; two Dockerfiles have the same key only if they make the same image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 FORMAT = 1
-"""Part of every key: increased when the same Dockerfile makes another image."""
+"""Part of every key. Increase it when the same Dockerfile makes another image."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL"})
 DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 HERE_DOCUMENT = re.compile(r"\d*<<-?[\"']?[A-Za-z0-9_.]+[\"']?")

@@ -1,7 +1,7 @@
 """Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
 code of our own could.
 
-It unpacks nothing itself. Invariant: skopeo's output is kept only until it is imported.
+The image store unpacks the image. Invariant: skopeo's output is kept only until it is imported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> Image:
             "skopeo is not installed",
             hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
         )
-    # A reference that begins with "-" would be an option.
+    # A reference that begins with "-" would be read as an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
             f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"

@@ -1,8 +1,8 @@
 """Recipes of images: a TOML file, and the Apptainer definition rendered from it.
 
-This module builds nothing. A recipe lists an image's parts as data, so that builds of the same content have the same
-key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe stays in its
-section of the definition: no text can begin a new section or use Apptainer's placeholders.
+build.py builds the definition. A recipe lists an image's parts as data, so that builds of the same content have the
+same key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe stays in
+its section of the definition: no text can begin a new section or use Apptainer's placeholders.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse texts that would leave their section of a definition, which has no quoting. Raises InvalidField."""
+    """Refuse texts that would leave their section of a definition: the format has no quoting. Raises InvalidField."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(

@@ -111,8 +111,8 @@ def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
 
 
 def make_own(root: Path) -> None:
-    """Give a tree to this process's user, with readable files and writable folders. As root, unsquashfs keeps the
-    owners, and sandboxes over the tree have one user."""
+    """Give a tree to this process's user, with readable files and writable folders. Run as root, unsquashfs keeps the
+    owners, but a sandbox over the tree has only one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

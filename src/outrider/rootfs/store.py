@@ -4,8 +4,8 @@
     images/HEX/image.json   its description
     images/names/NAME       the HEX of the image with this name
 
-It runs nothing. Any number of processes may import, use and remove at once (see concurrency/build_once.py). Invariant:
-a folder `HEX/root` is complete, and never changes.
+Any number of processes may import, use and remove images at once (see concurrency/build_once.py). Invariant: a folder
+`HEX/root` is complete, and never changes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ImageStore:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str) -> Image:
-        """Make an image from an archive and give it a name, which an earlier image of that name loses. Content that was
-        imported before is not unpacked again. Raises BadImage, NotFound, InvalidField for the name, and
-        RuntimeUnavailable without the tool that the archive needs."""
+        """Make an image from an archive and give it a name (see `give`). Content that was imported before is not
+        unpacked again. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable without the tool
+        that the archive needs."""
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
@@ -73,7 +73,7 @@ class ImageStore:
         return image
 
     def give(self, name: str, image: Image) -> None:
-        """Give an image a name, which an earlier image of that name loses. Raises InvalidField for the name."""
+        """Give an image a name. An earlier image with this name loses the name. Raises InvalidField for the name."""
         checked_name(name)
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Unpacks tar layers into one folder, which belongs to the user who unpacks them.
 
-Independent of image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox over
-the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with the
-folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains: the archive is
-unpacked within its root, or raises BadImage.
+archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
+over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
+the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains: the
+archive is unpacked within its root, or raises BadImage.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ class _Layer:
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """Return the host's path of a folder, with links followed with the root as `/`. Missing parts, and parts that
-        are not folders, become folders. The kernel cannot resolve the path: it would follow an absolute link to the
-        host's own file."""
+        """Return the host's path of a folder in the image. Links are followed with the root as `/`. Missing parts, and
+        parts that are not folders, become folders. The kernel cannot resolve the path: it would follow an absolute link
+        to the host's own file."""
         at: list[str] = []
         todo = deque(parts)
         links = 0

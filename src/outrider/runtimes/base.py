@@ -28,7 +28,7 @@ MAX_PATCH = 16 << 20
 """Maximum bytes of a patch's text, and of each changed file."""
 
 LOG_TAIL = 4096
-"""Maximum bytes of a failed program's output in the program's error."""
+"""Maximum bytes of a failed program's output that the error includes."""
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +75,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Display(msgspec.Struct, frozen=True):
-    """A rich result of an input: its forms by MIME type, images as bytes, all other types (JSON too) as text. A
-    `text/plain` form is in the output as well."""
+    """A rich result of an interpreter's input. `data` holds its forms by MIME type: images as bytes, all others (JSON
+    too) as text. A `text/plain` form is in the output as well."""
 
     data: dict[str, str | bytes]
 

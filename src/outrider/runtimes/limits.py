@@ -1,6 +1,6 @@
 """Limits of a sandbox, computed from its `resources`: the numbers for control groups, rlimits and the tool server.
 
-This module applies no limit itself. Invariant: each resource is bounded for every sandbox, also where no control group
+This module applies no limit itself. Invariant: each resource is bounded for every sandbox, even where no control group
 can be made. The exceptions are processors, and the number of processes of a sandbox that shares the host's users.
 """
 
@@ -22,11 +22,11 @@ MIN_OPEN_FILES = 1024
 """Number of open files that programs commonly assume."""
 MAX_OPEN_FILES = 1 << 16
 SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
-"""Limits for a sandbox of resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.
+"""A sandbox's part of the resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.
 An eighth of Linux's default of 800 KiB for messages is one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
-"""The Linux version from which these limits are counted per user namespace, besides per user. On an older kernel all
-sandboxes share one count, so that a lower limit would only be reached earlier."""
+"""First Linux version that counts these resources per user namespace as well as per user. On an older kernel all
+sandboxes share one count, so a lower limit would only be reached earlier."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
@@ -37,8 +37,8 @@ def counted_memory(resources: Resources, controllers: Container[str]) -> int:
 
 
 def rlimits(resources: Resources, controllers: Container[str], *, own_users: bool = False) -> dict[str, int]:
-    """Limits per process, by their names in `resource`, for resources without a control group that limits all
-    processes together.
+    """Limits per process, by their names in `resource`, for resources that no control group limits for all processes
+    together.
 
     `own_users`: the sandbox has a user namespace. Without a user namespace the kernel counts all processes of the user
     on the host, so the number of processes cannot be limited."""

@@ -1,8 +1,8 @@
 """The parts shared by the sandboxes and evaluators of one node: the zygote, a daemon's client, the folder of control
 groups.
 
-This module manages only the lifetimes of the parts, whatever they are. Invariant: a part is opened on first use, and
-closed after the last sandbox has been stopped, in the reverse order of opening.
+This module manages only their lifetimes. Invariant: a part is opened on first use, and closed after the last sandbox
+has been stopped, in the reverse order of opening.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def same_folder(one: str, other: str) -> bool:
 
 
 def sign_of_life(folder: Path) -> socket.socket:
-    """Mark the node folder of this name as in use, visible to every process of this machine, even one that cannot see
-    the folder. The mark lasts while any process has this socket. Raises OSError if the name is in use."""
+    """Mark a node's folder as in use. The mark is visible to every process of this machine, even to a process that
+    cannot see the folder, and lasts while any process has the returned socket. Raises OSError if the folder's name is
+    in use."""
     sign = socket.socket(socket.AF_UNIX)
     try:
         sign.bind(f"\0{folder.name}")
@@ -115,7 +116,7 @@ def signs() -> set[str]:
 
 
 def survives(directory: Path) -> bool:
-    """Return whether the sandbox with this folder may outlive its node and has not been continued by another."""
+    """Return whether the sandbox with this folder may outlive its node and has not been continued by another node."""
     return (directory / RUN_FILE).exists()
 
 

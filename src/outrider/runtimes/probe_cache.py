@@ -1,7 +1,7 @@
-"""A cache of one probe of this machine for a runtime. Installed programs do not change under a running service.
+"""A cache for the result of a runtime's probe of this machine.
 
-Invariant: a result is kept forever. After a failure the probe runs again, but at most once in RETRY_SECONDS, so that a
-repair is found without a restart.
+Invariant: a result is kept forever, because installed programs do not change under a running service. After a failure
+the probe runs again, but at most once in RETRY_SECONDS, so that a repair is found without a restart.
 """
 
 from __future__ import annotations

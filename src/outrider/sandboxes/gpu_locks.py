@@ -1,8 +1,8 @@
-"""Locks against the use of one GPU by the sandboxes of several programs of this machine.
+"""Locks that keep the sandboxes of different programs on this machine from using the same GPU.
 
-`sessions/resources.py` assigns the GPUs of one service. It cannot see another service on the machine, or a hanging
-process that was given up; the kernel's locks cover both. Invariant: a lock is held from before a sandbox starts until
-the sandbox has stopped, or its process has died.
+`sessions/resources.py` assigns the GPUs of one service. It cannot account for another service on the machine, or for a
+hanging node process that was given up. The kernel's locks cover both. Invariant: a lock is held from before a sandbox
+starts until the sandbox has stopped, or this process has exited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
     end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
-            # A name in the kernel and not a file: it is freed when its process dies, and any user can take it.
+            # An abstract socket name and not a file: the kernel frees the name when this process exits, and any user
+            # can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
             while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
                 if clock() >= end:

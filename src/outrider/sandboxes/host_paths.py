@@ -105,7 +105,7 @@ def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None
 
 
 def _holds(outer: Located, inner: Located) -> bool:
-    """Whether the inner path is the outer path or lies below it."""
+    """Return whether the inner path is the outer path or lies below it."""
     return outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real)
 
 
@@ -129,7 +129,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     """The files of this machine that the tasks of a service may name. Paths are resolved. The methods block.
 
     `files` is the folder for uploads, if any; `allow` are files and folders that tasks may name. `never` are the ids of
-    single files that no upload may contain, under any name: hard links.
+    files that no upload may contain, not even as a hard link under another name.
     """
 
     files: Path | None = None
@@ -146,8 +146,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def checked(cls, config: Config) -> HostPaths:
-        """Make the paths of the settings, whose data folder exists. Raises InvalidField for a folder that tasks may not
-        be given."""
+        """Make the paths from the settings. The data folder must exist. Raises InvalidField for a folder that tasks may
+        not be given."""
         kept = list(_kept(config))
         if (error := refused(_named(config), kept)) is not None:
             raise error
@@ -189,8 +189,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """`upload` for a sandbox under preparation. The file existed when the task was checked, on the service's
-        machine. Raises RuntimeFailure, also for a hard link to a file that tasks may not read."""
+        """`upload`, for a sandbox under preparation. Raises RuntimeFailure where `upload` raises InvalidField, because
+        the file existed on the service's machine when the task was checked; also for a hard link to a file that tasks
+        may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -246,7 +247,7 @@ def _resolved(path: str | Path) -> Path | None:
 
 
 def names_paths(spec: RuntimeSpec) -> bool:
-    """Whether a sandbox uses paths of the host that its task names."""
+    """Return whether a sandbox uses paths of the host that its task names."""
     return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
 
 
@@ -266,7 +267,7 @@ def _id(path: str) -> Id:
 
 def _kept(config: Config) -> Iterator[Kept]:
     """Yield the existing files and folders of this machine that tasks may not read."""
-    key = config.tls.key or config.tls.certificate  # without a key's file, the certificate's holds it
+    key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file holds the key
     homes = []
     with suppress(RuntimeError):  # there is no home
         homes.append(Path.home())

@@ -1,6 +1,6 @@
 """Builds the image of a Dockerfile: runs the steps in one sandbox, and keeps the written files as an image.
 
-Dockerfiles are read as plans in rootfs/dockerfile.py. Invariants: the image appears whole or not at all; if several
+rootfs/dockerfile.py reads a Dockerfile as a plan. Invariants: the image appears whole or not at all; if several
 processes request the image at once, only the first builds it; no process of a build is alive after the build.
 """
 

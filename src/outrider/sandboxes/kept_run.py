@@ -1,8 +1,8 @@
 """Files from which the next node continues an agent's run in a sandbox that may outlive its node.
 
-One file is in the sandbox's folder while the agent runs. The other file, the pulse in the node's folder, holds the last
-moment of the node's life. The module is independent of runtimes. Invariant: only this user can read the run's file,
-which has the credential of the session and the secret of the sandbox.
+The record of the run is in the sandbox's folder while the agent runs. The pulse, in the node's folder, holds the time
+at which the node was last alive. Invariant: only this user can read the record, which holds the session's credential
+and the sandbox's secret.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PULSE_SECONDS = 2.0
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment in a node's life, in seconds since the machine's boot. `stood_still` is the number of seconds until then
-    that are charged to no session."""
+    """A time at which a node was alive: `at`, in seconds since the machine's boot. `stood_still` is the number of
+    seconds until then that are charged to no session."""
 
     at: float
     stood_still: float
@@ -114,7 +114,7 @@ def _last_pulse(folder: Path) -> Pulse:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all."""
+    """Replace a file atomically; only this user can read it."""
     new = file.with_suffix(".new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
         opened.write(data)

@@ -1,12 +1,12 @@
 """A node's private folder below the system's temporary folder, and the removal of the leftovers of killed nodes.
 
-Sessions are handled elsewhere. The folder's path is short, because the path of the gateway's Unix socket in the folder
-must fit into 107 bytes. Every process run for a sandbox of the node carries the folder's name
-(runtimes/kernel/process_marks.py), so that two other processes can end it after the node was killed: the node's keeper,
-a small process beside the node, at once; and any node, at its start and every minute, which also removes the folder.
-Sandboxes that may outlive their node are kept for a while: the next node of the same owner gets the whole folder from
-the keeper. Invariant: only a process that holds the folder's lock, or the folder's keeper, removes the folder and kills
-the processes marked with its name. A node and its keeper hold the lock as long as they need the folder.
+The folder's path is short, because the path of the gateway's Unix socket in the folder must fit into 107 bytes. Every
+process run for a sandbox of the node carries the folder's name (runtimes/kernel/process_marks.py). After the node was
+killed, the processes can thereby be found and ended: at once by the node's keeper, a small process beside the node; and
+by any node, at its start and every minute, which also removes the folder. Sandboxes that may outlive their node are
+kept for a while: the next node of the same owner gets the whole folder from the keeper. Invariant: only a process that
+holds the folder's lock, or the folder's keeper, removes the folder and kills the processes marked with its name. A node
+and its keeper hold the lock as long as they need the folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("outrider.node")
 
 LOCK = "node.lock"
 OWNER = "owner"
-"""Name of the file in the folder with the name of the folder's owner."""
+"""Name of the file that contains the name of the folder's owner."""
 SWEEP_EVERY_SECONDS = 60.0
 LOOK_SECONDS = 0.05
 HANDOVER_SECONDS = 15.0
@@ -56,7 +56,7 @@ class Keeper:
     @classmethod
     def start(cls, folder: Path, lock: int, sign: int) -> Self:
         """Start the keeper of a folder. The node alone holds its end of the connection, so the kernel closes the
-        connection however the node dies, even while the keeper is still starting."""
+        connection however the node ends, even while the keeper is still starting."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", process_marks.__file__, str(folder), str(lock), str(sign)]
         try:
@@ -102,9 +102,9 @@ class NodeFolder:
 
     @classmethod
     def make(cls, owner: str = "") -> Self:
-        """Return a folder for a node, after removing the folders of dead nodes: the folder of the owner's last node,
-        with the sandboxes that have outlived the node, or a new folder. Without an owner nothing is kept for the next
-        node.
+        """Return a folder for a node: the folder of the owner's last node, with the sandboxes that have outlived that
+        node, or a new folder. The folders of dead nodes are removed first. Without an owner nothing is kept for the
+        next node.
 
         Raises ServiceError if TMPDIR cannot be written, and OSError.
         """
@@ -229,7 +229,7 @@ def _guard(path: Path) -> int | None:
 def remove_tree(path: Path) -> None:
     """Remove a folder and its contents. Entries that cannot be removed are left, and logged in one line. Blocks."""
     try:
-        # Works at any depth that an agent makes: shutil.rmtree calls itself once for each level.
+        # `empty_folder` works at any depth that an agent makes; shutil.rmtree calls itself once for each level.
         if empty_folder(os.open(path, FOLDER)):
             path.rmdir()
             return
@@ -250,11 +250,11 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """End the leftovers of killed nodes: folders, processes, control groups, and the leftovers found by the parts of
-    `host`. Call it every SWEEP_EVERY_SECONDS.
+    """Remove the leftovers of killed nodes: folders, processes, control groups, and those found by the parts of `host`.
+    Call this function every SWEEP_EVERY_SECONDS.
 
-    Returns the number of ended things by kind. Failures are recorded and never raised: a failed sweep must not cost the
-    node its sessions, and the next sweep tries again.
+    Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not cost
+    the node its sessions, and the next sweep tries again.
     """
     ended: dict[str, int] = {}
     for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():

@@ -1,7 +1,6 @@
 """The sandboxes of a node: each has a private folder, is prepared by its spec, and is stopped completely.
 
-Sessions are handled elsewhere. Invariant: the owner of a sandbox stops it exactly once, whatever happens meanwhile, and
-its folder is removed.
+Invariant: whatever happens, a sandbox is stopped exactly once, by its owner, and its folder is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
 """Waits between the attempts of one prepare step."""
 
 RUNTIME = "task.runtime"
-"""The field of the runtime of the agent's sandbox."""
+"""The request's field with the spec of the agent's sandbox."""
 
 
 class CommandFailed(RuntimeFailure):
@@ -64,7 +63,7 @@ class Sandbox:
         self._locks = ExitStack()
 
     async def ready(self) -> None:
-        """Start and prepare the sandbox, unless that is done. Raises RuntimeFailure.
+        """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.
 
         If this raises or is cancelled, the sandbox has been stopped.
         """
@@ -96,7 +95,7 @@ class Sandbox:
 
 class Sandboxes:
     """The maker of a node's sandboxes. `paths` are the files of this machine that tasks may name; `background` runs
-    tasks for starting sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL of
+    tasks that start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL set by
     `gateway_at`."""
 
     def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
@@ -146,7 +145,7 @@ class Sandboxes:
             raise
 
     def take_over(self, outlived: Outlived) -> Sandbox:
-        """Return a sandbox that has outlived the last node, not started."""
+        """Return a sandbox that has outlived the last node, without starting it."""
         run = outlived.run
         spec = RuntimeSpec.model_validate_json(run.runtime)
         kind: TakesOver = resolve("runtime", spec.kind)
@@ -213,7 +212,8 @@ async def run_step(
     runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: RetryPolicy = PREPARE_PAUSES
 ) -> None:
     """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
-    failed `attempts` times: CommandFailed, unless it took too long. A failure of the sandbox is raised at once."""
+    failed `attempts` times, not counting the runs begun within the first `grace_seconds`. The error is CommandFailed
+    unless the last run exceeded its time limit. A failure of the sandbox is raised at once."""
     clock = asyncio.get_running_loop().time
     began, failures = clock(), 0
     while True:

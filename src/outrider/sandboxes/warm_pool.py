@@ -1,8 +1,8 @@
 """Warm sandboxes: started and prepared before a session needs them, of the most recently requested kinds.
 
-A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Sessions are handled
-elsewhere. Invariants: a sandbox of the pool is unused; it is given away once, alive and young, or stopped here; all
-ready and starting sandboxes are within the memory limit.
+A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
+the pool is unused, and is either given away once, alive and young, or stopped here; all ready and starting sandboxes
+together are within the memory limit.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class WarmPool:
         self._pauses = pauses
         self._clock = clock
         self._kinds: OrderedDict[str, SandboxKind] = OrderedDict()
-        """By `kind_key`, the kind that was requested last at the end."""
+        """The kinds by `kind_key`, the most recently requested last."""
         self._memory_mb = 0
         """Memory of all sandboxes that are ready, starting or stopping."""
         self._numbers = count()
@@ -140,7 +140,7 @@ class WarmPool:
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """Return a ready sandbox, which the caller must stop, or None. Without a ready sandbox, some are started for
+        """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes are started for
         later sessions. Sandboxes with GPUs are never kept warm, because the GPUs would be kept from others."""
         if not self._limits.each or spec.resources.gpus:
             return None
@@ -250,7 +250,7 @@ class WarmPool:
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Whether the sandbox works, and its image is still the image that a new sandbox would get."""
+    """Return whether the sandbox works, and its image is still the image that a new sandbox would get."""
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):

@@ -1,1 +1,1 @@
-"""The service: admission, scheduling on nodes, results and delivery of groups. No HTTP here."""
+"""The service: admission, scheduling on nodes, results and delivery of groups. `api/` serves it over HTTP."""

@@ -70,9 +70,9 @@ WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders of every sandbox with its own root file system. A read-only mount over such a folder would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""Location parts with which pydantic names the kinds of prepare step tried."""
+"""Parts of a location with which pydantic names the kind of prepare step that it has tried."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
-"""Location parts of pydantic that are not field names."""
+"""Parts of a location that are not field names."""
 LIST_OF = "list["
 """Prefix of the location part that pydantic adds where one alternative of a union is a list."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
@@ -158,7 +158,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    name = short[0] if short else "memory_mb"  # each resource alone is there, but not together
+    name = short[0] if short else "memory_mb"  # each resource is enough on some node, but not all on one
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
         f"{getattr(needs, name):g}{graded} is more than a node has: {have}",
@@ -275,8 +275,8 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 class SubmissionChecks:
     """Runs the slower checks of evaluators' specs, for example reading a gold answer.
 
-    Groups of a tenant are checked one at a time, so that no tenant's golds occupy the shared resources. A group has
-    `seconds` in all, including the wait for earlier groups.
+    Groups of a tenant are checked one at a time, so that no tenant's gold answers take the machine from the others. A
+    group has `seconds` in all, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:

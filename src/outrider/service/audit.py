@@ -1,7 +1,7 @@
 """The audit log: each changing call with its caller, time and outcome, as JSON lines in the data folder.
 
-The log is a file, not a table: log collectors can read a file, and the API cannot change it. No HTTP here. Invariant:
-the log holds at most FILES files of FILE_BYTES each, plus one line.
+The log is a file, not a table: log collectors can read a file, and the API cannot change it. Invariant: the log holds
+at most FILES files of FILE_BYTES each, plus one line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Back-pressure: refuses new groups while the queue is full, with a time after which to try again.
 
-No HTTP here. The bound counts the sessions that wait before a group is accepted, so a group of any size is accepted
-once there is any room. A run that fills the queue does not keep the others out: a bucket with less than an equal part
-of the bound is accepted until twice the bound is reached. Nor does a tenant with any number of runs: a tenant with
-less than an equal part is accepted until three times the bound is reached.
+The bound counts the sessions that wait before a group is accepted, so a group of any size is accepted once there is any
+room. A run that fills the queue does not keep the others out: a bucket with less than an equal part of the bound is
+accepted until twice the bound is reached. Nor does a tenant with many runs keep other tenants out: a tenant with less
+than an equal part is accepted until three times the bound is reached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RATE_SECONDS = 60.0
 """Seconds over which the rate of completion is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
-"""Minimum and maximum seconds that a refused client is told to wait."""
+"""Minimum and maximum seconds of the Retry-After that a refused client gets."""
 
 COUNT_SECONDS = 0.5
 """Minimum seconds between two counts of a full queue: a count takes 12 ms at 100,000 sessions."""

@@ -1,7 +1,7 @@
 """Keeps the usual paces of engines across restarts of the service.
 
-Without them, a service started while an engine is silent or slow would take that for the engine's usual pace, and
-blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
+Without them, a service started while an engine is silent or slow would measure that as the engine's usual pace, and
+attribute the engine's fault to agents. `engines/pool/pace.py` defines a pace.
 """
 
 from __future__ import annotations

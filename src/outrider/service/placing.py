@@ -1,10 +1,10 @@
 """Placement of sessions on nodes: the nodes, the sessions placed on each, and the rule that chooses a node.
 
-No queue and no store here. The sessions on a machine may together require twice the machine's processors, memory and
-GPUs: the surplus sessions wait there for resources to become free. A session without room on any machine stays in the
-queue and keeps its position. Until the session gets room, no other session that needs the same scarce resources is
-placed on a machine that could take it, so that small sessions cannot starve a large session. Sessions that need none
-of the scarce resources pass (see `room_behind`).
+The sessions on a machine may together require twice the machine's processors, memory and GPUs: the surplus sessions
+wait there for resources to become free. A session without room on any machine stays in the queue and keeps its
+position. Until that session gets room, no machine that could take it gets another session that needs the same scarce
+resources, so that small sessions cannot starve a large one. Sessions that need none of the scarce resources pass (see
+`room_behind`).
 
 Invariant: a node has at most as many sessions as slots, except after a loss of slots.
 """
@@ -74,7 +74,7 @@ class _Place(Generic[N]):
 
 
 class Places(Generic[N]):
-    """Nodes by name. While evaluations wait, they may use the fraction `evaluation_share` of the run slots."""
+    """Nodes by name. Evaluations that wait come first for the fraction `evaluation_share` of the run slots."""
 
     def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
@@ -147,7 +147,8 @@ class Places(Generic[N]):
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session too large for every node was accepted when there was more: any node will refuse it with an error.
+        # A session that is too large for every node was accepted when there was a larger node: any node will refuse it
+        # with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]

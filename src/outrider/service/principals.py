@@ -1,6 +1,6 @@
 """The caller of the control API, as seen by routes and service.
 
-No tokens here: `tokens.py` authenticates the caller.
+`tokens.py` authenticates the caller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes the group that grades sessions again: a new group whose sessions take over the runs of earlier sessions.
 
-Nothing is stored or started here. Invariants: the earlier sessions and verdicts do not change; a run is graded with
-the files kept from the run, or without files.
+`service.py` submits the group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
+files kept from the run, or without files.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `store/queue.py` defines the order. `placing.py` chooses the node of a session, or has the session wait for room.
 
-No sandboxes and no engines here. Invariant: every started attempt ends in exactly one of `finish` and `requeue`,
-unless the node or this process is killed. Then the lease ends, and `recover` requeues the session.
+Invariant: every started attempt ends in exactly one of `finish` and `requeue`, unless the node or this process is
+killed. Then the lease ends, and `recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ LOOK_SECONDS = 30.0
 
 @dataclass(eq=False)
 class _Placement:
-    """An attempt on a node. `task` is set while the node runs the attempt: only then does `ending` interrupt it."""
+    """An attempt on a node. `task` is set while the node runs the attempt; only then is there anything to interrupt."""
 
     node: Node
     attempt: Attempt
@@ -270,7 +270,8 @@ class Scheduler:
                     await self._begin(chores, session, task, node, reserved=False, goes_on=True)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Return False if the session must wait because no node has room for it."""
+        """Start a session, or finish it if its task cannot be read. Returns False if the session must wait, because no
+        node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:

@@ -1,6 +1,6 @@
 """The service behind the HTTP layer: submits, schedules, delivers and reads groups.
 
-No HTTP here; nodes are used only through their protocol. Invariant: a group is stored before `submit` returns it.
+Nodes are used only through `sessions.attempt.Node`. Invariant: a group is stored before `submit` returns it.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Service:
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By tenant. One request of a tenant is parsed, and one checked, at a time: all tenants share the threads that
-        do this work, and large requests occupy them for a while."""
+        """Locks by tenant. One request of a tenant is parsed, and one checked, at a time: all tenants share the threads
+        that do this work, and large requests occupy them for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -209,7 +209,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from Capacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # raised for too many values where there is a context
+                except ContextOverflow as error:  # raised for too many values, also without a context
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)

@@ -1,7 +1,7 @@
 """Authenticates callers of the control API: by the operator's token, or by tokens with roles, stored as digests.
 
-No HTTP here. Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller
-is admitted without one.
+Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller is admitted
+without one.
 """
 
 from __future__ import annotations

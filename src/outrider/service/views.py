@@ -1,7 +1,6 @@
 """Views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
 
-Nothing is written here. Invariant: the cursor of a page is the cursor of the last group, so groups that did not fit
-come after it.
+Invariant: the cursor of a page is that of its last group, so the groups that did not fit are on the next page.
 """
 
 from __future__ import annotations

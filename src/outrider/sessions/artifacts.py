@@ -1,7 +1,6 @@
-"""Keeps the files that a task names as its artifacts, from the agent's sandbox, after the agent's run has ended.
+"""Keeps the files of the agent's sandbox that a task names as its artifacts, after the agent's run has ended.
 
-Harnesses and grading are handled elsewhere. Invariant: only a cancellation is raised; a file that could not be kept is
-listed with the reason.
+Invariant: keeping files raises nothing but a cancellation; a file that could not be kept is listed with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ArtifactCollector:
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep one attempt's artifacts, once. Returns the list of them."""
+        """Keep the artifacts of an attempt, once. Returns their list."""
         if not task.artifacts:
             return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)

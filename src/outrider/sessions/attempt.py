@@ -1,6 +1,6 @@
 """One attempt of a session: the input of a node, its result, and the protocol of a node.
 
-How an attempt runs and why it ended is decided elsewhere. Invariant: every `SessionResult` is built here.
+`rollout.py` runs an attempt. Invariant: every `SessionResult` is built here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def priority(self) -> int:
-        """The priority in the node's queues. An attempt on reserved slots waits behind nobody else."""
+        """The priority in the node's queues. An attempt on reserved slots comes before all others."""
         return RESERVED_PRIORITY if self.reserved else self.session.priority
 
     @property
@@ -71,8 +71,8 @@ class AttemptStore(Protocol):
 
 
 class NodeLost(Exception):
-    """The node has died, and the attempt with it; or the attempt was to continue the run of a dead node, and did not
-    end well. Nothing more is stored for the attempt."""
+    """The node is lost, and the attempt with it; or the attempt continued the run of a lost node, and failed. Nothing
+    more is stored for the attempt."""
 
 
 class Node(Protocol):

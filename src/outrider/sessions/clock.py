@@ -1,7 +1,7 @@
 """A session's own time: budgets limit working time, a cutoff ends a run, a stopwatch times the stages.
 
-Stages are defined elsewhere. Invariant: no budget is charged for time in which the event loop was blocked or the policy
-was paused, or for time outside a `spend` block, such as a wait for a slot.
+Invariant: no budget is charged for time in which the event loop was blocked or the policy was paused, or for time
+outside a `spend` block, such as a wait for a slot.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A deadline set on entering would come too early after a stall: so a timer checks the budget,
-    and sets itself again. No object here is in a cycle once the timer is cancelled (see concurrency/garbage.py)."""
+    """One `spend` block. A deadline set on entering would come too early after a stall. So a timer checks the budget,
+    and is set again while seconds are left. No object here is in a cycle once the timer is cancelled (see
+    concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stood_still: Callable[[], float]) -> None:
         self.timeout = asyncio.timeout(None)

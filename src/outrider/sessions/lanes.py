@@ -78,8 +78,8 @@ class Lanes:
     """The lanes of a node.
 
     A session holds a slot of `ready` from before its sandbox is prepared until it has a slot of `run`. So `ready`
-    bounds the sandboxes in preparation or waiting for their run, by default to twice as many as are prepared at once
-    (`init`), and waiting sandboxes do not keep others from being prepared. `grading` bounds how many sandboxes for
+    bounds the sandboxes that are being prepared or wait for their run, by default to twice as many as are prepared at
+    once (`init`). Waiting sandboxes do not keep others from being prepared. `grading` bounds how many sandboxes for
     grading start at once; sandboxes for agents start in `init`.
     """
 

@@ -1,7 +1,6 @@
 """The models of one session attempt: the policy, and the frozen models beside it, each in its own conversation.
 
-HTTP and engines are handled elsewhere. Invariant: calls of a frozen model are no part of the policy's conversation, and
-use up none of its limits.
+Invariant: calls of a frozen model are not in the policy's conversation, and do not count against the policy's limits.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class SessionModels:
-    """The conversations of an attempt: with the policy, and with each frozen model by name. `bodies` are the bodies of
-    all calls. `under_way` is the number of unfinished calls, counted by the receiver of the calls.
+    """The conversations of an attempt: with the policy, and with each frozen model by name. `bodies` are the request
+    bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by the gateway.
 
     `goes_on`: calls wait until `restore` has returned, because the agent has outlived an earlier node.
     """
@@ -51,7 +50,7 @@ class SessionModels:
             return await self.policy.receive(body, parts)
 
         async def any_capacity() -> Capacity:
-            """Return no limit: which model's capacity counts is only clear once the whole body is here."""
+            """Return no limit: the body names the model, and is not complete yet."""
             return _ANY
 
         return await body.received(parts, any_capacity)
@@ -97,7 +96,7 @@ class SessionModels:
 
     @property
     def hung_up(self) -> bool:
-        """Whether a client has given up a call."""
+        """True if a client has given up a call."""
         return any(one.hung_up for one in self._all)
 
     @property

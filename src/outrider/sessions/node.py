@@ -1,7 +1,7 @@
 """A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
 
-Queues and groups are handled elsewhere: a node receives attempts and returns results. For nodes in other processes see
-`nodes/`. Invariant: a session's credential works from the start of the attempt to the end of the run, and never again.
+A node receives attempts and returns results. Nodes in other processes are in `nodes/`. Invariant: a session's
+credential works from the start of the attempt to the end of the run, and never again.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     def keeps_runs(self) -> bool:
-        """Whether agents may outlive the node."""
+        """Return True if agents may outlive the node."""
         return any(survives(directory) for directory in self._folder.path.iterdir())
 
     def outlived(self) -> dict[str, int]:
@@ -217,7 +217,7 @@ class LocalNode:
             return without_secrets(await rollout.run(), attempt.task)
         except NodeLost:
             raise
-        except Exception as error:  # such as for a record that cannot be read back
+        except Exception as error:  # such as that of a record that cannot be read back
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))

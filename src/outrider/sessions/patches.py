@@ -1,9 +1,9 @@
 """The agent's changes to a git repository, as a patch, and the patch applied in an untouched sandbox.
 
-The patch is made in a new sandbox, by the new sandbox's git and from its repository, of the files left by the agent. So
-the agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no
-difference. Grading is decided elsewhere. Invariant: after `make_patch` and `apply_patch` the repository is as the
-sandbox's preparation left it, with the patch and nothing else of the agent.
+The patch is made in a new sandbox: its git compares its repository with the files that the agent left. So the agent's
+own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no difference.
+Invariant: after `make_patch` and `apply_patch` the repository is as the sandbox's preparation left it, with the patch
+and nothing else of the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.runtimes.base import Runtime
 from outrider.spec import DiffSpec
 
 MAX_PATCH = 16 << 20
-"""Bytes."""
+"""Maximum bytes of a patch."""
 SECONDS = 300.0
 """Time limit in seconds of one git step."""
 GIT = """set -e

@@ -1,9 +1,8 @@
 """A queue for parts of a bounded resource: slots of a lane; processors, memory and GPUs of a node; memory for bodies.
 
-The use of a part is decided elsewhere. Owners (tenants) take turns: the waiting owner with the smallest holding is
-served next, and among equals the owner served the longest time ago. Requests of one owner are served by priority, first
-come first served among equals; a priority has no effect on the requests of other owners. URGENT requests come before
-all others.
+Owners (tenants) take turns: the waiting owner with the smallest holding is served next, and among equals the owner
+served least recently. Requests of one owner are served by priority, first come first served among equals; a priority
+has no effect on the requests of other owners. URGENT requests come before all others.
 
 A request waiting for a kind of resource keeps all requests behind it from taking any of this kind, so that small
 requests cannot starve a large request. A request that needs none of this kind may pass, as long as the first in line
@@ -36,9 +35,9 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` left for requests behind a waiting request: nothing of the kinds of which the request
-    needs more than is there; of the other kinds everything, less the needs of the request if it is the first in
-    line."""
+    """Return the part of `room` that is left for requests behind a waiting request. Of a kind of which the request
+    needs more than there is, nothing is left. Of the other kinds everything is left, less the request's needs if it is
+    the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 

@@ -79,8 +79,8 @@ class Share(Slot):
 
 
 def session_needs(task: TaskSpec) -> ResourceAmount:
-    """Return the amount set aside for a session: enough for the agent's sandbox together with a sandbox for grading an
-    earlier step, and enough for the sandbox for grading the last step, after the agent's sandbox has stopped.
+    """Return the amount set aside for a session. It suffices for the agent's sandbox together with the sandbox that
+    grades an earlier step, and for the sandbox that grades the last step, after the agent's sandbox has stopped.
 
     The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
     resources held by the others. A sandbox beside the agent's has no GPUs.

@@ -342,7 +342,8 @@ MIGRATIONS: Migrations = (
             JOIN groups ON groups.id = sessions.group_id WHERE sessions.id = image_uses.session_id)""",
         "DROP INDEX image_uses_by_digest",
         "CREATE INDEX image_uses_by_digest ON image_uses (digest, tenant)",
-        # Like `totals`, for each tenant that has had a done group. Cursors given before count as reached.
+        # Like `totals`, for each tenant that has had a done group. Each tenant counts as having reached the cursors
+        # given before.
         """CREATE TABLE tenants (
             name TEXT PRIMARY KEY,
             cursor BIGINT NOT NULL,

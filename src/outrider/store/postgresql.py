@@ -109,9 +109,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """`Database` over one PostgreSQL database.
 
-    `sole` is for a service, the only one on a database: it writes only while it holds a lock of the server's. A second
-    service is refused with a ServiceError that names the holder. Other processes may write at any time. The first
-    write, the migration, has no time limit.
+    `sole` is for a service: it writes only while it holds a lock of the server, so that a database has one service. A
+    second service is refused with a ServiceError that names the holder. Processes without `sole` may write at any time.
+    The first write, the migration, has no time limit.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}

@@ -3,9 +3,9 @@ then age.
 
 A bucket is the sessions of one run of a tenant, or of one user if no run is named. All other sessions of the tenant
 share the bucket without a name. Among waiting tenants, the tenant with the least work under way goes first, then the
-tenant served the longest time ago. The same rule orders a tenant's buckets at the tenant's highest priority. Within a
-bucket the oldest session goes first. Priorities are set by clients, so a priority orders only the groups of one
-tenant. Likewise, a client that invents a run for each group takes only from its own tenant.
+tenant served least recently. The same rule orders a tenant's buckets at the tenant's highest priority. Within a bucket
+the oldest session goes first. Priorities are set by clients, so a priority orders only the groups of one tenant.
+Likewise, a client that invents a run for each group takes only from its own tenant.
 
 No transaction is opened here. Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` =
 1. The reverse does not hold: a reader that finds a bucket empty calls `close_shares`.
@@ -96,7 +96,7 @@ async def note_served(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
-    """Take buckets in which no session waits out of the order."""
+    """Set `waiting` to 0 for those of the buckets in which no session waits."""
     await tx.execute_many(
         """UPDATE queue_shares SET waiting = 0 WHERE priority = ? AND bucket = ? AND NOT EXISTS (SELECT 1 FROM sessions
                WHERE sessions.waiting = 1 AND sessions.priority = queue_shares.priority
@@ -159,13 +159,13 @@ class _Look:
         self.busy = Counter(under_way)
         """Work under way by bucket, including picked sessions."""
         self.work: Counter[str] = Counter()
-        """Work under way by tenant, as the pass began."""
+        """Work under way by tenant, at the beginning of the pass."""
         for bucket, number in under_way.items():
             self.work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
     async def tenants(self) -> list[str]:
-        """The tenants with waiting sessions, starting with the tenant served the longest time ago."""
+        """The tenants with waiting sessions, least recently served first."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 
@@ -212,7 +212,7 @@ class _Line:
         requested in all. Adds buckets without waiting sessions to `empty`."""
         look = self._look
         while True:
-            # A bucket without work under way may still follow; a bucket with work has to wait for all of these.
+            # Buckets without work under way go first, and there may be some that were not read yet.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(look.busy) + len(look.skip))
             if not self._buckets:

@@ -1,7 +1,7 @@
 """Removes finished groups with all their rows, in steps short enough to run beside all other work.
 
 A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them.
-`erase` deletes the rows, step by step. Files are removed elsewhere, and the caller decides which groups to remove.
+`erase` deletes the rows, step by step. `service/retention.py` chooses the groups, and removes their files.
 
 Invariants: a group is hidden as a whole or not at all. A group is hidden only when it is done, has no delivery left to
 make, and is acknowledged by every consumer that sees it (unless overruled). A hidden group stays hidden, even if a
@@ -24,7 +24,8 @@ REMOVED = "removed"
 
 ALL_CURSORS = (1 << 63) - 1
 
-# One number bounds all consumers that see all tenants. Each group before it costs one lookup in its tenant's consumers.
+# One number, the least position, stands for all consumers that see all tenants. Each group up to this cursor costs one
+# lookup among the consumers of its tenant.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 

@@ -1,7 +1,7 @@
 """The rows of the store: structs, columns, and the encoding of packed columns.
 
-No statements here. Results, errors and turns are stored as msgpack; event data is JSON, for people to read. Invariant:
-every struct read here equals the struct that was written.
+Results, errors and turns are stored as msgpack; event data is JSON, for people to read. Invariant: every struct read
+here equals the struct that was written.
 """
 
 from __future__ import annotations

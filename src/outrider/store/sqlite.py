@@ -1,11 +1,10 @@
 """`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for the
 writer.
 
-No tables here. Writes that arrive during a commit share the next commit and its cost. A separate thread moves the log
-into the file. Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss
-of power together with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the
-volatile commits of the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile
-batches).
+Writes that arrive during a commit share the next commit and its cost. A separate thread moves the log into the file.
+Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss of power together
+with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the volatile commits of
+the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile batches).
 
 Invariant: a failing body undoes only its own changes, never those of another body in the batch.
 """

@@ -1,8 +1,7 @@
 """The durable state of a service: groups, sessions, attempts, turns, results and events, and all changes to them.
 
 Every statement and transaction of Outrider is in this folder; each public method is one transaction. `database.py`
-hides the particular database. No engines or sandboxes here, and no decisions about rollouts: the caller decides which
-sessions run, retry or are cancelled.
+hides the particular database. The caller decides which sessions run, retry or are cancelled.
 
 Invariants: a session is written only by the newest attempt, while that attempt is under way; writes of other attempts
 are refused with Conflict. A session's result and the group's state, cursor, event and outbox row are one transaction.
@@ -85,7 +84,7 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
     session raise Conflict if the session is done or `attempt` is not the newest attempt.
 
-    A method with a `tenant` reads only the tenant's rows: the ids of other tenants are unknown.
+    A method with a `tenant` reads only the tenant's rows: ids of other tenants' rows count as unknown.
 
     Sessions that are to end (`SessionRow.ending`: cancelled, or not needed any more) leave the queue at once: `queued`
     does not list these sessions and `start_attempt` refuses them. Such a session is not done until the caller finishes
@@ -129,7 +128,7 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Write a row. Raises ServiceError if the write fails; takes as long as the database's patience."""
+        """Write a row. Raises ServiceError if the write fails, which may take as long as the database's patience."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
@@ -267,7 +266,8 @@ class Store:
         return await self._db.read(lambda tx: self._find_group(tx, group_id, tenant))
 
     async def spec(self, group_id: str) -> bytes:
-        """Return the JSON of the group's GroupSpec. Raises UnreadableTask if it was encrypted with another key."""
+        """Return the JSON of the group's GroupSpec. Raises UnreadableTask if the spec was encrypted with another
+        key."""
         return self._key.open(await self._db.read(lambda tx: _find_spec(tx, group_id)), _spec_of(group_id))
 
     async def groups(
@@ -317,7 +317,7 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Mark sessions to end as expired whose first attempt has not started in time. Returns True if there were
+        """Mark the sessions whose first attempt has not started in time to end as expired. Returns True if there were
         any."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
@@ -497,7 +497,8 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Extend the leases of attempts, given by session id. Attempts that are no longer under way are skipped."""
+        """Set the ends of the leases of attempts, given by session id. Attempts that are no longer under way are
+        skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
@@ -579,12 +580,12 @@ class Store:
     ) -> bool:
         """End a session for good. Returns True if the group is now done.
 
-        With its last session a group is done: the group gets a cursor, an event, and, if there is a callback, an
-        outbox row. If a group has `min_usable` verdicts before, the remaining sessions are to end early. A queued
-        session may be finished (with `attempt` the last attempt): this is how a queued session is cancelled. An
-        attempt that ends its own session sets `under_way`, and is refused if the lease has lapsed and the session
-        waits for another attempt. `of_all_turns` is for a result made from turns read while the attempt could still
-        add turns: MoreTurns is raised if a turn was added since.
+        With its last session a group is done: the group gets a cursor, an event, and, if there is a callback, an outbox
+        row. If the group has `min_usable` verdicts earlier, its remaining sessions are to end. A queued session may be
+        finished (with `attempt` the last attempt): this is how a queued session is cancelled. `under_way` is set by an
+        attempt that ends its own session: Conflict is raised if its lease has lapsed and the session waits for another
+        attempt. `of_all_turns` is for a result made from turns read while the attempt could still add turns: MoreTurns
+        is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -684,7 +685,7 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`, except sessions in `held`: the node is lost. The
+        """Requeue every session whose lease ended before `now`, except sessions in `held`: their node is lost. The
         attempt is counted as recovered. The next attempt starts at `due` or later.
 
         Returns the sessions after the change, including sessions that are to end.
@@ -882,7 +883,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """The place that a spec is sealed for."""
+    """The place for which a spec is sealed (see `task_key.py`)."""
     return f"the task of group {group_id}"
 
 

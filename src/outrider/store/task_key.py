@@ -1,7 +1,7 @@
 """The key that encrypts tasks before they reach the database: the environments of tasks may hold secrets.
 
-The key is not in the database, so a copy of the database reveals no secrets. No tables here. Invariant: data sealed
-for one place (a column of a group) cannot be opened for another.
+The key is not in the database, so a copy of the database reveals no secrets. Invariant: data sealed for one place (a
+column of a group) cannot be opened for another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training rows as conversations, for trainers that apply a chat template.
 
-A pure function of the stored turns and their samples. Nothing is rendered: the messages are as sent and received by
-the agent, so a template may print them differently from the model's own prompt.
+The rows are a pure function of the stored turns and their samples. Nothing is rendered: the messages are as sent and
+received by the agent, so a template may print them differently from the model's own prompt.
 """
 
 from __future__ import annotations

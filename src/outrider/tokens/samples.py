@@ -1,14 +1,14 @@
 """Builds training samples from a session's turns: the only code that decides which tokens train.
 
-A pure function of the stored turns and the session's result, so a session has the same samples at every call. The
+The samples are a pure function of the stored turns and the session's result, so they are the same at every call. The
 rules, in order:
 
 1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
 2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the
    same kind and label. Continuations do not count if they were cut off or sampled nothing. So a history has a branch
    of its own if it is followed only by its summary or by a call that was cut off.
-3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens of several
-   branches train in the row with which the session went on.
+3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
+   branches share train in the row with which the session went on.
 4. A branch is a row unless its kind is dropped. A branch of a kind that trains is no row either if it is the beginning
    of an earlier row of its kind: nothing in it would train.
 5. In a row, the sampled tokens of a turn train (mask 1) if the turn is of the row's kind, the kind trains, and no
@@ -17,7 +17,7 @@ rules, in order:
 6. A row has the verdict's reward only if its kind trains, because the reward does not measure the other kinds. The
    reward of a turn is in the row that trains the turn's tokens.
 
-There is no tokenizer and no store here. Invariant: sampled = trained + masked + dropped tokens, over the session.
+Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCa
 def _trained_in(
     turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
 ) -> dict[int, int]:
-    """The number of the training row of a turn's tokens, by turn index: rule 5."""
+    """By turn index, the number of the row in which the turn's tokens train: rule 5."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):

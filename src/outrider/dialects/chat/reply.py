@@ -1,7 +1,6 @@
 """A finished model call and the model list in the JSON shapes of Chat Completions.
 
-It handles no requests and no streams. Invariant: `return_token_ids` and `logprobs` report the engine's own numbers,
-position by position.
+Invariant: `return_token_ids` and `logprobs` report the engine's own numbers, position by position.
 
 Source: OpenAI API reference, "The chat completion object"; `prompt_token_ids`, `token_ids` and `max_model_len` as vLLM
 serves them.

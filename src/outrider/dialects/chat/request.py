@@ -1,10 +1,9 @@
 """The parser of a Chat Completions request body, which returns a `ModelRequest`.
 
-It handles no replies and no tokens. Invariant: only needed data is parsed, so reading a request costs one scan of its
-bytes. Each message is decoded by `ChatMessages.parse` alone.
+Invariant: only needed data is parsed, so reading a request costs one scan of its bytes. Only `ChatMessages.parse`
+decodes messages.
 
-A tool declared as anything but a function is hosted: nothing here runs it, so the model does not see it, and the
-request notes it.
+A tool declared as anything but a function is hosted: nothing here runs it, so it is noted and not shown to the model.
 
 Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` from vLLM,
 `reasoning` and `thinking` of the request from OpenRouter and Z.ai.

@@ -1,7 +1,7 @@
 """One streamed Chat Completions reply, written as server-sent events.
 
-It has no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning; `close` sends
-tool calls, the finish reason and usage; after `close` or `error` nothing is written.
+Invariant: everything is sent once. `delta` sends text and reasoning; `close` sends tool calls, the finish reason and
+usage; after `close` or `error` nothing is written.
 
 Source: OpenAI API reference, "The chat completion chunk object".
 """

@@ -1,6 +1,6 @@
 """Google generateContent, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same message.
+Invariant: a streamed reply and a whole reply carry the same message.
 
 The paths are all of `/v1beta/` and `/v1alpha/`, the methods of models under `/v1/models/`, and the model list of `/v1`
 for a client that sends its key the Google way.

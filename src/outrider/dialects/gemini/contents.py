@@ -1,8 +1,8 @@
 """The parser of one `Content` of the Google dialect: its parts, and the text, images, calls and tool results in them.
 
-It handles one content at a time; `history.py` assigns a tool's result to its call. Invariant: a part that cannot be
-shown to the model raises RequestError. No part is dropped silently, except the work of tools on Google's own servers
-(`WirePart.hosted`), which the request notes.
+The parser handles one content at a time; `history.py` assigns a tool's result to its call. Invariant: a part that
+cannot be shown to the model raises RequestError. No part is dropped silently, except the work of tools on Google's own
+servers (`WirePart.hosted`), which the request notes.
 
 The model sees a tool's result as text. `response` is an object on the wire, and clients with text alone put it under a
 single key. So an object with the single key `output`, `result` or `content` (and perhaps the tool's own `name` beside

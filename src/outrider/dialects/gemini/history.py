@@ -18,8 +18,8 @@ of these that exists:
 5. the id in the request, whoever made it;
 6. a number.
 
-The ids chosen at a position do not change later. A tool result belongs to the call whose id it has, else to the first
-call of its name without a result.
+The ids chosen at a position do not change later. A tool result belongs to the call with the same id, else to the first
+call of the same name without a result.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ EXACT_INTEGER = 2**53
 """Maximum integer up to which a float and an integer are the same JSON number to every client."""
 
 KEPT_READERS = 64
-"""Maximum kept readers of a session. A request that continues one of their histories costs its new contents alone. The
-readers of the latest requests are kept, sub-agents' included."""
+"""Maximum kept readers of a session. A request that continues the history of a kept reader costs only its new contents.
+The readers of the latest requests are kept, sub-agents' included."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
 """A content without any of these byte strings has no tool result. They are part of `functionResponse` and
@@ -122,7 +122,8 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 
 class GeminiHistory:
     """`WireMessages` over a system instruction (b"" for none) and contents. `hosted` names the work of tools on
-    Google's servers, which the model does not see. Raises RequestError for errors possible in new parts only."""
+    Google's servers, which the model does not see. Raises RequestError for errors in new contents. The parts of a
+    user's content without tool results are checked later, by `parse`."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 
@@ -209,8 +210,8 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return the reader at the end of `contents`. It starts from a copy of the kept reader that covers the most of
-        them. Raises RequestError."""
+        """Return the reader at the end of `contents`. Reading starts from a copy of the kept reader that covers the
+        most contents. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
         start = next((done for done in range(len(paths), 0, -1) if paths[done - 1] in memory.readers), 0)
@@ -229,7 +230,7 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Removed and inserted again, the latest request is last in the dictionary; the first is dropped.
+            # Removing and inserting puts the latest request last in the dictionary; the first request is dropped.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
             if len(memory.readers) > KEPT_READERS:

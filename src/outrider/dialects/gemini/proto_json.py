@@ -1,7 +1,7 @@
 """JSON objects in the spelling of Google's clients: keys in camelCase or snake_case, lists that may be a single item.
 
-It has no list of field names. Invariant: both spellings of a key have the same result, at one level of one object.
-Deeper levels are unchanged.
+The conversion needs no list of field names. Invariant: both spellings of a key have the same result, at one level of
+one object. Deeper levels are unchanged.
 
 Source: the ProtoJSON format ("parsers accept both the lowerCamelCase name and the original proto field name").
 """

@@ -1,9 +1,8 @@
-"""The parser of a generateContent, streamGenerateContent or countTokens body, which returns a `ModelRequest`: its
-settings.
+"""The parser of a generateContent, streamGenerateContent or countTokens body, which returns a `ModelRequest`.
 
-It handles neither replies nor tokens nor the inside of contents. Invariant: a known history is scanned, not decoded,
-so reading a request costs one pass over its bytes plus its new contents. A message is decoded by `GeminiHistory.parse`
-alone.
+This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: a known history is
+scanned, not decoded, so reading a request costs one pass over its bytes plus its new contents. Only
+`GeminiHistory.parse` decodes messages.
 
 The treatment of each field is in `field_policy.GEMINI_BODY` and `GEMINI_GENERATION`.
 

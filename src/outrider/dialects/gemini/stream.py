@@ -1,8 +1,7 @@
 """One streamed Google reply: server-sent events for `alt=sse`, else one JSON array that grows.
 
-It has no clock and no transport. Invariant: everything is sent once. `delta` sends thoughts (if the request shows
-them) and text; `close` sends tool calls, the finish reason and usage; after `close` or `error` nothing is written, and
-an array is closed.
+Invariant: everything is sent once. `delta` sends thoughts (if the request shows them) and text; `close` sends tool
+calls, the finish reason and usage; after `close` or `error` nothing is written, and an array is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class GeminiStream:
     _thought_tail: bytes
 
     def __init__(self, answered: Callable[[Message], None], *, thoughts: bool, events: bool) -> None:
-        """`answered` is called with the reply before its end is sent."""
+        """`answered` is called with the reply before the end of the stream is sent."""
         self._answered = answered
         self.content_type = sse.CONTENT_TYPE if events else ARRAY_TYPE
         self._thoughts = thoughts

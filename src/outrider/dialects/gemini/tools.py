@@ -1,9 +1,9 @@
 """Google's tool declarations in OpenAI's form.
 
-It handles no messages. Invariant: the model sees the tools as declared by the client. `parametersJsonSchema` is passed
-on unchanged. `parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types in lower case, `nullable` as a
-separate type, counts as numbers, and without keys for Google's servers alone (`propertyOrdering`, the format `enum`,
-unspecified types).
+Invariant: the model sees the tools as declared by the client. `parametersJsonSchema` is passed on unchanged.
+`parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types in lower case, `nullable` as a separate type,
+counts as numbers, and without keys for Google's servers alone (`propertyOrdering`, the format `enum`, unspecified
+types).
 
 Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model:
 nothing here can run them. A choice of functions has no effect, and is noted; NONE hides the tools.

@@ -1,6 +1,6 @@
 """Anthropic Messages, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same message.
+Invariant: a streamed reply and a whole reply carry the same message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The messages of an Anthropic request: the parser of content blocks, which returns our `Message`.
 
-It handles neither the request around the messages nor replies. A block is cut into the raw JSON of the fields that
-count. Fields that do not count (`cache_control`, `signature`, `citations`) are neither parsed nor compared, so a moved
-cache marker does not change a message's bytes. Invariant: no content for the model is left out silently. An
-unsupported kind of block is a 400 with the name of the kind, except HOSTED_BLOCKS, which the request notes.
+A block is cut into the raw JSON of the fields that count. Fields that do not count (`cache_control`, `signature`,
+`citations`) are neither parsed nor compared, so a moved cache marker does not change a message's bytes. Invariant: no
+content for the model is left out silently. An unsupported kind of block is a 400 with the name of the kind, except
+HOSTED_BLOCKS, which the request notes.
 
 A message on the wire can be several of our messages: each tool result of a user message is a message of its own, in
 its position among the message's other blocks. Adjacent assistant messages are one reply.
@@ -31,8 +31,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_ur
 TOOL_ERROR = "[tool error]"
 """The last line, for the model, of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of an accounting line that Claude Code puts before its system prompt. The line differs between its
-agents: if it were kept, every agent would have a conversation of its own."""
+"""The beginning of an accounting line that Claude Code puts before its system prompt. The line differs between Claude
+Code's agents: if the line were kept, every agent would have a separate conversation."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})

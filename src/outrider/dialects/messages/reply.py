@@ -1,7 +1,6 @@
 """A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
 
-It handles no requests and no streams. Invariant: a reply in a client's history is parsed as the same reply, whatever
-text the model wrote as tool arguments.
+Invariant: a reply in a client's history is parsed as the same reply, whatever text the model wrote as tool arguments.
 
 Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
 """

@@ -1,7 +1,7 @@
 """The parser of an Anthropic Messages request body, which returns a `ModelRequest`: settings and tools.
 
-It handles neither replies nor tokens nor the content of messages. Invariant: one scan of the body finds each message
-and each of its fields. A message is decoded by `MessagesHistory.parse` alone.
+Invariant: one scan of the body finds each message and each of its fields. Only `MessagesHistory.parse` (`content.py`)
+decodes messages.
 
 Tools run by Anthropic's servers are noted and not passed to the model. Some tools are declared by type alone, because
 Anthropic's models were trained on their schema. Tools of this kind in `CLIENT_TOOLS` are passed to the model with the

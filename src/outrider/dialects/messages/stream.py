@@ -1,7 +1,7 @@
 """One streamed Anthropic Messages reply, written as server-sent events.
 
-It has no clock and no transport. Invariant: one block is open at a time, and block indexes rise. `delta` sends text
-and reasoning; `close` sends tool calls, the stop reason and usage; after `close` or `error` nothing is written.
+Invariant: one block is open at a time, and block indexes rise. `delta` sends text and reasoning; `close` sends tool
+calls, the stop reason and usage; after `close` or `error` nothing is written.
 
 Source: Anthropic API reference, "Streaming Messages".
 """

@@ -1,7 +1,7 @@
 """OpenAI Responses, streamed and not: its routes, and the `Dialect` built from request, reply and stream.
 
-It handles no tokens and no transport. Invariant: a streamed reply and a whole reply carry the same response. A stored
-response can be continued (`previous_response_id`); it cannot be fetched or deleted.
+Invariant: a streamed reply and a whole reply carry the same response. A stored response can be continued
+(`previous_response_id`); it cannot be fetched or deleted.
 """
 
 from __future__ import annotations

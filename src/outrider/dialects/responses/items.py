@@ -1,9 +1,8 @@
 """The messages of a Responses request: the parser of a conversation's items, which returns our `Message`.
 
-It handles neither the request around the items nor replies. Invariant: one scan of the body finds the fields of each
-item that count. A message is decoded by `ResponsesHistory.parse` alone. Ids and states that clients and servers assign
-to items do not change a message's bytes. No content for the model is left out silently: an unsupported item or part is
-a 400 with its kind, except HOSTED_ITEMS, which the request notes.
+Invariant: one scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
+Ids and states that clients and servers assign to items do not change a message's bytes. No content for the model is
+left out silently: an unsupported item or part is a 400 with its kind, except HOSTED_ITEMS, which the request notes.
 
 Items are smaller than messages: the reasoning, text and calls of a reply are separate items. Adjacent items of the
 assistant are one message, in which text follows text directly.
@@ -103,7 +102,8 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""The kind of each item and its fields that count. All kinds but additional tools are messages or parts of messages."""
+"""By kind of item, the JSON values that determine how the item is parsed: its kind, then its relevant fields. All kinds
+but additional tools are messages or parts of messages."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
@@ -212,7 +212,7 @@ class ResponsesHistory:
 
 
 def _role(at: PlacedItem) -> Role:
-    """The role of an item's message. Raises RequestError for an item without a form for the model."""
+    """The role of an item's message. Raises RequestError for an item that cannot be shown to the model."""
     kind = at.kind
     if kind == "message":
         role = _ROLES.get(at.item.role or "")

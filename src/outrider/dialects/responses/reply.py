@@ -1,7 +1,7 @@
 """A finished model call, its items and an error in the JSON shapes of the Responses API.
 
-It handles no requests and no events. Invariant: an item is the same whether it was streamed or not, and the model's
-reply can be parsed from its items to the character.
+Invariant: an item is the same whether it was streamed or not, and the model's reply can be parsed from its items to the
+character.
 
 A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item
 even if the text is empty, so a client without reasoning still has a reply to send back. The number of reasoning tokens

@@ -1,7 +1,7 @@
-"""The parser of a Responses request body, which returns a `ModelRequest`: settings, and the request's items and tools.
+"""The parser of a Responses request body, which returns a `ModelRequest`.
 
-It handles no replies and no tokens. Invariant: only needed data is parsed, so reading a request costs one scan of its
-bytes. Each message is decoded by `ResponsesHistory.parse` alone.
+This module parses the settings, `items.py` the items and `tools.py` the tools. Invariant: only needed data is parsed,
+so reading a request costs one scan of its bytes. Only `ResponsesHistory.parse` decodes messages.
 
 `instructions` are the first system message of this request only: a later request with `previous_response_id` has its
 own. Work of the API's own servers that has no counterpart here (background work, conversations and prompts kept by a

@@ -1,8 +1,7 @@
-"""Encodings for the way of a Responses reply to a client and back: reasoning, custom calls and names.
+"""Encodings for the round trip of a Responses reply through a client: reasoning, custom calls and names.
 
-Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. It handles no requests
-and no events. Invariant: a reply in a client's history is parsed as the model made it, to the character. Items from
-elsewhere are parsed as plain text.
+Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. Invariant: a reply in a
+client's history is parsed as the model made it, to the character. Items from elsewhere are parsed as plain text.
 
 The wire has calls without JSON (`custom_tool_call`, one string) and names within namespaces; the model sees functions
 only. A custom tool is a function with the single parameter `input`. The name of a tool in a namespace begins with the
@@ -35,8 +34,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. It is not secret. Clients return it unchanged, even if they keep no other
-    reasoning."""
+    """Encode reasoning as `encrypted_content`, which is not secret. Clients return this field unchanged, even if they
+    keep no other reasoning."""
     return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
@@ -68,8 +67,8 @@ def custom_call(call: ToolCall) -> CustomCall:
     """Convert the model's call of a custom tool to the wire.
 
     The model may send arguments other than `input`. The client then receives the JSON of the arguments as the input,
-    under a call id with an ending for this case. Its tool refuses such an input, and the refusal shows the model its
-    mistake.
+    under a call id with an ending for this case. The client's tool refuses such an input, and the refusal shows the
+    model its mistake.
     """
     try:
         value: Any = json.loads(call.arguments)

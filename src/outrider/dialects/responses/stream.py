@@ -1,8 +1,8 @@
 """One streamed response, written as typed server-sent events with rising sequence numbers.
 
-It has no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning, each in an item
-that stays open until the next. `close` sends calls and the whole response, whose items equal the items already sent.
-After `close` or `error` nothing is written.
+Invariant: everything is sent once. `delta` sends text and reasoning, each in an item that stays open until the next
+item begins. `close` sends calls and the whole response, whose items equal the items already sent. After `close` or
+`error` nothing is written.
 
 Source: OpenAI API reference, "Streaming events".
 """

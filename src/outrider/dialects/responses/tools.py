@@ -1,6 +1,6 @@
 """The tools of a Responses request in the model's form, and the table from the model's names back to the tools.
 
-It handles no items and no replies. Invariant: every tool in the table is run by the client, under one name.
+Invariant: every tool in the table is run by the client, under one name.
 
 - A function is passed to the model in the nested form of Chat Completions, with its keys in the client's order.
 - A custom tool, whose call on the wire is one string and not JSON, is passed as a function with the single parameter
@@ -8,7 +8,7 @@ It handles no items and no replies. Invariant: every tool in the table is run by
 - A tool of a namespace gets the namespace's name before its own. The namespace's description goes to its first tool.
 - All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
   shell, a computer, patches without a schema). They are not passed to the model. The request notes them, and they are
-  absent from the reply's `tools`, which lists the tools in force. To choose a hosted tool is a 400.
+  absent from the reply's `tools`, which lists the tools in force. A choice of a hosted tool is a 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """

@@ -1,6 +1,6 @@
 """Checks an engine's own options and its URL when the engine is constructed.
 
-The module is independent of the engine. Invariant: a misspelt option raises an InvalidField that names the option.
+Invariant: a misspelt option raises an InvalidField that names the option.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Policy versions in the engines' format: text labels, and the spans of a reply, each with a label.
 
-The module has no routes. Invariant: the spans of a reply tile its output tokens, without gap or overlap.
+Invariant: the spans of a reply tile its output tokens, without gap or overlap.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A router forwards a generation to one worker, or to two if prefill and decode are separate. It forwards an order, such
 as a pause, to one worker or to none, so orders are sent to the workers themselves. Tested with vllm-router 0.1.17 and
-sglang-router 0.3.2. The module is independent of the engine's protocol. Invariant: an order that returns was taken by
-at least one worker, and by every listed worker that accepts connections.
+sglang-router 0.3.2. Invariant: an order that returns was taken by at least one worker, and by every listed worker that
+accepts connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker as a router lists it. `worker_type` is `regular`, or `prefill` or `decode` if these are separate."""
+    """A worker in a router's list. `worker_type` is `regular`, or `prefill` or `decode` if these are separate."""
 
     url: str
     worker_type: str = "regular"
@@ -122,7 +122,7 @@ class Servers:
         try:
             return await self.tell(question)
         except WorkersOutOfReach:
-            if self._reached:  # the workers are gone, which the router may not have noticed
+            if self._reached:  # the workers are gone, and the router's list may be outdated
                 raise
             return [await question(self._front)]
 

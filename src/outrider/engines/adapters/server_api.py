@@ -1,7 +1,6 @@
 """Common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, the list of models.
 
-The module has no routes and no connections. Invariant: a placeholder for a missing log-probability never leaves this
-module as a number.
+Invariant: a placeholder for a missing log-probability never leaves this module as a number.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
-    """Decode one event or reply. Raises EngineMisbehaved if it does not match the engine's protocol."""
+    """Decode one event or response. Raises EngineMisbehaved for a payload that does not match the engine's protocol."""
     try:
         return decoder.decode(payload)
     except UNREADABLE as error:
@@ -144,7 +143,7 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """The bias with ids as text, because JSON's keys are texts."""
+    """The bias with ids as strings, because JSON's keys are strings."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 

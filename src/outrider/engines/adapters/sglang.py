@@ -1,8 +1,8 @@
 """An SGLang server as an engine: token ids in and out through `/generate`.
 
 The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose replies are
-golden tests. Streams may be cumulative (the default) or incremental: the counts of each event show which. The module
-has no notion of a conversation. Invariant: an id is passed on only with the log-probability sent for the same id.
+golden tests. Streams may be cumulative (the default) or incremental: the counts of each event show which. Invariant: an
+id is passed on only with the log-probability sent for the same id.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ ABORTED = 499
 """The code of an error event: the server has dropped the request for a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 ABORT_SECONDS = 1.0
-"""Seconds in which replies that a pause has aborted have to arrive."""
+"""Seconds for the ends of replies to arrive that a pause has aborted."""
 SETTINGS_SECONDS = 5.0
-"""Seconds in which the server has to return its settings. 0.5.17 took 1.3 s."""
+"""Timeout of the request for the server's settings. 0.5.17 took 1.3 s."""
 INCREMENTAL = (
     "repeats all tokens of a reply with each new one, which halves its speed with many replies at once: start SGLang"
     " with --incremental-streaming-output"
@@ -195,8 +195,7 @@ class SGLangEngine:
             await self._gate.drained()
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
         if mode == "abort":
-            # The server would hold a request that arrives at this moment until it resumes. Such a request is given up
-            # here.
+            # The server would hold a request that arrives just now until the resume, so it is given up here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
@@ -248,8 +247,8 @@ class SGLangEngine:
         return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def _ask_settings(self) -> None:
-        """Check once whether the server streams incrementally. If the server does not report this, its replies are
-        watched."""
+        """Check once whether the server streams incrementally. If the server does not report this, its replies show
+        it."""
         if self._asked_settings:
             return
         self._asked_settings = True
@@ -402,7 +401,8 @@ class _SGLangReader:
 
 
 def _was_aborted(failure: StatusFailure) -> bool:
-    """Whether the server has dropped the request. In a response without a stream only the message shows it."""
+    """Whether the server has dropped the request: shown by an error code in a stream, and by the message alone in any
+    other response."""
     return failure.status == ABORTED or (failure.status == 400 and ABORTED_WORDS.search(failure.body) is not None)
 
 

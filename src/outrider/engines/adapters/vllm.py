@@ -1,10 +1,10 @@
 """A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
 
 Servers without that route (before 0.11, or started without `--enable-scale-out`), and servers whose route does not
-stream (before 0.20), get requests at `/v1/completions` with ids. The first request finds out the route. Both
-log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). Structured output needs
-a server of 0.11 or later. The module has no notion of a conversation. Invariant: an id is passed on only together with
-the log-probability that the server sent for the same id.
+stream (before 0.20), get requests at `/v1/completions` with ids. The first request shows which route the server has.
+Both log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). Structured output
+needs a server of 0.11 or later. Invariant: an id is passed on only together with the log-probability that the server
+sent for the same id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ROUTE_MISSING = frozenset({403, 404})
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Seconds in which replies that a pause has aborted have to arrive."""
+"""Seconds for the ends of replies to arrive that a pause has aborted."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
 UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM with --enable-prompt-tokens-details"
@@ -162,7 +162,7 @@ class VLLMEngine:
                             yield chunk
                 reader.check_finished()
             except Exception as error:  # for any error, pass on the tokens before it first
-                # A server (0.26) ends many of the streams that a pause aborts properly, but without a finish.
+                # When a pause aborts a stream, vLLM (0.26) often ends the response properly, but sends no finish.
                 aborted = reader.unfinished and self._gate.closings != closings
                 # The server has no generate route, or a generate route that does not stream.
                 missing = isinstance(error, StatusFailure) and error.status in ROUTE_MISSING
@@ -218,8 +218,7 @@ class VLLMEngine:
             self._gate.close()
         await self._control(f"/pause?mode={PAUSE_MODES[mode]}", seconds=None)
         if mode == "abort":
-            # The server would hold a request that arrives at this moment until it resumes. Such a request is given up
-            # here.
+            # The server would hold a request that arrives just now until the resume, so it is given up here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
@@ -320,7 +319,7 @@ class VLLMEngine:
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """Return the fault of a folder of weights; None if there is none, or if the folder is not visible from here.
+    """Return the fault of a weights folder; None for a good folder, and for a folder that is not visible from here.
 
     The folder is visible if one of the servers (URLs) is on this machine and the parent folder exists here, too: a
     container has another view of the disk.
@@ -346,7 +345,8 @@ class _NotStreamed(EngineUnavailable):
 
 
 class _VLLMReader:
-    """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind them.
+    """Reads the events of one generation into chunks. The tokens of the finishing event are kept until the usage that
+    follows.
 
     `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
     between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and

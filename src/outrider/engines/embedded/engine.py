@@ -1,6 +1,6 @@
 """The embedded engine: a small model served inside this process, for demos, tests and laptops.
 
-The module connects the Engine protocol to the event loop, and imports torch only when the engine starts. Invariant: an
+The module implements `Engine` over a `ModelThread`, and imports torch only when the engine starts. Invariant: an
 accepted request has one entry in `_outputs` until its last chunk, its error, or the close of its generator.
 """
 

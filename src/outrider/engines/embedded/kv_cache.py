@@ -1,8 +1,8 @@
 """The key-value cache: its tensors, attention over them, and the table of the slots' tokens.
 
-The module is independent of requests and sampling. A slot holds one sequence of at most `context` tokens. Invariant:
-the first `length` tokens recorded for a slot are exactly those whose keys and values the tensors hold. Values computed
-by older weights are never reused for another sequence.
+A slot holds one sequence of at most `context` tokens. Invariant: the first `length` tokens recorded for a slot are
+exactly those whose keys and values the tensors hold. Values computed by older weights are never reused for another
+sequence.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SlotTable:
         if self._busy.all():
             return None
         # The last column stands for the prompt's last token, and differs in every slot: argmax, which finds the first
-        # difference, returns `limit` for a slot that holds all tokens before it.
+        # difference, returns `limit` for a slot that holds all tokens before the last.
         limit = len(prompt) - 1
         differs = np.ones((self.count, limit + 1), dtype=np.bool_)
         np.not_equal(self._tokens[:, :limit], prompt[:limit], out=differs[:, :limit])

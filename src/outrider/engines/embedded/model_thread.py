@@ -1,7 +1,7 @@
 """The thread that owns the model: it runs commands between steps and hands each step's output to the event loop.
 
-The thread is independent of protocols and of the consumers of its output. Invariant: only this thread touches the
-batch, and only the event loop touches the other attributes, except the inbox, which both use.
+Invariant: only this thread touches the batch, and only the event loop touches the other attributes, except the inbox,
+which both use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelThread:
         await asyncio.to_thread(self._thread.join)
 
     def post(self, command: Command) -> None:
-        """Run `command` before the next step, in order. It must not raise."""
+        """Run `command` before the next step, in order. `command` must not raise."""
         self._inbox.put(command)
 
     async def call(self, command: Callable[[Batch], T]) -> T:

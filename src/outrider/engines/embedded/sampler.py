@@ -1,8 +1,7 @@
 """Samples one token for each sequence from its logits, by its own parameters and its own random numbers.
 
-The module is independent of text and caches. Invariant: the log-probability reported is that of the raw logits
-(log-softmax before penalties, bias, grammar, temperature and truncation), whatever distribution the token was drawn
-from.
+Invariant: the log-probability reported is that of the raw logits (log-softmax before penalties, bias, grammar,
+temperature and truncation), whatever distribution the token was drawn from.
 """
 
 from __future__ import annotations

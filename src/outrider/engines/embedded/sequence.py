@@ -1,7 +1,7 @@
 """One sequence that the batch generates: its sampling state, its stop conditions, and the check of its request.
 
-The model and the slots' contents are not part of this module. Invariant: a TokenSequence exists only for a request that
-fits: the ids are in the vocabulary, the prompt leaves room for a token, the sampling parameters are in range.
+Invariant: a TokenSequence exists only for a request that fits: the ids are in the vocabulary, the prompt leaves room
+for a token, the sampling parameters are in range.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Structured output: the next tokens allowed by a JSON schema, a regular expression or a grammar, using `llguidance`.
 
-The module is independent of logits and batches. Invariant: a grammar that is not finished allows at least one token.
+Invariant: a grammar that is not finished allows at least one token.
 """
 
 from __future__ import annotations

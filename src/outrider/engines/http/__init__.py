@@ -1,4 +1,4 @@
 """The HTTP client for engine servers: connections, server-sent events, and the meaning of refusals.
 
-The room is independent of any server's protocol.
+The protocols of the servers do not belong here: see `engines.adapters`.
 """

@@ -1,7 +1,6 @@
 """The HTTP client for every engine server: sends JSON, reads JSON or server-sent events, and retries failed requests.
 
-The module is independent of the engine's protocol. Invariant: no request is sent again once the first event of its
-response was read.
+Invariant: no request is sent again once the first event of its response was read.
 """
 
 from __future__ import annotations
@@ -120,8 +119,8 @@ class HttpClient:
         `[DONE]` or the end of the response. Each list holds the payloads of one read and is never empty.
 
         Connection failures and transient statuses are retried until the first payload has arrived. Closing the
-        generator closes the connection, which aborts the work upstream. `cut` does the same before the first payload,
-        and raises WasCut here.
+        generator closes the connection, which aborts the work upstream. Before the first payload, `cut` does the same
+        and makes this method raise WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1

@@ -1,7 +1,7 @@
 """Translates an engine server's statuses and error bodies to Outrider's errors.
 
-The module has no routes and no connections. Context overflow is recognised by the status and by the numbers in the
-message, because every engine, route and version has its own wording.
+Context overflow is recognised by the status and by the numbers in the message, because every engine, route and version
+has its own wording.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UNSIZED = Sizes()
 class StatusFailure(Exception):
     """A server's refusal before translation: the HTTP status (or UNKNOWN_STATUS) and the body.
 
-    `HttpClient` raises it, and the adapter, which has the sizes, turns it into an EngineError. `retry_after` is the
+    Raised by `HttpClient`. The adapter, which has the sizes, turns it into an EngineError. `retry_after` is the
     server's requested wait in seconds.
     """
 

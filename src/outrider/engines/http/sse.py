@@ -1,7 +1,7 @@
 """Reads server-sent events incrementally: accepts bytes as they arrive and returns `data:` payloads.
 
-The module is independent of JSON and of the engine. Event names, ids and comments are dropped: no supported engine uses
-them. Invariant: the payloads do not depend on where the bytes were cut.
+Event names, ids and comments are dropped: no supported engine uses them. Invariant: the payloads do not depend on where
+the bytes were cut.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from outrider.spec import EngineSpec
 from outrider.trajectory import LogprobKind, TokenMode
 
 TOKENS_PER_REQUEST = 16384
-"""Tokens of assigned context that weigh as much as one request in flight: a waiting session costs its engine cache
-memory, a running session costs it steps."""
+"""Tokens of assigned context that weigh as much as one request in flight: a waiting session takes its engine's cache
+memory, a running session its engine's steps."""
 
 
 Load = tuple[bool, float, int]
@@ -83,8 +83,7 @@ class Member:
     suspect engine, and is None for others. `misbehaved` counts impossible replies. `paused`: the engine was ordered to
     pause and not yet to resume. `behind`: the engine responds but serves no session, because its weights are older than
     the policy. `model` is the frozen model that the engine serves, None for the policy. `spec` is the engine's spec, if
-    any. `uses` holds each follower's use of the engine. `load_elsewhere` is the load that a follower's own pool does
-    not see."""
+    any. `uses` holds each follower's use of the engine. `load_elsewhere` is the load from other processes."""
 
     def __init__(
         self,
@@ -265,7 +264,7 @@ class Member:
 
 @dataclass
 class _Place:
-    """A session's engine, and the session's tokens of context there."""
+    """A session's engine, and the length in tokens of the session's context there."""
 
     member: Member
     tokens: int = 0

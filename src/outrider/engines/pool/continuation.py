@@ -1,8 +1,8 @@
-"""Continues a generation that was cut off as a new request: the ids are kept, and the parts read as one reply.
+"""Continues, as a new request, a generation that was cut off: the ids are kept, and the parts read as one reply.
 
-The module handles no engines. It restores the engine's state after the first part: the number of tokens left, the
-position in the random numbers, and the text in which a stop string may have begun. Invariant: the output has exactly
-the ids, log-probabilities and version spans from the engines, each at its position.
+The module restores the engine's state after the first part: the number of tokens left, the position in the random
+numbers, and the text in which a stop string may have begun. Invariant: the output has exactly the ids,
+log-probabilities and version spans from the engines, each at its position.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MAX_SEED = (1 << 31) - 1
 
 
 def continuable(sampling: SamplingParams) -> bool:
-    """Whether an engine can continue such a reply from the ids alone, and draw each token as without the cut.
+    """Whether an engine can continue a reply from its ids alone, and draw each token as without the cut.
 
-    A constraint would start again in the middle of the form. Presence and frequency penalties are computed from the
-    tokens sampled by a single request.
+    A constraint would start again in the middle of the constrained text. Presence and frequency penalties are computed
+    from the tokens sampled by a single request.
     """
     return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
 
@@ -76,7 +76,7 @@ class Continuation:
         )
 
     def request(self) -> GenerateRequest:
-        """The request that continues the reply. The id has 32 characters, like the ids of all calls."""
+        """The request that continues the reply. Its `request_id` has 32 characters, like that of every request."""
         first, sampling, count = self._request, self._request.sampling, len(self._sampled)
         name = f"{first.request_id}/{self._cuts}".encode()
         seed = sampling.seed
@@ -117,7 +117,7 @@ class Continuation:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """The chunk, cut after the token that completes a stop string begun before the cut, if there is such a
+        """The chunk, ended after the token that completes a stop string begun before the cut, if the chunk has such a
         token."""
         for number, token_id in enumerate(chunk.ids, start=1):
             if (match := watch.push(token_id)) is not None:
@@ -133,15 +133,15 @@ class Continuation:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """The engine's echo of its prompt without the ids sampled earlier. A wrong id among those is drift, too: each
-        makes the returned echo one id longer than the prompt."""
+        """The engine's echo of its prompt without the ids sampled earlier. A wrong id among the latter is drift, too:
+        each makes the returned echo one id longer than the prompt."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """All spans, with those of the newest request at the end."""
+        """All spans, the newest request's at the end."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
@@ -158,8 +158,8 @@ class Continuation:
 class StopWatch:
     """Looks for a stop string that began before a cut; the engine finds stop strings that begin behind the cut.
 
-    The first character behind the cut counts as before it, because its first bytes may come from a token before the
-    cut. `over`: no stop string that spans the cut is possible any more.
+    The first character behind the cut counts as a character before the cut, because its first bytes may come from
+    there. `over`: no stop string that spans the cut is possible any more.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:

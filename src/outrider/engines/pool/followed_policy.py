@@ -44,7 +44,7 @@ class FollowedPolicy(Policy):
         self._closings = 0
         """The leader's `closings` when it was last followed."""
         self._cut = 0
-        """The closing at which generations were last marked as cut off."""
+        """The value of `closings` at which generations were last marked as cut off."""
 
     def follow(self, state: PoolState) -> None:
         self._closings = state.closings
@@ -59,7 +59,7 @@ class FollowedPolicy(Policy):
         self._tell_leader()
 
     def _tell_leader(self) -> None:
-        # Count before the report: after it, the leader makes the engines cut off the generations in flight.
+        # Count before the report: in response, the leader makes the engines cut off the generations in flight.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -74,8 +74,8 @@ class FollowedPolicy(Policy):
         self._leader.doubted(member.name)
 
     async def catch_up(self, member: Member, health: EngineHealth) -> int:
-        """Return the version of an engine that responds again. Raises EngineUnavailable while the leader does not use
-        it."""
+        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
+        engine now, or its weights are outdated."""
         engine = self._engines.get(member.name)
         if engine is None or not engine.ok:
             raise EngineUnavailable(

@@ -1,8 +1,8 @@
 """A pool that follows another process's pool: it has the same engines and policy, and generates on the engines itself.
 
 The leading pool sends `PoolState`s. It has checked the engines, and only the leader orders engines to pause, to load
-weights and to resume. The connection between the processes is not part of this module. Invariants: no generation begins
-here while the leader is paused. Only engines in use by the leader are used here.
+weights and to resume. `outrider.nodes` connects the processes. Invariants: no generation begins here while the leader
+is paused. Only engines in use by the leader are used here.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class PoolFollower:
                 failures.note_success(name)
         for name in self._followed.keys() - {engine.name for engine in state.engines}:
             self._leave_engine(name, state)
-        # The leader opens its gate when the engines have the new version. This gate must have the version, too, to
-        # open.
+        # Open this gate last, as the leader does: the engines, and this policy, must have the new version first.
         if state is self._state and state.paused is None:
             self._policy.follow(state)
 
@@ -106,7 +105,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).heed(engine)
-        # The versions here may be newer than the leader's, unless the leader's have changed.
+        # Copy the leader's versions only after a change: otherwise the versions here may be newer.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
@@ -120,7 +119,7 @@ class PoolFollower:
         async def leave() -> None:
             try:
                 await self.pool.remove(name, seconds=seconds)
-            except Exception:  # as above
+            except Exception:  # an engine may be anybody's code
                 log.exception("engine %s cannot be closed", name)
             self._work.set()  # the leader may have another engine of that name by now
 

@@ -1,7 +1,7 @@
 """Engines from a list kept elsewhere, such as a router's workers: each is in the pool for as long as it is listed.
 
-The module is independent of the kind of list. Invariant: an engine leaves the pool only after it was missing from
-several lists in a row, so a router that restarts with a list still empty costs no session its engine.
+Invariant: an engine leaves the pool only after it was missing from several lists in a row, so no session loses its
+engine when a router restarts with an empty list.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SLOW_PREFILL_TOKENS_PER_SECOND = 200
 FIXED_COST_TOKENS = 1024
 """Shorter prompts count as this long: the time to their first chunk is fixed cost, not time for each token."""
 WHOLE_TOKENS = 32
-"""An engine whose first chunk usually brings more tokens does not stream: that chunk takes as long as the reply."""
+"""An engine whose first chunk usually has more tokens does not stream: its first chunk takes as long as the reply."""
 
 
 UNKNOWN_TOKEN_SECONDS = 1 / 64
@@ -214,7 +214,7 @@ class Pace:
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Usual seconds to the first chunk of such a call, if none of its prompt is cached."""
+        """Usual seconds to the first chunk of a call, if none of its prompt is cached."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new

@@ -1,9 +1,9 @@
-"""The policy that a pool's engines serve: its version, the pauses for new weights, and the engines that have them.
+"""The policy that a pool's engines serve: its version, the pauses for new weights, and which engines have the weights.
 
 The module handles no requests. While the policy is paused no generation begins, and none runs once `pause` has
-returned. Each adapter translates an order for its server. An engine that fails during an operation is given up (`lost`)
-and catches up before serving again. Invariants: the version goes back only on request. An engine with an older version
-serves no session.
+returned. Each engine's adapter translates the orders for its server. An engine that fails during an operation is given
+up (`lost`) and catches up before serving again. Invariants: the version goes back only on request. An engine with an
+older version serves no session.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAREWELL_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Seconds in which a follower process has to report that it begins no more generations."""
 SETTLE_SECONDS = 1800.0
-"""Seconds for a follower's generations to end if a pause does not cut them off: as long as an agent has by default."""
+"""Seconds for a follower's generations to end if a pause does not cut them off: an agent's default time limit."""
 
 
 class _Follower:
@@ -74,10 +74,10 @@ class PolicyGate:
     `closings` counts the changes of `mode`. `changed` is called after each change, and at the end of a generation while
     the gate is closed.
 
-    Gates of other processes may follow this gate, which has settled only when they have settled, too. `report` records
-    the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to report its
-    closing, and `settle_seconds` for its generations to end. If it takes longer, the follower is removed and its `lost`
-    callback is called (`expect`).
+    Gates of other processes may follow this gate. This gate has settled only when its followers have settled, too.
+    `report` records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to
+    report its closing, and `settle_seconds` for its generations to end. If it takes longer, the follower is removed and
+    its `lost` callback is called (`expect`).
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -143,13 +143,13 @@ class PolicyGate:
             self._notify()
 
     async def settled(self) -> None:
-        """Wait until no generation is in flight that the mode lets run to its end, or until the gate is opened."""
+        """Wait until the generations that the mode lets run to their end have ended, or until the gate is opened."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
-        """Add a follower. Until its first report, anything may be in flight there. `lost` is called with the reason if
-        the follower takes too long and is removed: its results no longer count."""
+        """Add a follower, which counts as unsettled until its first report. `lost` is called with the reason if the
+        follower takes too long and is removed. The results of a removed follower no longer count."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:
@@ -175,7 +175,8 @@ class PolicyGate:
         self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
-        """Whether such generations are in flight in any process, or a follower has not yet reported this closing."""
+        """Whether any process has generations in flight, counted in the field `which`, or a follower has not yet
+        reported this closing."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
@@ -223,9 +224,9 @@ class Policy:
 
     `lost` is called with each engine that fails and the error: the engine gets no more work until it is back. `found`
     is called with each engine that serves again. `known` is the policy stored by an earlier service. `keep` is awaited
-    with each new policy before it generates anything. `changed` is called after each change of the gate. Operations run
-    one after another. Only a pause that still waits for generations can be overtaken, by a stricter pause or by a
-    resume.
+    with each new policy before it generates anything. `changed` is called after each change of the gate or of the
+    version. Operations run one after another. Only a pause that still waits for generations can be overtaken, by a
+    stricter pause or by a resume.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Policy:
         self._lost = lost
         self._found = found
         self._known = known
-        """None while the version is only the engines' report."""
+        """None until a trainer has set a version."""
         self._undone: set[int] = set()
         """Versions from which the policy went back. An engine that still reports one of them has missed that order."""
         self._keep = keep
@@ -255,7 +256,7 @@ class Policy:
 
     @property
     def known_version(self) -> int | None:
-        """The version that a trainer has set; None while the version is only the engines' report."""
+        """The version that a trainer has set, or None."""
         return None if self._known is None else self._known.version
 
     @property
@@ -276,14 +277,14 @@ class Policy:
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
     def version_of(self, engine: Engine | ChatEngine, health: EngineHealth) -> int:
-        """The version of an engine, from its latest health report. An engine whose version cannot be set serves the
-        policy's."""
+        """The version of an engine, from its latest health report. An engine whose version cannot be set has at least
+        the policy's version."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
     def outdated(self, engine: Engine | ChatEngine, health: EngineHealth) -> EngineUnavailable | None:
-        """Return the reason why an engine may not serve, None if it may. Its latest health report decides: its weights
-        must not be older than the policy, or of a version that was undone."""
+        """Return an error if the engine may not serve, None if it may. By its latest health report, its weights must
+        not be older than the policy, or of a version that was undone."""
         if self._known is None or not isinstance(engine, SetsVersion):
             return None
         if health.version == self._known.version:
@@ -328,7 +329,7 @@ class Policy:
         """Pause, have every engine load `weights` in place if they are given, set the version, and resume. `meanwhile`
         is awaited after the weights are loaded and before generation resumes.
 
-        Engines that fail while others do not are left behind, and catch up. Raises Conflict for a version that goes
+        If only some engines fail, they are left behind, and catch up later. Raises Conflict for a version that goes
         back unless `go_back` is set, InvalidField if engines cannot load weights, and the engines' error if none of
         them loaded the weights, with everything as before.
         """
@@ -360,13 +361,14 @@ class Policy:
         """Bring a returning engine to the current policy, and return its version. Raises EngineError on failure."""
         engine = member.engine
         async with self._lock:
-            if member.ok:  # an earlier operation has found it
+            if member.ok:  # an earlier operation has found the engine
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = True  # it may still load the weights of the next update if it fails to load these
+                member.behind = True  # so the next update reaches the engine, even if it cannot load these weights
                 known, load = self._known, weights_loader(engine)
-                # A generation in flight was begun before the engine was given up, and was out of reach of the pause.
+                # A busy engine must load nothing: its generations began before the engine was given up, and the pause
+                # may not have reached them.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
                 await _said(engine, load(known.weights, known.version))
@@ -377,7 +379,8 @@ class Policy:
             return version
 
     async def leave(self, members: Sequence[Member]) -> None:
-        """Resume engines that are given up, without raising errors, within `FAREWELL_SECONDS`."""
+        """Resume the paused engines among `members`, which the pool gives up, without raising errors, within
+        `FAREWELL_SECONDS`."""
 
         async def go_on(member: Member) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -395,7 +398,7 @@ class Policy:
             )
 
     def _at(self, version: int, weights: str | None = None) -> KnownPolicy:
-        """The policy at a version. The current version without new weights keeps its weights."""
+        """The policy at a version. The current version, set again without weights, keeps its weights."""
         known = self._known
         if weights is None and known is not None and known.version == version:
             return known
@@ -461,8 +464,9 @@ class Policy:
         return [member for member in reached if member not in failed]
 
     async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[Member] | None = None) -> None:
-        """Set the version, if there is a new one, and resume all engines. An engine that fails is lost. So is an engine
-        that joined meanwhile, and is therefore not in `loaded`, the engines with the version's weights."""
+        """Set the version, if there is a new one, and resume all engines. An engine that fails is given up. `loaded`,
+        if given, are the engines with the version's weights. Any other engine has joined meanwhile, and is given up,
+        too."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known

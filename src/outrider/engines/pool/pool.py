@@ -1,8 +1,8 @@
 """The engine pool: assigns each session the least loaded engine, keeps it there, and moves it when that engine fails.
 
-The pool has no notion of a conversation. It checks every reply (`reply_checks`). A generation cut off by a pause of the
-policy, or by the silence of its engine, continues as a new request (`continuation`). Invariants: any other generation
-is started again only while its consumer has received no chunk of it. An engine is suspect after an impossible reply,
+The pool has no notion of a conversation. `reply_checks` checks every reply. A generation cut off by a pause of the
+policy, or by the silence of its engine, continues as a new request if possible (`continuation`). Invariant: any other
+generation is started again only if its consumer has received no chunk. An engine is suspect after an impossible reply,
 until it passes several trials.
 """
 
@@ -122,15 +122,15 @@ class PoolReply(Generic[T]):
 
     @property
     def served(self) -> ServingEngine:
-        """The engine that generates the chunks: known with the first chunk, and final with the last, when a chat reply
-        without ids turns out to be text. Raises EngineUnavailable before an engine has been assigned."""
+        """The engine that generates the chunks: known with the first chunk, and final with the last, because a chat
+        reply without ids has the mode TEXT. Raises EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
     def serve(self, member: Member) -> None:
-        """Called by the pool: set the engine of the chunks to come. Raises EngineUnavailable if this engine cannot
-        continue the reply of another engine."""
+        """Set the engine of the next chunks (called by the pool). Raises EngineUnavailable if the engine's
+        log-probabilities differ in kind from those of the reply so far."""
         if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
             raise EngineUnavailable(
                 f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
@@ -139,8 +139,8 @@ class PoolReply(Generic[T]):
         self.serving = member.serving()
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Version spans of the first `length` tokens of a reply without a last chunk, because it was cut short or given
-        up."""
+        """Version spans of the first `length` tokens of a reply that has no last chunk because it was cut short or
+        given up."""
         spans = [span for span in self.earlier if span.end <= length]
         start = spans[-1].end if spans else 0
         if start < length:
@@ -167,7 +167,7 @@ class EnginePool:
     stop strings in generations that a pause has cut in two. `check` may refuse an engine (by raising an EngineError,
     such as ModelMismatch) whenever the engine joins or comes back. `patience` is how many seconds a request waits while
     no engine serves, so that an engine's restart fails no session. `known` and `keep` let the policy's version outlive
-    the pool (`Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
+    the pool (see `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
 
     Pools of other processes may follow this pool (`follower.py`): `changes` publishes whenever `state` may have
     changed, and `note_uses` records a follower's load on the engines. A following pool is made with `follows`, which
@@ -239,7 +239,8 @@ class EnginePool:
             _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
-            # Only a cancellation concerns the probes' group. Any other error belongs to the caller and stays unwrapped.
+            # Only a cancellation is passed on to the pool's tasks. Any other error belongs to the caller and stays
+            # unwrapped.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -341,8 +342,8 @@ class EnginePool:
     def note_uses(self, follower: str, uses: Mapping[str, EngineUse]) -> None:
         """Record a follower's current use of the engines. An empty `uses` means that the follower is gone.
 
-        A version seen by a follower only triggers a check of the engine: versions do not go back, so a false version
-        would stay.
+        A newer version in `uses` is not adopted but triggers a check of the engine: versions do not go back, so a false
+        version would stay.
         """
         for name, member in self._members.items():
             use = uses.get(name)
@@ -374,7 +375,7 @@ class EnginePool:
         return [{name: load - own(name, follower) for name, load in all_loads.items()} for follower in followers]
 
     def doubt(self, name: str) -> None:
-        """Check whether an engine still works, because a follower could not use it."""
+        """Check an engine that a follower could not use, or for which a follower reports a newer version."""
         member = self._members.get(name)
         if member is None or not member.serves or member.check is not None:
             return
@@ -399,7 +400,7 @@ class EnginePool:
         Raises the engine's errors, and EngineUnavailable if the engine was removed."""
         if (engine := self.engine(name)) is None:
             raise EngineUnavailable(f"engine {name!r} was removed")
-        if isinstance(request, GenerateRequest):  # a follower may run any program
+        if isinstance(request, GenerateRequest):  # a follower's process may send anything
             check_ids(request, self._vocabulary)
         try:
             async with aclosing(_begun(engine, request)) as chunks:
@@ -424,12 +425,12 @@ class EnginePool:
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe an engine that is down at once, because it may be back."""
+        """Probe an engine that is down, without further delay, because it may be back."""
         if (member := self._members.get(name)) is not None:
             member.probe_now.set()
 
     async def check(self, engine: AnyEngine) -> None:
-        """Run the pool's `check` on an engine, or on a worker of an engine, and raise its errors."""
+        """Run the pool's `check` on an engine, or on a worker of an engine, and raise the check's errors."""
         if self._check is not None:
             await self._check(engine)
 
@@ -487,7 +488,7 @@ class EnginePool:
         `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
         seconds.
 
-        A session on an overloaded engine moves to the least loaded engine here, so call this method between
+        This call moves a session from an overloaded engine to the least loaded engine, so make the call between
         generations.
         """
         self._affinity.rebalance(session_key)
@@ -553,8 +554,9 @@ class EnginePool:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
-                            ours = cuts != gate.cuts  # the version in the chunk may be outdated then
-                            # Somebody else paused the engine: the request is repeated only if no token would be lost.
+                            ours = cuts != gate.cuts  # the chunk's version may then be outdated
+                            # If somebody else has paused the engine, the request is repeated only if no token would be
+                            # lost.
                             again = cuttable is not None if ours else not generated and dropped < FAILOVERS
                             if chunk.finish is FinishReason.ABORT and takes_tokens and again:
                                 dropped += not ours
@@ -765,8 +767,8 @@ class EnginePool:
         self, member: Member, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
         """Check that an engine generates a token within `seconds`. For an engine whose workers connect to the service,
-        the connection suffices unless `by_token` is set: the workers' model may be slow. Returns None if a pause of the
-        policy came between, because a pause does not wait for this check. Raises EngineError."""
+        the connection suffices unless `by_token` is set: the workers' model may be slow. Returns None if the policy is,
+        or becomes, paused: a pause does not wait for this check. Raises EngineError."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -849,8 +851,8 @@ class EnginePool:
             member.trial = self._tasks.create_task(self._run_trials(member, request), name=f"trial {member.name}")
 
     async def _run_trials(self, member: Member, request: AnyRequest) -> None:
-        """Clear a suspect engine after `GOOD_REPLIES` trials in a row. In each trial the engine is healthy and sends a
-        good short reply to the request that it failed. A trial does not count if the engine misbehaved to a session
+        """Clear a suspect engine after `GOOD_REPLIES` passed trials in a row. The engine passes a trial if it is
+        healthy, sends a good short reply to the request that made it suspect, and misbehaves to no session
         meanwhile."""
         good = failed = 0
         while good < GOOD_REPLIES:

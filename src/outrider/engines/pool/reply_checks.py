@@ -1,7 +1,7 @@
 """Checks each chunk of a reply against its request before any part of the chunk is passed on.
 
-Engines are other people's programs, and their output is stored, trained on and shown to clients. The module handles no
-engine and no conversation. Invariant: no part of an impossible chunk is passed on.
+Engines are other people's programs, and their output is stored, trained on and shown to clients. Invariant: no part of
+an impossible chunk is passed on.
 """
 
 from __future__ import annotations

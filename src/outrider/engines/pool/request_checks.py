@@ -1,7 +1,7 @@
 """Checks a generation's token ids before they are sent to any engine.
 
 Some servers, such as SGLang 0.5.17, exit on an id that their model does not have. The ids of a prompt come from the
-renderer and the engines; the ids of a bias and of stops may come from an agent. The module handles no engines.
+renderer and the engines; the ids of a bias and of stops may come from an agent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from outrider.tokens.rendering.tokenizer import Vocabulary
 
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
-    """Raise InvalidField for a bias or a stop with an id that is no token, and EngineRejected for such a prompt."""
+    """Raise InvalidField for a bias or a stop with an id that is no token, and EngineRejected for a prompt with such an
+    id or without ids."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:

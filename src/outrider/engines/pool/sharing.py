@@ -1,7 +1,7 @@
 """Messages between pools of several processes that work together: the service's pool leads, other pools follow.
 
 The leading pool keeps the list of engines, probes them and changes their weights. Followers (`follower.py`) generate.
-The connection between the processes is not part of this module.
+`outrider.nodes` connects the processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """The leading pool's state for its followers. `closings` counts the changes of its gate, and `paused` is the gate's
-    current mode. `policy_version` is None while only engines report a version. `leaving` maps each engine under removal
+    current mode. `policy_version` is None until a trainer has set a version. `leaving` maps each engine under removal
     to the seconds left for its generations to end."""
 
     closings: int
@@ -58,8 +58,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a follower's gate: the number of the leader's `closings` followed so far, and the follower's
-    generations in flight. `whole` counts the generations among these that no engine can continue, and that run to their
-    end."""
+    generations in flight. `whole` counts those that no engine can continue, so that they run to their end."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]

@@ -3,8 +3,8 @@
 Every generation in flight is a `Flight`. A flight measures how long its consumer waits for the engine and compares the
 wait with the engine's recent calls (`Pace`). A watch checks all flights a few times a second. An engine that sends no
 chunk to any call for longer than is due gets a request for one token. If no token comes, the engine has failed, and its
-generations continue on other engines. Overdue seconds go to the session's `Overdue`; session clocks are not part of
-this module. Invariant: a generation is cut off only while its consumer waits for the engine.
+generations continue on other engines. Overdue seconds go to the session's `Overdue`. Invariant: a generation is cut off
+only while its consumer waits for the engine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 UNANSWERED_SECONDS = 1.0
 """A client that gives a call up sooner has not waited for the engine."""
 SLOWER = 2.0
-"""Multiple of the usual seconds from which on a wait that was given up counts together with the waits given up before
-it. Several such waits in a row are as unlikely as a single wait of their total length."""
+"""A wait that was given up is added to the waits given up before it if it lasted at least this multiple of the usual
+seconds. Several such waits in a row are as unlikely as a single wait of their total length."""
 
 
 class Flight:
@@ -101,13 +101,14 @@ class Flight:
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                # The time in which the engine served the session's own earlier calls first is not silence.
+                # The engine was not silent while it served earlier calls of the same session first.
                 began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
                 self.given_up = self._given_up(began, now)
             raise
         now = loop.time()
         seconds = now - began
-        # A later call of the session can be overdue behind this call, but not if this call has just received a chunk.
+        # Count a stretch that is overdue, or so long that a later call of the session, queued behind this call, may be
+        # overdue. No later call can be overdue within `least` seconds of a chunk of this call.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
@@ -179,13 +180,13 @@ class Flight:
         token = pace.usual_token
         whole, waited = first + token * (self._tokens + 1), self.wait.waited
         late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-        if late and stretch >= SLOWER * token:  # otherwise the consumer gave up because of the last chunk's content
+        if late and stretch >= SLOWER * token:  # else the reason was the last chunk's content
             return GivenUp(began, waited, whole)
         return GivenUp(began, stretch, token)
 
     @property
     def longest_wait(self) -> float:
-        """Maximum total seconds that the consumer may have waited before the call can be lost."""
+        """Total seconds of the consumer's wait after which the call can count as lost."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -193,7 +194,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Seconds beyond what is due before an engine of unknown pace is doubted."""
+        """Additional seconds before an engine of unknown pace is doubted; 0 if the pace is known."""
         if self._known:
             return 0.0
         if self.begun:
@@ -260,9 +261,9 @@ class SilenceWatch:
         return flight
 
     def end(self, flight: Flight, overdue: Overdue | None) -> None:
-        """End a flight. A wait that the client gave up after `UNANSWERED_SECONDS` becomes a doubt of the session. If
-        the engine has sent no chunk since the wait began, it gets a request for one token at once, not when the run is
-        judged: only then can the length of the silence be measured."""
+        """End a flight. A wait of at least `UNANSWERED_SECONDS` that the client gave up adds a check to the session's
+        `doubts`. If the engine has sent no chunk since the wait began, it gets a request for one token now, not when
+        the run is judged: the length of the silence cannot be measured later."""
         self._flights.discard(flight)
         flight.land()
         member, given_up = flight.member, flight.given_up
@@ -338,7 +339,7 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: Member, request: AnyRequest, since: float) -> None:
-        """Check whether an engine still works that sends no chunk to any call, or to a call that may be lost."""
+        """Check an engine that sends no chunk to any call, or none to a call that may be lost."""
         asked = loop_time()
         try:
             proof = await self._check(member, request, self._check_seconds(member))
@@ -411,7 +412,7 @@ class Question:
 class GivenUp(msgspec.Struct, frozen=True):
     """A wait that a call's consumer gave up. `began`: start time of the wait for the last chunk. `waited`: seconds
     waited. `usual`: seconds that the engine usually takes, None while unknown. Both durations are for the last chunk,
-    or for all chunks if the reply as a whole was later than the last chunk."""
+    or for all chunks if the whole reply, measured by the usual seconds, was slower than the last chunk."""
 
     began: float
     waited: float

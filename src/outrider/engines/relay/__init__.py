@@ -1,4 +1,5 @@
-"""Engines that dial in: the relay's protocol (`messages`, `link`), the service's end of one worker, and the engine.
+"""Engines whose workers connect to the service: the protocol (`messages`, `link`), the service's end of a worker, the
+engine.
 
-`outrider.relay` is the other end, beside the model. HTTP and WebSocket are not part of this room.
+The worker's end, beside the model, is `outrider.relay`. HTTP and WebSocket do not belong here.
 """

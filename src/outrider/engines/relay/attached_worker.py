@@ -1,7 +1,7 @@
 """The service's end of one worker: the generations and calls of the worker, which outlive its connections.
 
-Other workers are not part of this module. Invariants: a generation's messages are processed in the order of their
-numbers, each once, over any number of connections. The windows bound the worker's unread messages here.
+Invariants: a generation's messages are processed in the order of their numbers, each once, over any number of
+connections. The windows bound the number of a worker's messages that wait here to be consumed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class AttachedWorker:
         self.context_tokens = hello.context_tokens
         self.gone: str | None = None
         self.failing = False
-        """Whether its last generation failed with EngineUnavailable: other workers are preferred."""
+        """Whether the worker's last generation failed with EngineUnavailable: other workers are preferred."""
         self.deadline: asyncio.TimerHandle | None = None
         """Timer that gives the worker up, while it has no connection."""
         self._engine = engine
@@ -222,7 +222,7 @@ class AttachedWorker:
 
     async def call(self, call: Call, *, seconds: float | None = CALL_SECONDS) -> Answer:
         """Send a call and return the reply. Raises EngineUnavailable if the worker does not reply in time or is gone,
-        and the error that it replies."""
+        and the error in the worker's reply."""
         if self.gone is not None:
             raise EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -352,7 +352,7 @@ class AttachedWorker:
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Take the next chunk, and acknowledge at intervals: a quarter of the window keeps the worker going."""
+        """Take the next chunk, and acknowledge after every quarter of the window, which keeps the worker going."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

@@ -1,8 +1,8 @@
 """The relay engine: workers attach to it from outside, and it assigns each generation to a worker.
 
-The module does not depend on HTTP or on a model. Invariants: a generation moves to another worker only while no chunk
-of it has been passed on. All workers of an engine report the same kind of log-probabilities, and name the same model. A
-worker whose version is older than the version set on the engine gets no work.
+Invariants: a generation moves to another worker only while no chunk of it has been passed on. All workers of an engine
+report the same kind of log-probabilities, and name the same model. A worker whose version is older than the version set
+on the engine gets no work.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it is back. A worker that
-        fails, or has come meanwhile, is disconnected and, like any that attaches later, loads the weights before it
-        gets work. Raises a worker's error if no worker has loaded the weights."""
+        fails, or has come meanwhile, is disconnected. Like any worker that attaches later, it loads the weights before
+        it gets work. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -246,7 +246,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # it may be the version that the engine has waited for
+            if isinstance(message, Version):  # the engine may have waited for this version
                 news()
 
         worker.connect(link, hello)
@@ -297,8 +297,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, until they did not change meanwhile. Raises the
-        worker's errors."""
+        """Apply the engine's pause and weights to a new worker, repeatedly until they have not changed meanwhile.
+        Raises the worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):

@@ -46,10 +46,10 @@ class Link(Generic[In]):
     """A connection's queues, heartbeats and watch.
 
     `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
-    may be changed while the link runs. `heard` returns the time, by the event loop's clock, of the socket's last sign
-    of the peer, for sockets that see more than whole messages. `taken` returns the time at which the peer last accepted
-    part of the data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is
-    counted first (`decoding.py`).
+    may be changed while the link runs. `heard` returns the time, by the event loop's clock, of the last sign of the
+    peer at the socket, such as part of a message. `taken` returns the time at which the peer last accepted part of the
+    data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is counted first
+    (`decoding.py`).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Link(Generic[In]):
     ) -> Disconnected:
         """Send and receive until the connection ends, and return how it ended. `handle` is called with each message
         except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
-        read: until it returns the peer must wait, and its silence does not count."""
+        read: until `ready` returns, the peer must wait, and its silence does not count."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._write(), name="relay writer"),

@@ -1,7 +1,6 @@
 """The messages between a service and the workers of a relay engine, as MessagePack maps; docs/relay.md describes them.
 
-The module handles no connection. Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that
-every bit arrives unchanged.
+Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that every bit arrives unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ MAX_REASON = 120
 
 
 class Close(IntEnum):
-    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After the
-    others the same worker would be refused again."""
+    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After any
+    other code the same worker would be refused again."""
 
     LEFT = 1000  # the worker is done: nothing is resumed
     REPLACED = 4001  # the same worker has connected again
@@ -168,8 +167,8 @@ TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToServi
 
 
 def pack_ids(ids: object) -> bytes:
-    """int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for values that
-    are no ids."""
+    """Pack ids as int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for
+    values that are no ids."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 

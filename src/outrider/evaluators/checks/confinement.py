@@ -2,7 +2,7 @@
 
 No code of an answer is meant to run in the process (`reasoning_sets.py` prevents this). Code that runs all the same
 cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or
-`confine_check` has returned, the process cannot undo the restrictions. Independent of the libraries.
+`confine_check` has returned, the process cannot undo the restrictions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CALCULATION = {
         *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
     ),
 }
-"""The system calls of a calculation in Python, including imports. The second list has the calls of the first, as far as
-they exist on the second machine. The rest is refused."""
+"""The system calls of a calculation in Python, including imports. The list of aarch64 has those calls of x86_64's list
+that exist on aarch64. All other calls are refused."""
 
 
 def confine_zygote() -> None:

@@ -1,7 +1,7 @@
 """Compares an answer with gold answers by math-verify. Runs in a process of its own (see `zygote.py`).
 
-Independent of rewards. math-verify's own time limits are off, because they need SIGALRM and stop no C code. The limits
-of the process apply instead.
+math-verify's own time limits are off, because they need SIGALRM and stop no C code. The limits of the process apply
+instead.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ QUICK_SECONDS = 0.2
 SLOW_NICER = 5
 """Niceness added to slow checks, in favour of other checks and the service."""
 SUBMITTED_AT_ONCE = 2
-"""Maximum concurrent checks of submitted tasks in each line. With one alone, a long check would block the rest."""
+"""Maximum concurrent checks of submitted tasks in each line. With a maximum of 1, a long check would block all
+others."""
 MAX_MEMORY = 512 << 20
 """Maximum bytes of a check, besides the memory of its library."""
 MAX_ANSWER = 1 << 20

@@ -1,7 +1,6 @@
 """Scores an answer by reasoning-gym. Runs in a process of its own (see `zygote.py`).
 
-Independent of rewards. Invariant: a scorer that evaluates texts as Python gets no text with a call of an arbitrary
-function.
+Invariant: a scorer that evaluates texts as Python gets no text with a call of an arbitrary function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The data sets of reasoning-gym: the unusable sets, and the texts that scorers evaluate as Python.
 
-Such a text must be a plain literal, sum or formula. Pure. Invariant: an accepted text calls only functions of the list,
-reads no attribute and holds no code in a string, however it is evaluated later. Its computation may still take for
-ever.
+Such a text must be a plain literal, sum or formula. Pure. Invariant: an accepted text calls only FUNCTIONS, reads no
+attribute and holds no code in a string, however it is evaluated later. Its computation may still take for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Judges the log of a test run by swebench's parsers and grading. Runs in a process of its own (see `zygote.py`).
 
-The candidate has written the log, and may have forged pytest's reports as well. This module is independent of sandboxes
-and rewards. Invariant: its judgement of a log is never better than that of swebench's `get_eval_report`.
+The candidate has written the log, and may have forged pytest's reports as well. Invariant: the judgement of a log is
+never better than that of swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def warm_up() -> None:
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Judge the `log` of a row, or without `log` check whether the row is usable.
 
-    With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why` not
-    all of them. Without: the reason why the row is `unusable`, and the option at fault in `field`. With `statuses`: the
-    statuses of all tests in the log."""
+    With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why` the
+    others do not. Without: the reason why the row is `unusable`, and the option at fault in `field`. With `statuses`:
+    the statuses of all tests in the log."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"

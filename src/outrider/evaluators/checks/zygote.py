@@ -1,10 +1,10 @@
-"""The process from which the checks of one library are forked: the library is imported, warm, and confined.
+"""The process from which the checks of one library are forked: confined, with the library imported and warmed up.
 
 A fork takes milliseconds and has everything loaded. Each check has its own fork: no check sees the remains of another,
 and a hanging check is killed without affecting others. The process is started by `python -I -S -c` with one end of a
-socket as standard input. It reads no answer itself. Invariants: the process has one thread; a check whose connection is
-hung up is killed; the last line on a check's connection is always written by this process, after the check has exited;
-at the end of its own socket, or at its exit, every check is killed.
+socket as standard input. The process itself reads no answer. Invariants: the process has one thread; a check whose
+connection is hung up is killed; the last line on a check's connection is always written by this process, after the
+check has exited; at the end of its own socket, or at its exit, every check is killed.
 
 A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
 JSON object until the end of input, and then writes one object. The last line is the check's end as reported by

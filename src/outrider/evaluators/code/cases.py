@@ -1,7 +1,6 @@
 """The cases of a `code` task: a program's input and its expected output. Pure.
 
-Independent of sandboxes. Invariant: expected values never leave the service, and are compared there as text or as
-values of built-in types.
+Invariant: expected values never leave the service, and are compared there as text or as values of built-in types.
 """
 
 from __future__ import annotations

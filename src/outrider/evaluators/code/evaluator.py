@@ -76,7 +76,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # it hangs: a slow host, or a program put in its place
+            async with outcome.beside() as other:  # a slow host, or a program in the place of Python
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:

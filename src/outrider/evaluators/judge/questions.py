@@ -1,8 +1,8 @@
 """The questions to a judge, and the parser of its grades. Pure.
 
-Independent of the model. Invariants: each judged text stands between lines with a mark that its author cannot guess,
-and only a line with this mark is a grade; the last grade counts. Placeholders are filled in once, so that filled-in
-texts are not searched for placeholders.
+Invariants: each judged text stands between lines with a mark that its author cannot guess, and only a line with this
+mark is a grade; the last grade counts. Placeholders are filled in once, so that filled-in texts are not searched for
+placeholders.
 """
 
 from __future__ import annotations

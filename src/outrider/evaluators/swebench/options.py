@@ -1,7 +1,6 @@
 """The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. Pure.
 
-Independent of sandboxes. Invariant: an option that would let every run pass is refused, such as an empty list of tests
-to be fixed.
+Invariant: an option that would let every run pass is refused, such as an empty list of tests to be fixed.
 """
 
 from __future__ import annotations

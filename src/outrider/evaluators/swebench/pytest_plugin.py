@@ -1,6 +1,6 @@
 """The plugin through which pytest reports the outcome of each test to the evaluator.
 
-It runs in the sandbox, in the process of the tests: the evaluator sends this text, with final lines that call
+The plugin runs in the sandbox, in the process of the tests: the evaluator sends this text, with final lines that call
 `canaries` and `plant`. Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. The code under test
 runs in the same process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences).
 Invariant: each line is one JSON object with the key of this evaluation, written with one call.
@@ -159,7 +159,7 @@ def plant(config: Any, path: str, key: str, option: str) -> None:
     """Report this run to the file `path`. `option` is the option that loads this plugin: nested pytest runs do not get
     it."""
     worker = hasattr(config, "workerinput")
-    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers read it there, too
+    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers read the variable, too
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     config.pluginmanager.register(Watcher(), "outrider-watcher")
     if not worker:  # a worker reports to the first process

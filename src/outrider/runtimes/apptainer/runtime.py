@@ -1,8 +1,8 @@
 """The apptainer runtime: rootless containers of HPC machines, without a daemon, from a SIF file or a root folder.
 
-A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program. This
-module is independent of its callers. Invariant: the tool server is the first process of the container's pid namespace,
-so its exit kills all processes inside; when `stop` returns, Apptainer's processes outside the container are dead too.
+A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program.
+Invariant: the tool server is the first process of the container's pid namespace, so its exit kills all processes
+inside; when `stop` returns, Apptainer's processes outside the container are dead too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ApptainerRuntime:
 
     @classmethod
     def take_over(cls, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
-        """See `Outlives`."""
+        """See `TakesOver`."""
         return ToolServerSandbox(partial(take_over, handle=handle), spec, context)
 
     @classmethod
@@ -186,7 +186,7 @@ async def take_over(
 
 def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
     async def ended_inside() -> bool:
-        """Ignore the log: Apptainer and the tool server write to the same one, so the log proves nothing."""
+        """The log is not considered, because Apptainer and the tool server both write to it."""
         return group.ran_out()
 
     handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: "\n".join(map(str, group.folders))}

@@ -1,9 +1,9 @@
 """The request that creates a container, in the form of the Docker Engine API. Pure except for reading this process's
 own limits.
 
-This module is independent of daemons. Invariant: a container has no network, no privilege beyond its own files, and no
-way to gain more, and sees only the host paths mounted here, all read-only. File systems mounted below those paths must
-be named separately (see kernel/mounts.py).
+Invariant: a container has no network, has no privilege beyond its own files and cannot gain any, and is shown only the
+host paths mounted here, all read-only. File systems mounted below those paths must be named separately (see
+kernel/mounts.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A container engine of this machine, docker's or podman's, and its daemon, shared by the sandboxes of one node.
+"""A container engine of this machine, docker or podman, and its daemon, shared by the sandboxes of one node.
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
 `_ours` from before the request for its creation until the daemon has confirmed its absence. Every other container with
@@ -253,7 +253,8 @@ class ContainerDaemon:
     async def _is_there(self, name: str) -> bool:
         """Send two requests to remove the container, and return whether it still exists.
 
-        The response to the first request confirms the request, the response to the second the removal."""
+        Status 404 means that the container is gone. Usually the second response has this status, because the first only
+        confirms the request."""
         for _ in range(2):
             try:
                 await self._api.remove(name)
@@ -278,7 +279,7 @@ class ContainerDaemon:
         return len(left)
 
     def _is_left(self, name: str, node: str) -> bool:
-        """Return whether the container, labelled with that node, has no owner left to stop it."""
+        """Return whether no node is left to stop the container, which has the label of `node`."""
         if name in self._ours:
             return False
         if same_folder(node, self.node):
@@ -290,7 +291,7 @@ class ContainerDaemon:
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """A daemon's response, and its name and version in the header `Server`."""
+    """The body of a daemon's response, and the daemon's name and version from the header `Server`."""
 
     version: str
     body: bytes

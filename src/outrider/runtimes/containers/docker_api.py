@@ -1,8 +1,7 @@
 """The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, with aiodocker.
 
-This module is independent of sandboxes, and neither repeats nor undoes a call. Invariant: every failure is a
-`DockerApiError` with the daemon's own text and status, or with status 0 if the call may or may not have been carried
-out.
+No call is repeated or undone here. Invariant: every failure is a `DockerApiError` with the daemon's own text and
+status, or with status 0 if it is unknown whether the call was carried out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 LIBPOD = "v4.0.0"
-"""The version used of Podman's own API. Every newer Podman supports this version."""
+"""The version of Podman's own API that is used. Every newer Podman supports this version."""
 NO_CONNECTION = 900
 """aiodocker's own status for a call that did not reach the daemon."""
 

@@ -2,7 +2,7 @@
 in requests of Docker's API.
 
 The request is translated from Docker's, so that the permissions of a container are described only once. Invariant: a
-part of Docker's request without a translation here is an error, and is never left out.
+part of Docker's request without a translation here is an error, and is never silently left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The docker, podman and gvisor runtimes: one container per sandbox, made through the daemon's API, with our tool
 server as its first process.
 
-Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. This module is independent
-of its callers. Invariant: when `stop` returns, the daemon has confirmed that everything requested by the launch is
-gone.
+Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. Invariant: when `stop`
+returns, the daemon has confirmed that everything requested by the launch is gone.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ContainerRuntime:
         return ToolServerSandbox(partial(launch, self), spec, context)
 
     def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
-        """See `Outlives`."""
+        """See `TakesOver`."""
         return ToolServerSandbox(partial(take_over, self, handle=handle), spec, context)
 
     def available(self) -> Availability:

@@ -1,8 +1,7 @@
 """The start command of a tool server in a container, and the socket over which the server connects to the host.
 
-The server connects back through a mounted folder, so no call goes through the daemon. This module does not depend on
-the maker of the container. Invariant: the folder holds one listening socket until the server has connected, and none
-after that.
+The server connects back through a mounted folder, so no call goes through the daemon. Invariant: the folder holds one
+listening socket until the server has connected, and none after that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A bridge from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
 
-The module is independent of HTTP. Invariant: the end of one direction is forwarded by itself; the other direction stays
+The bridge does not parse HTTP. Invariant: the end of one direction is forwarded by itself; the other direction stays
 open.
 """
 
@@ -23,7 +23,7 @@ CONNECT_TRIES = 200
 AWAY_SECONDS = 0.05
 """Seconds between two attempts to connect while the gateway is away."""
 MAX_PAIRS = 256
-"""Maximum number of clients at once; further clients are closed. A client takes a descriptor of the node, too, which
+"""Maximum number of clients at once; further clients are closed. Each client also takes a descriptor of the node, which
 has some thousands for all its sandboxes."""
 
 

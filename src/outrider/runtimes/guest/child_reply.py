@@ -1,8 +1,8 @@
 """Replies to calls that a forked child writes and the server forwards in parts.
 
 Searching, patching and archiving may take long and touch many files, so a fork does the work and holds up no other
-call. The module is independent of the content. Invariant: a call ends in "ok" only if the child wrote everything,
-exited with 0, and stayed within its limit of bytes.
+call. Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of
+bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One command: started, given its input, limited in time, killed with its descendants, and reported.
 
-The module is independent of the command's origin. Invariant: an output stream takes at most 1.5 times its bound of
-memory, however long the output is.
+Invariant: an output stream takes at most 1.5 times its bound in memory, however long the output is.
 """
 
 from __future__ import annotations

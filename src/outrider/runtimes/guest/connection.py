@@ -1,8 +1,7 @@
 """The connection to the host: non-blocking frames in and out, and the replies to the calls under way.
 
-A frame holds one message (see msgpack.py). The module is independent of the methods. Invariants: frames leave in the
-order in which they were sent; each call gets exactly one "ok" or "error", after any number of parts, unless the
-connection ends first.
+A frame holds one message (see msgpack.py). Invariants: frames leave in the order in which they were sent; each call
+gets exactly one "ok" or "error", after any number of parts, unless the connection ends first.
 """
 
 from __future__ import annotations
@@ -121,9 +120,9 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the environment entry added by `environment`. A time limit finds descendants by this entry after they
-        have left their session and their parent: they are reparented to this server, without any other trace of their
-        owner."""
+        """Return the environment entry added by `environment`. When a time limit expires, this entry identifies the
+        descendants that have left their session and their parent. They are reparented to this server, and have no other
+        trace of their owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

@@ -28,7 +28,8 @@ MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 """Lines of /proc/PID/status that add up to a process's memory, with pages shared with forks in full."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that add up to the same with shared pages divided among the sharing processes."""
+"""Lines of /proc/PID/smaps_rollup that add up to the same, with each shared page divided among the processes that share
+it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 """Names in /proc/PID/maps of memory shared by several processes that is not a file."""
 

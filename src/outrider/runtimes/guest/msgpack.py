@@ -2,8 +2,7 @@
 
 A frame is a u32 big-endian length and as many bytes of msgpack: `[call, method, {arguments}]` from the host, `[call,
 "ok" | "error" | "part", {fields}]` to the host. Text that is not UTF-8, such as file names, travels as surrogate
-escapes. The module is independent of the methods. Invariant: `Unpacker` and msgspec read every packed value back
-unchanged. Pure.
+escapes. Invariant: `Unpacker` and msgspec read every packed value back unchanged. Pure.
 """
 
 from __future__ import annotations

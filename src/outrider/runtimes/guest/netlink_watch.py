@@ -1,9 +1,9 @@
 """A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
 
 If a program sends requests to the kernel and does not read the replies, the kernel holds up to a MiB for each socket.
-No control group of any version counts this memory, and only the limit on open files bounds it. The module is
-independent of the task's limits. Invariant: while the sockets hold more than MOST bytes, all programs of the sandbox
-are killed. The owner of a socket cannot always be determined, and no honest program comes near the bound.
+No control group of any version counts this memory, and only the limit on open files bounds it. The bound is the same
+for every task. Invariant: while the sockets hold more than MOST bytes, all programs of the sandbox are killed. The
+owner of a socket cannot always be determined, and no honest program comes near the bound.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The wait for the next host, in a sandbox that may outlive its host.
 
 The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to it,
-so the server authenticates itself with a secret received from the previous host. The module is independent of the work
-in the sandbox. Invariant: if no host replies in time, the loop stops, and the sandbox ends with it.
+so the server authenticates itself with a secret received from the previous host. Invariant: if no host replies in time,
+the loop stops, and the sandbox ends with it.
 """
 
 from __future__ import annotations

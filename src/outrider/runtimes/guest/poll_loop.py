@@ -1,7 +1,7 @@
 """A poll loop for one thread: readiness of descriptors, timers, and exits of children.
 
-The module is independent of the watched objects. asyncio would be the natural choice, but importing it takes several
-times as long as starting the interpreter. Invariant: every child that exits is reaped, adopted orphans included.
+asyncio would be the natural choice, but importing it takes several times as long as starting the interpreter.
+Invariant: every child that exits is reaped, adopted orphans included.
 """
 
 from __future__ import annotations

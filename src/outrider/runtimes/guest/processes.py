@@ -1,7 +1,6 @@
 """Processes as listed in /proc: find the descendants of a process, kill them, start a process.
 
-The module is independent of the purpose of processes. Invariant: a process that `kill_tree` does not return was not
-alive at the last scan of /proc.
+Invariant: a process that `kill_tree` does not return was not alive at the last scan of /proc.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
 
 
 def exit_code(status: int) -> int:
-    """128 + N for a signal N, as in shells."""
+    """Return the exit code of a wait status: 128 + N for a signal N, as in shells."""
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 

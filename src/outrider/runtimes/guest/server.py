@@ -1,8 +1,8 @@
 """The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
 The server executes calls from the host on one connection: commands, live shells, files, archives. It also bridges
-127.0.0.1 to the model gateway's socket. The module is independent of sessions, models, and the sandbox's isolation.
-Invariant: all children of the server, adopted orphans included, are reaped here, and none outlives the server.
+127.0.0.1 to the model gateway's socket. Invariant: all children of the server, adopted orphans included, are reaped
+here, and none outlives the server.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
 Modules with a load time of more than a millisecond are therefore imported in the functions that need them.

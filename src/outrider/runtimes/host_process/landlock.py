@@ -1,9 +1,9 @@
 """The process-landlock runtime: programs on the host itself, confined by Landlock where user namespaces are off.
 
-Weaker than a sandbox of namespaces: programs see the host's system folders and its processes, but cannot look into
-those processes. Without control groups, limits hold for each process separately, not for all together. This module is
-independent of the programs inside. Invariant: programs change files only in the sandbox's own directory, except that
-they can write to the terminals of the service's user. `stop` kills the same processes as the process runtime's.
+The sandbox is weaker than one of namespaces: programs see the host's system folders and processes, but cannot look into
+these processes. Without control groups, limits hold for each process separately, not for all together. Invariant:
+programs change files only in the sandbox's own directory, except that they can write to the terminals of the service's
+user. `stop` kills the same processes as the process runtime's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The process runtime: trusted code on the host itself, without isolation, with the same tool server.
 
-This module is independent of the programs inside. Invariant: after `stop` no process started through this runtime is
-left, even one that left its session and its parents.
+Invariant: after `stop` no process started through this runtime is left, even one that left its session and its parents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of its sandboxes.
 
-Version 2 is used where this process may make groups (a delegated unit or container), version 1 where it may (root, or
-chowned folders), and otherwise none. This module is independent of runtimes. Invariants: a group is named after its
-node and sandbox, so the leftovers of a dead node are identified with certainty; after `remove` the group is gone.
+Making groups takes a delegated unit or container on version 2, and root or chowned folders on version 1. Without these
+permissions there are no groups. Invariants: a group is named after its node and sandbox, so the leftovers of a dead
+node are identified with certainty; after `remove` the group is gone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
-    """The folder of each controller in which this process may make groups with limits."""
+    """The folders, by controller, in which this process may make groups with limits."""
 
     version: int
     folders: Mapping[str, Path]
@@ -85,7 +85,7 @@ def by_controller(own: str) -> dict[str, str]:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """By controller: the files to write, in order, and their text."""
+    """Return the files to write, in order, with their texts, by controller."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
@@ -170,8 +170,7 @@ class Group:
 
 
 def _short_of_memory(group: Path) -> bool:
-    """Return whether a member was killed for lack of memory, whether of the group, of an enclosing group, or of the
-    host."""
+    """Return whether a member was killed for lack of memory in the group, in an enclosing group, or on the host."""
     return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
 
 
@@ -234,8 +233,8 @@ class Cgroups:
     def _open(self) -> None:
         try:
             if self.hierarchies.version == 2:
-                # Move this process's group out of the way: only a group without members can pass its controllers on to
-                # inner groups.
+                # Move the processes of our own group into an inner group: only a group without members can pass its
+                # controllers on to inner groups.
                 (folder,) = self._parents()
                 own = folder / OWN
                 own.mkdir(exist_ok=True)
@@ -256,7 +255,8 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """End the leftovers of dead nodes in control groups. Returns the number of such nodes. Blocks."""
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of such nodes.
+    Blocks."""
     parents = _parents(find())
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0

@@ -1,8 +1,8 @@
 """A process that works for the service, watched through a pidfd, and its descendants.
 
-The process is a child spawned without copying the service's memory, or was forked by the zygote. This module is
-independent of sandboxes. Invariants: after `Child.end` the process is dead, and reaped if it was a child; a signal is
-sent only through a pidfd, never to a process id.
+The process is a child spawned without copying the service's memory, or was forked by the zygote. Invariants: after
+`Child.end` the process is dead, and reaped if it was a child; a signal is sent only through a pidfd, never to a process
+id.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Child:
         return True
 
     async def _exit(self) -> None:
-        """Wait for the exit. Concurrent waiters share one reader, because an event loop has one per descriptor."""
+        """Wait for the exit. Concurrent waiters share one reader, because an event loop allows only one per
+        descriptor."""
         if self._exited is None:
             if not self.runs():
                 return

@@ -1,9 +1,9 @@
 """The file systems mounted on this machine, as seen by this process.
 
-Some are mounted below host folders that are shown in a sandbox. Container engines that mount such a folder read-only
-also mount the inner file systems, but writable. An overlay omits them. Therefore each must be mounted again
-separately, over its path. This module mounts nothing, and only checks whether paths exist. Invariant: the returned
-mount points keep their positions relative to their folder.
+Some file systems are mounted below a host folder that is shown in a sandbox. A container engine that mounts the folder
+read-only mounts these inner file systems too, but writable. An overlay omits them. Each inner file system must
+therefore be mounted again, over its path. This module mounts nothing, and only checks whether paths exist. Invariant:
+the returned mount points keep their positions relative to their folder.
 """
 
 from __future__ import annotations

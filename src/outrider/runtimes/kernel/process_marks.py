@@ -3,8 +3,8 @@
 Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
 directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER LOCK SIGN`, this module is a
 node's keeper. After the node's exit the keeper kills the node's processes, except sandboxes that may outlive the node,
-and keeps those for the next node. This module is independent of isolation. Invariant: a signal is sent only through a
-pidfd opened before the mark is read, never to a process id. Standard library only.
+and keeps those for the next node. Invariant: a signal is sent only through a pidfd opened before the mark is read,
+never to a process id. Standard library only.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
 
 
 def _kill(mark: str, spared: Sequence[str]) -> None:
-    """Stop all marked processes before any is killed: otherwise processes not yet seen start others."""
+    """SIGSTOP all marked processes before killing any: otherwise processes not yet found start others."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark, spared) - held.keys():

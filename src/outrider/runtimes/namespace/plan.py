@@ -1,7 +1,8 @@
 """The parts of a namespace sandbox, as plain data that guest/isolation/isolate.py carries out.
 
-This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host, a plan
-shows its system folders, a fixed list of harmless files below /etc and devices, and the paths named by the caller.
+This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: a plan shows nothing of
+the host but its system folders, a fixed list of harmless files below /etc and devices, and the paths named by the
+caller.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layer. A layer other than the root is read-only if its folder cannot have a writable layer over it. `folders` are
     pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of `layers` and
     `folders`, which must be mounted separately (see `inner_of`); the source is "" for a mount that is covered. `shown`
-    are pairs (path of the host, path inside) of further read-only mounts, over the former. `named` are the read-only
+    are pairs (path of the host, path inside) of further read-only mounts, over all of these. `named` are the read-only
     mounts named by the task: no part of their host paths may be a link. `devices` are pairs of usable device files
     besides the usual ones. `bytes` and `files` bound the written files. `gateway` is the path of the gateway's socket,
     `cgroups` are the files for entering the control groups (see `Group.entrances`). `memory` is `counted_memory`.
-    `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps of the
-    users; `mappers` are the programs that can map more than one user."""
+    `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps of the users;
+    `mappers` are the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]

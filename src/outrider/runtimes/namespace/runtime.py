@@ -1,9 +1,8 @@
 """The default runtime: a rootless sandbox of namespaces, forked from the node's zygote in milliseconds.
 
 A sandbox has a throw-away root (the host's system folders, an image, or a folder named by the spec), no network but a
-loopback, and the model gateway behind 127.0.0.1. This module is independent of its callers. Invariant: the tool server
-is the first process of the sandbox's pid namespace. Its exit kills all other processes of the sandbox, and `stop`
-waits for its exit.
+loopback, and the model gateway behind 127.0.0.1. Invariant: the tool server is the first process of the sandbox's pid
+namespace. Its exit kills all other processes of the sandbox, and `stop` waits for its exit.
 """
 
 from __future__ import annotations
@@ -230,8 +229,8 @@ def _has_python(root: Root) -> bool:
 async def _end(child: Child, group: Group) -> None:
     """Kill the first process, which kills all others with it, and wait for its exit.
 
-    The first process exits last. Many processes with little processor time take long to exit, so they are then killed
-    one by one."""
+    The first process exits only after all others. Many processes with little processor time take long to exit. They are
+    then killed one by one, without the limit of processor time."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)

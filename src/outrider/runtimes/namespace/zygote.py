@@ -1,7 +1,7 @@
 """The node's end of the zygote, the process from which namespace sandboxes are forked.
 
-The program itself is guest/isolation/zygote.py. This module handles plans, and does not depend on the programs in a
-sandbox. Invariant: a forked process is either returned to the caller or, if the caller was cancelled, killed.
+The program itself is guest/isolation/zygote.py. Invariant: a forked process is either returned to the caller or, if the
+caller was cancelled, killed.
 """
 
 from __future__ import annotations

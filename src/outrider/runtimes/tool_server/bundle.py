@@ -1,9 +1,9 @@
 """The tool server as one program, in the form that a bare interpreter starts fastest: its own bytecode.
 
 The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling takes
-longer than starting the interpreter, so each interpreter compiles the program once. Later starts read the bytecode
-from standard input, and the sandbox needs no file of ours. This module is independent of how a sandbox is made.
-Invariant: the program needs only the standard library of Python 3.8 or newer.
+longer than starting the interpreter, so each interpreter compiles the program once. Later starts read the bytecode from
+standard input, and the sandbox needs no file of ours. Invariant: the program needs only the standard library of Python
+3.8 or newer.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ def _bytecode(name: str, text: str) -> bytes:
 
 
 def server_command(interpreter: str) -> list[str]:
-    """Return the command that starts the tool server. `delivery` of its bytecode must come first on its standard
-    input."""
+    """Return the command that starts the tool server. Its standard input must begin with `delivery(bytecode)`."""
     return [interpreter, *FLAGS, "-c", BOOT]
 
 

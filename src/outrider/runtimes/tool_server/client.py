@@ -1,9 +1,9 @@
 """The host's end of a connection to a tool server, over which many calls run at once.
 
-This module handles frames and replies, independent of how the server was started. Replies are decoded into closed
-types, because their sender shares a sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and
-its processes are dead before the cancellation proceeds, as long as the server responds at all; any received data costs
-bounded time and memory, because a server that sends more than was requested is dropped.
+This module handles only frames and replies. Replies are decoded into closed types, because their sender shares a
+sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its processes are dead before the
+cancellation proceeds, as long as the server responds at all; any received data costs bounded time and memory, because a
+server that sends more than was requested is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 PART_MIN = 1 << 10
 """Minimum bytes counted for a part: many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes received for no waiting call between two replies: parts of calls that were cancelled."""
+"""Maximum bytes, received between two replies, that belong to no waiting call: parts of calls that were cancelled."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
@@ -58,8 +58,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The error of a call: the file is missing, or is a directory; the sandbox's lifetime is over (`ended`); or any
-    other."""
+    """The reply of a failed call. `code`: the file is missing, the path is a directory, the sandbox's lifetime is over
+    (`ended`), or any other error (`failed`)."""
 
     code: Literal["missing", "directory", "failed", "ended"]
     text: str
@@ -123,7 +123,7 @@ class ToolClient(asyncio.Protocol):
         """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
         highest call number that the server has received from an earlier node."""
         self._end: socket.socket | None = end
-        """None once the transport has it."""
+        """None after `open` has passed the socket to the transport."""
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None

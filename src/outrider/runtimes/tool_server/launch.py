@@ -1,8 +1,8 @@
 """The common parts of every runtime's `launch`: a tool server's set-up, its connection, and the undoing of steps.
 
 A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
-tool server inside, and yields a `RunningServer`; leaving the context undoes all steps. This module is independent of
-isolation. Invariant: when `undone` returns or raises, its step has ended, even after a cancellation.
+tool server inside, and yields a `RunningServer`; leaving the context undoes all steps. Invariant: when `undone` returns
+or raises, its step has ended, even after a cancellation.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, 
 
 
 async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
-    """Run the `step` that undoes a part of a launch to its end, even when cancelled meanwhile.
+    """Run `step`, which undoes a part of a launch, to its end, even if the caller is cancelled meanwhile.
 
     A failure is logged and not raised: `Runtime.stop` raises nothing, and the sandbox's other parts must be undone
     too."""

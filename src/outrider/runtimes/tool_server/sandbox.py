@@ -1,8 +1,8 @@
 """A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
 
-The kind supplies a `launch` and the mapping of paths; everything else is calls to the tool server. This module is
-independent of isolation and processes. Invariants: all data into and out of the sandbox passes through that one
-connection; the launch is undone when `stop` has returned, or after a `start` that raised.
+The kind supplies a `launch` and the mapping of paths. Everything else is calls to the tool server. Invariants: all data
+into and out of the sandbox passes through the one connection to the tool server; the launch is undone when `stop` has
+returned, or after a `start` that raised.
 """
 
 from __future__ import annotations

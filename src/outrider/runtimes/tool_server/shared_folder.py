@@ -2,8 +2,8 @@
 connects.
 
 The folder itself is mounted, so its content can be replaced while the sandbox runs: after a node was killed, the next
-node puts its own sockets there. This module does not depend on the maker of the sandbox. Invariant: the socket for
-tool servers exists only while a server is expected, because any program in the sandbox could connect.
+node puts its own sockets there. Invariant: the socket for tool servers exists only while a server is expected, because
+any program in the sandbox could connect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class SharedFolder:
-    """The shared folder, created if missing, with the gateway's socket in it. It listens until `stop_listening`."""
+    """The shared folder, created if missing, with the gateway's socket in it. A second socket accepts connections until
+    `stop_listening`."""
 
     def __init__(self, path: Path, gateway: Path) -> None:
         """Raises OSError."""

@@ -1,8 +1,7 @@
 """The files, folders and links of a host folder that is copied into a sandbox.
 
-This module is independent of the target. A path may be changed between its check and its opening, so the folders of a
-path are opened one inside another, and never through a link. Invariant: no byte is read through a symbolic link, and
-no link out of the folder is passed on.
+A path may be changed between its check and its opening, so the folders of a path are opened one inside another, and
+never through a link. Invariant: no byte is read through a symbolic link, and no link out of the folder is passed on.
 """
 
 from __future__ import annotations

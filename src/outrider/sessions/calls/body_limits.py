@@ -65,9 +65,9 @@ class TooSlow(RequestError):
 
 
 class Intake:
-    """The LARGE bodies of all sessions. `seconds` is the time in which any body must arrive. When a body exceeds the
-    limit, the body that has been arriving for the longest is given up: otherwise a client could use up the limit by
-    sending slowly."""
+    """The LARGE bodies of all sessions. `seconds` is the time in which any body must arrive. When all bodies together
+    exceed MAX_IN_ALL, the body that has been arriving for the longest is given up: otherwise a client could use up the
+    limit by sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0

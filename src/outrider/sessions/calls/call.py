@@ -1,7 +1,4 @@
-"""Common parts of model calls on both kinds of engines: the steps of a call, and the parts shared on a node.
-
-Limits and the store are handled elsewhere.
-"""
+"""Common parts of model calls on both kinds of engines: the steps of a call, and the parts shared on a node."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Call(Protocol):
 
     promised_tokens: int
     ended: bool
-    """Whether the reply ends before its generation does."""
+    """True if the reply ends before its generation does."""
 
     def start(self, share: Share) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...
@@ -69,8 +66,8 @@ class Call(Protocol):
 
 
 def clamped(sampling: SamplingParams, share: Share) -> SamplingParams:
-    """Return the sampling of a call that begins now. Other calls may have used tokens up during the wait for the
-    share."""
+    """Return the sampling, limited to the tokens left: other calls may have used tokens up while this call waited for
+    its share."""
     if sampling.max_tokens <= share.unsampled:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=share.unsampled)

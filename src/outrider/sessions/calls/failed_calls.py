@@ -1,10 +1,10 @@
-"""The failed model calls that a session has not gone on from. If the run ends now, it ends with the error of such a
-call.
+"""The failed model calls that no later call has made up for. If the run ends now, it ends with the error of one of
+them.
 
-A session goes on from a failed call with a later call, begun after the failure and ended. If the later call fails, too,
-it takes the place of the first. A call under way beside the failed call has no effect. Neither has a call without tools
-on a failed call with tools: agents request a title, or a name for a branch, beside their work, and continue to do so
-when the work has failed.
+A later call, begun after the failure and ended, makes up for a failed call. If the later call fails, too, it takes the
+place of the failed call. A call that was under way at the time of the failure has no effect. A call without tools does
+not make up for a failed call with tools: agents request a title, or a name for a branch, beside their work, and
+continue to do so when the work has failed.
 """
 
 from __future__ import annotations

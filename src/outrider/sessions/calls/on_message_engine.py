@@ -1,8 +1,8 @@
 """One model call on an engine that takes messages. Token ids are captured from the response, if the engine reports any.
 
-This is second best, and every turn is marked so: the engine renders the history anew each time, so a prompt may not
-extend the previous turn's ids. Invariant: nothing is spliced; a turn without an extended predecessor stands alone and
-its drift is counted.
+Such turns are second best, and are marked by their mode: the engine renders the history anew for each call, so a prompt
+may not extend the previous turn's ids. Invariant: nothing is spliced; a turn without an extended predecessor stands
+alone and its drift is counted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from outrider.trajectory import (
 class MessageCall:
     """A call on an engine that takes messages, and reports the used token ids or none at all.
 
-    The prompt joins the session's record by ids. A prompt that does not extend the previous turn's ids stands alone,
-    and the difference is counted as drift.
+    The prompt joins the session's record by its ids (see `CapturedTurns`).
     """
 
     def __init__(
@@ -238,8 +237,8 @@ class CapturedTurns:
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` are the turns whose ids the prompt begins with; `same` are the turns of `fitting` with the same
-        # images in the messages of both requests.
+        # `fitting` are the turns whose ids the prompt begins with; `same` are the turns of `fitting` that have the same
+        # images as this request up to there.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)

@@ -1,7 +1,7 @@
 """One model call in flight, from joined prompt to turn, on an engine that takes token ids.
 
-Limits and the store are handled elsewhere. Invariant: the call's turn holds every token that the engine reported,
-whether the call ended well, failed half way or was given up.
+Invariant: the call's turn holds every token that the engine reported, whether the call ended well, failed half way or
+was given up.
 """
 
 from __future__ import annotations

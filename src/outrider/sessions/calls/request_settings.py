@@ -1,7 +1,7 @@
 """The settings of one model call: the choices of the task and the client, and the abilities of the engine.
 
-Pure. The module is independent of dialects, and uses only the engines' own reports. Invariant: no setting of a client
-is left out without keeping its name with the turn.
+Pure, and independent of dialects. Engines are judged by their own reports. Invariant: the name of every client setting
+that is left out is kept with the turn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sampling_for(
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task does not have are the client's. `room` is the number of tokens left, in the session and in the
+    Settings that a task cannot have are the client's. `room` is the number of tokens left, in the session and in the
     `context`; `stop_ids` end every reply."""
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
@@ -89,9 +89,9 @@ def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | 
 
 
 def client_may_be_at_fault(asked: AskedSampling) -> bool:
-    """Whether an engine may have refused the request for a setting that only the client can choose, such as a schema
-    that does not compile. The refusal is then the client's error: an agent must not be able to make its session fail
-    with an engine's error."""
+    """Return True if an engine may have refused the request for a setting that only the client can choose, such as a
+    schema that does not compile. The refusal is then the client's error: an agent must not be able to make its session
+    fail with an engine's error."""
     return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
 
 

@@ -1,8 +1,8 @@
 """The tokens left for a session to sample, shared by its calls, which may run side by side.
 
 A call is promised some tokens before it begins, so that it ends as it would alone. While too few tokens are free and
-other calls run, the call waits for tokens that the others leave unused. Calls and engines are handled elsewhere.
-Invariant: the tokens sampled, promised and free add up to the limit.
+other calls run, the call waits for tokens that the others leave unused. Invariant: the tokens sampled, promised and
+free add up to the limit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outrider.lifecycle import StopReason
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens of `model`, or will have with the calls
-    under way. None is the policy."""
+    """A call was refused because the session has used up its turns or tokens of `model` (None: the policy), or will use
+    them up with the calls under way."""
 
     code = "limit_reached"
     http_status = 429

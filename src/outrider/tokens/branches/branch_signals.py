@@ -1,8 +1,8 @@
 """Finds relations between the segments of a session: the tool call that started a segment, a history replaced by a
 later summary, and a segment continued by another agent.
 
-It decides no kinds (`classify.py` does). The words in `LABELS`, `PURPOSES` and `TYPE_ARGUMENTS` come from real
-clients' prompts, headers and tools. Invariant: the source of a segment is a turn before the segment's first turn.
+The kinds are decided by `classify.py`. The words in `LABELS`, `PURPOSES` and `TYPE_ARGUMENTS` come from real clients'
+prompts, headers and tools. Invariant: the source of a segment is a turn before the segment's first turn.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def _is_quoted(
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
         # The message replaces the history if no turn continues the reply, and neither the reply's question nor any
-        # reply in its request stands before the quote. Before a reply merely sent back, they do.
+        # reply in its request stands before the quote. A reply that is merely sent back has at least one of them before
+        # it.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -332,8 +333,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question in the words of a side call, to a model without tools, or with other tools and another system
-        # prompt than the agent's: such a model is not the agent, or cannot act like it.
+        # A question is a side call if it has the words of one and goes to a model without tools, or with both other
+        # tools and another system prompt than the agent's: such a model is not the agent, or cannot act like it.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

@@ -3,7 +3,7 @@
 A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
 
 1. `main`: the segment starts the main conversation of the task, or of one of its steps. First, because the other rules
-   compare with it.
+   compare segments with the main conversation.
 2. `continued`: the segment continues an earlier history, replaced by a summary or reduced to its end. Before `forked`
    and `spawned`, because such a request also looks like a rewritten history, and a summary may quote a tool's
    argument. Only a tool call whose text is most of the opening is stronger evidence.
@@ -48,9 +48,9 @@ SUMMARY = "summary"
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a turn. `parent` is the turn from which its segment forked, or which started it. `depth` is 0 in
-    the main conversation. `rule` names the deciding rule. `main_line` is True in the main conversation and in
-    continuations from its summaries."""
+    """The purpose of a turn. `parent` is the turn from which the segment forked, or the turn that started the segment.
+    `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is True in the main conversation
+    and in continuations from its summaries."""
 
     kind: BranchKind
     parent: int | None

@@ -3,10 +3,9 @@
 A segment is a request and all turns appended to it. A new segment begins with a conversation, and with a request that
 repeats a recorded conversation and then has assistant messages not sampled there.
 
-This module runs after the session, on its stored turns, and does not decide the kind of a segment (`classify.py`
-does). Invariants: every turn is in exactly one segment, and a segment's turns are in the order of their indexes.
-Queries about all turns take time in proportion to their number (tests/tokens/test_long_sessions.py), because sessions
-may have thousands.
+This module runs after the session, on its stored turns; `classify.py` decides the kind of a segment. Invariants: every
+turn is in exactly one segment, and a segment's turns are in the order of their indexes. Queries about all turns take
+time in proportion to their number (tests/tokens/test_long_sessions.py), because sessions may have thousands.
 """
 
 from __future__ import annotations

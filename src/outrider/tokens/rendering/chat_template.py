@@ -1,8 +1,8 @@
 """Conversations as input of chat templates: message dictionaries, and a model's own template (Jinja).
 
-It depends on no family, only on the flag for system messages after others. Invariant: a message that is not at the
-beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a bridged prompt
-would differ from a prompt rendered whole.
+The module depends on no family, only on the flag for system messages that follow other messages. Invariant: a message
+that is not at the beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a
+bridged prompt would differ from a prompt rendered whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
-Only this module uses the `renderers` package (pinned, 0.1.x). There is no session and no engine here. Invariant: the
-results of `bridge` and `bridge_rewritten` are appended to the existing ids, which never change. If the family cannot
-prove that the result shows the new messages, they return None and the caller must fork.
+Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: the results of `bridge` and `bridge_rewritten`
+are appended to the existing ids, which never change. If the family cannot prove that the result shows the new messages,
+both return None and the caller must fork.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Renderer:
     `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation
     outside the family's format. All methods are pure and may be called from any thread.
 
-    If the family or the template refuses a system message after others, such a message is shown as a user message, and
-    several at the beginning as one, both in rendering and in bridging.
+    If the family or the template refuses a system message that follows other messages, such a message is shown as a
+    user message, and several system messages at the beginning as one, both in rendering and in bridging.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
@@ -164,7 +164,8 @@ class Renderer:
             return self._fill(ids)[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """The same prompt, cut before the first message of another role than system; None if it cannot be cut."""
+        """The prompt of `render`, cut before the first message that is not a system message; None if it cannot be
+        cut."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -212,7 +213,7 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The same for `messages[covered:]` with assistant messages among them. Prompt + output show
+        """Like `bridge`, for `messages[covered:]`, which include assistant messages. Prompt + output show
         `messages[:covered]`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and

@@ -1,8 +1,8 @@
 """Turns sampled ids into a reply as they arrive: visible text and reasoning first, the whole message at the end.
 
-Text is held back only while it may still be part of a tool call, a stop string or a marker. There is no engine and no
-dialect here. Invariant: the reply's text and reasoning are the concatenation of the streamed pieces. So a reply
-assembled from the stream by a client is recognised when it comes back.
+Text is held back only while it may still be part of a tool call, a stop string or a marker. Invariant: the reply's text
+and reasoning are the concatenation of the streamed pieces. So a reply assembled from the stream by a client is
+recognised when it comes back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A model's tokenizer, loaded from its folder: text to ids, ids to text, and the bytes of single tokens.
 
 `Tokenizer` implements the tokenizer interface of the `renderers` package (encode, decode, convert_tokens_to_ids,
-name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library alone. There is no chat template here.
-Invariant: the ids equal those of the `tokenizers` library, also if `fastokens` computes them.
+name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library alone. Invariant: the ids equal those of the
+`tokenizers` library, also if `fastokens` computes them.
 
 `fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost.
 The library is young, so it is used only after a comparison of a few thousand texts when a tokenizer is loaded, and

@@ -1,12 +1,12 @@
-"""Decides when a client's message equals a recorded one, and reduces each to digests so that histories compare
+"""Decides when a client's message equals a recorded one, and reduces messages to digests so that histories compare
 quickly.
 
 Two messages are equal if the recorded ids may stand for both. `DIFFERENCES` lists clients' changes to a history that
 they send back, and the effect of each: a fork, or the recorded ids are kept. The effect of call ids, names and outer
 white space depends on the family's template (`PRINTED_FIELDS`).
 
-There is no tree and no token here. Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a
-separate digest, because clients may drop it or send it twice without changing the model's own thoughts.
+Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because clients may
+drop it or send it twice without changing the model's own thoughts.
 """
 
 from __future__ import annotations

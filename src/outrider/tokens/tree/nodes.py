@@ -1,7 +1,8 @@
 """The nodes of the token tree: prompts for an engine, and turns sampled from them.
 
-A node stores its added ids, packed, and links to its parent. So an id is stored once, however many prompts contain it.
-Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node links to its parent, and stores only the ids after the parent's ids, packed. So an id is stored once, however
+many prompts contain it. Invariant: a node's ids never change, and a prompt with a parent begins with all of the
+parent's ids.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class PromptNode:
     splice: the composition of the prompt, if its history's ids were recorded behind another head.
     thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
         usual end.
-    conversation: 0 for the session's first conversation. Conversations that began independently of it, or with other
-        tools or another system prompt, count up.
+    conversation: 0 for the session's first conversation; 1, 2, ... for conversations that began independently of
+        earlier ones, or with other tools or another system prompt.
     fork: cause and source turn of the fork, if the tools or the system prompt changed.
     first_turn: the first turn sampled from the prompt.
 
@@ -169,7 +170,8 @@ def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: Prompt
 
 
 def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
-    """The same comparison for the assistant messages rendered in the prompt itself."""
+    """Return True if the reasoning agrees (`reasoning_agrees`) for the assistant messages rendered in the prompt
+    itself."""
     return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 

@@ -1,10 +1,10 @@
 """Indexes requests for the token tree: a digest of each message and of each prefix of the conversation.
 
 A message is parsed once; later its digests are found by its bytes. For the newest long requests, the digests of their
-first messages are kept together, so a request with the same first bytes costs its new messages and one hash over the
-old ones.
+first messages are kept together, so a request with the same first bytes costs only its new messages and one hash over
+the old ones.
 
-There are no token ids here. Invariant: the index of a request depends on the request alone, never on earlier requests.
+Invariant: the index of a request depends on the request alone, never on earlier requests.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The first messages of an earlier request. `last` is the digest of the newest message's bytes, `head` of the
-    bytes of all messages; `size` is their number of bytes."""
+    """The first messages of an earlier request. `last` is the digest of the last message's bytes, `head` the digest of
+    all messages' bytes, and `size` the number of these bytes."""
 
     last: bytes
     head: bytes
@@ -185,7 +185,7 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
         count = len(self.keys)
         return (
             count <= len(messages)
-            # One message is quicker to compare than all, and mostly distinguishes other agents' requests.
+            # The last message is quicker to compare than all messages, and mostly distinguishes other agents' requests.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
@@ -238,8 +238,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps digests for good. If a digest equals one of the newest request's, that object is used,
-            # which keeps one object instead of two: 120 bytes a call.
+            # The tree keeps digests for good. A digest that equals a digest of the newest request is replaced by that
+            # object, which saves 120 bytes a call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)

@@ -1,8 +1,8 @@
 """Requests reconstructed from the stored turns of an attempt: their messages, and their order of arrival.
 
 A turn has only its request's added messages, and turns are numbered in the order in which their calls ended. This
-module reverses both, to restore a tree from turns. There is no tree and no token id here. Invariant: for the model,
-the messages of a request equal the client's messages; replies among them are as the model made them.
+module reverses both, to restore a tree from turns. Invariant: for the model, the messages of a request equal the
+client's messages; replies among them are as the model made them.
 """
 
 from __future__ import annotations

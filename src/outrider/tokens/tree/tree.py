@@ -7,11 +7,11 @@ The first matching rule applies:
 
 1. The request is a repetition (same tools, messages and thinking): it gets the same prompt again (`retry`), so all
    replies to it are sampled from the same ids.
-2. The history, including a reply, is recorded behind another head, and a longer part of it than behind the request's
-   own head: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`, `system_changed`
-   or both). The model continues its own sampled ids, not another spelling of them. This requires proof that the family
-   lays out the history in the same way behind both heads. Without the proof, rules 3 and 4 give the ids, and the cause
-   stays, because it is still the same conversation.
+2. More of the history is recorded behind another head than behind the request's own head, and the recorded part
+   includes a reply: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`,
+   `system_changed` or both). The model continues its own sampled ids, not another spelling of them. This requires proof
+   that the family lays out the history in the same way behind both heads. Without the proof, rules 3 and 4 give the
+   ids, and the cause stays, because it is still the same conversation.
 3. Part of the conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
    the other messages to the turn's ids without changing any. The join is an `append`, unless the turn already has
    another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
@@ -20,9 +20,9 @@ The first matching rule applies:
    requests, because many agents have the same system messages. Else it is a `fork`, and its cause is the reason why
    the recorded ids could not be kept.
 
-There is no engine and no store here. The tree awaits nothing; long work is split into steps
-(`concurrency/offload.py`), so a session with a long history does not hold up other sessions. Invariant: a node's ids
-never change, and a prompt with a parent begins with all of the parent's ids.
+The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`concurrency/offload.py`), so
+a session with a long history does not hold up other sessions. Invariant: a node's ids never change, and a prompt with a
+parent begins with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
     """A turn behind another head whose whole history, including its reply, is in the request. `covered` is the number
-    of the request's messages up to that reply, its own head included."""
+    of the request's messages up to that reply, the request's head included."""
 
     turn: TurnNode
     covered: int
@@ -82,8 +82,8 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded behind
-    another head. `splice` is set, too, if the ids of that history are used; `sampled` are then the positions of its
-    replies with the digests of their reasoning."""
+    another head. If the ids of that history are used, `splice` is set, too, and `sampled` has the positions of the
+    history's replies with the digests of their reasoning."""
 
     parent: TurnNode | None
     delta: bytes
@@ -151,7 +151,8 @@ class TokenTree:
     def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
-        """The length in tokens of the prompt from `join`, without recording anything. Raises the errors of `join`."""
+        """The length in tokens of the prompt that `join` would give the request. Nothing is recorded. Raises the errors
+        of `join`."""
         request = yield from self._index(messages, tools, tools_raw, thinking)
         if (repeated := self._repeated(request)) is not None:
             return repeated.length
@@ -230,8 +231,8 @@ class TokenTree:
             covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
             match = _HistoryMatch(source, covered, turn.cause)
             yield request.size_from(0)
-            # The turn does not record whether its history's ids are the recorded ones. They are, if a splice results in
-            # its prompt.
+            # The turn does not record whether its prompt reused the ids of the recorded history. It did if a splice
+            # gives the same prompt.
             spliced = self._spliced(request, match)
             if spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta):
                 layout = spliced
@@ -279,7 +280,7 @@ class TokenTree:
                         )
 
     def _place(self, request: IndexedRequest, layout: _Layout) -> Joined:
-        """Make the request's prompt, and determine the kind of join, with a cause if it is not a plain append."""
+        """Make the request's prompt, and determine the kind of join and, for a fork, the cause."""
         parent, match = layout.parent, layout.match
         prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
         if parent is not None and not request.is_rewritten:
@@ -379,8 +380,8 @@ class TokenTree:
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """The ids of the messages from position `covered` on, to append to a prompt that ends with `tail` and to the
-        packed `output`, which hold the earlier messages. None if the renderer cannot prove that the ids only append."""
+        """The ids of the messages from position `covered` on, to append to the earlier messages: a prompt that ends
+        with `tail`, then the packed `output`. None if the renderer cannot prove that the ids only append."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -423,8 +424,8 @@ class _HistoryIndex:
         if not request.is_rewritten:
             return None
         # Indexing is deferred to this point, because most sessions have no request with replies unrecorded behind its
-        # own head. Turns are taken one by one, because the event loop may commit a turn while this runs in the worker
-        # thread.
+        # own head. Turns are taken one by one, because the event loop may commit a turn while this method runs in the
+        # worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None

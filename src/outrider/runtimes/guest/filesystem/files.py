@@ -1,8 +1,8 @@
 """Files of a sandbox, for the host: opened for reading, written with their folders, archived.
 
-An agent makes links as it likes, and a path may lead the tool server elsewhere than the agent: the server has another
-`/proc/self`, and the agent has no path to the server's descriptors. Links are followed, but never out of the sandbox's
-own files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe blocks and no
+An agent may make any link, and the same path may lead the tool server elsewhere than the agent: the server has another
+`/proc/self`, with descriptors to which the agent has no path. Links are followed, but never out of the sandbox's own
+files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe blocks and no
 device is touched.
 """
 
@@ -80,8 +80,8 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Archive `[path, name in the archive]` pairs, leaving out paths that are missing or vanish. Raises OSError if this
-    cannot be determined, and EFBIG if there are more than `limit` bytes."""
+    """Archive `[path, name in the archive]` pairs, leaving out paths that are missing or vanish. Raises OSError if it
+    cannot be determined whether a path exists, and EFBIG if there are more than `limit` bytes."""
     import tarfile  # slow to load; only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:

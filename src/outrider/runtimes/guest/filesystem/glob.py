@@ -18,8 +18,8 @@ WILD = "*?["
 
 
 def found_paths(root: str, pattern: str, limit: int) -> bytes:
-    """Return the matching paths below `root`, sorted, each with a NUL behind it: at most `limit` + 1, so that the host
-    sees whether there are more."""
+    """Return the matching paths below `root`, sorted, each with a NUL behind it: at most `limit` + 1 paths, so that the
+    host can detect an excess."""
     found: set[str] = set()
     for path in matches(root, "", pattern.split("/")):
         found.add(path)

@@ -3,8 +3,8 @@
 The module supports git's diffs (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
 last newline) and plain `diff -u`, but no binary patches and no submodules. As with `git apply`, lines must match byte
 for byte. A hunk may have moved, but a hunk at a file's beginning or end must still be there. `plan_patch` is pure. Only
-`patched_files` and its callees touch files. Invariant: a diff is applied completely or not at all, and then a Conflict
-gives the reason.
+`patched_files` and its callees touch files. Invariant: a diff is applied completely, or not at all with the reason in a
+Conflict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An archive of another sandbox's files, put back in this sandbox by a forked child that reads it from a pipe.
+"""Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
 
 An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
 and pipes are left out, and so are symbolic links that lead out of the roots to anything but the system's own folders:
@@ -186,7 +186,8 @@ class RestoredRoots:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Write one member, unless its kind is left out. The owner, and so the grader, may always read and write it."""
+        """Write one member, unless its kind is left out. Files can always be read and written by their owner, and so by
+        the grader."""
         above = self.above(member.name)
         if above < 0:
             return

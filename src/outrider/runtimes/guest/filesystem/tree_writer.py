@@ -1,7 +1,7 @@
 """Folder trees written, emptied and removed by descriptors, however deep they are.
 
-The module uses only the members of archives. Invariant: nothing is written, made or removed except in and below the
-folder whose descriptor is given, and no link is followed.
+Invariant: nothing is written, made or removed except in and below the folder whose descriptor is given, and no link is
+followed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
 
-The module is independent of the archive's purpose. Other processes may change a tree during the walk. Invariants: no
-link is followed, and no file that could block is read. Files that are missing, unreadable or changing are left out or
-padded with zeros, and spoil nothing else. Any other reason for an unreadable file is an error: nothing is left out
-silently.
+Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
+read. Files that are missing, unreadable or changing are left out or padded with zeros, and spoil nothing else. Any
+other reason for an unreadable file is an error: nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Descent:
 
 
 def try_chmod(fd: int, mode: int) -> None:
-    """Failure is ignored: if the mode was needed, the next use of the folder fails."""
+    """Set a mode. A failure is ignored: if the mode was needed, the next use of the folder fails."""
     try:
         posix.fchmod(fd, mode)
     except OSError:

@@ -2,9 +2,9 @@
 
 Container engines differ in the rights of a container's programs. After these steps the programs have the same rights as
 in a namespace sandbox. Apptainer grants the most: its first process has all capabilities of the user namespace, a
-writable /proc, and file systems as large as half of the host's memory. The module is independent of sessions.
-Invariant: once `enter` has returned, neither this process nor any descendant can undo a step. The module is not joined
-with the tool server's modules, but loaded before them (see `confined` in runtimes/tool_server/bundle.py).
+writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has returned, neither
+this process nor any descendant can undo a step. The module is not joined with the tool server's modules, but loaded
+before them (see `confined` in runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations

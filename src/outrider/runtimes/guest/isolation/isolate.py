@@ -1,9 +1,9 @@
 """Turns a process that has just been cloned into the first process of a sandbox: root, limits and confinement.
 
-The plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. The module is independent
-of the tool server and sessions. Invariants: every path of the sandbox is resolved with the sandbox's root as `/`, so
-that nothing in an image can lead outside; of the host only the files named in the plan are visible, read-only; once
-`enter` has returned, neither this process nor any descendant can undo a step.
+The plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants: every path of
+the sandbox is resolved with the sandbox's root as `/`, so that nothing in an image can lead outside; of the host only
+the files named in the plan are visible, read-only; once `enter` has returned, neither this process nor any descendant
+can undo a step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 kill, setgid, setuid, setpcap, net_bind_service, sys_chroot."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 """Entries of /proc that are read-only in the sandbox: the kernel checks only the owner of these files. Where the node
-runs as the host's root, so do the sandbox's programs, and could write to the files without any capability."""
+runs as the host's root, the sandbox's programs do too, and could write to these files without any capability."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Covered entries of /proc, which reveal the host. Container engines cover them, too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
 """Read-only: a device can still be written to, but the mode and the times of the host's device file cannot be changed.
-Otherwise its owner could change them, and so a sandbox's root where the node runs as the host's root."""
+Otherwise the file's owner could change both, and where the node runs as the host's root, a sandbox's root is this
+owner."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max`: the host has some thousands of terminals for all sandboxes together."""
@@ -61,8 +62,8 @@ sandboxes together."""
 
 
 def become_root(plan: Plan) -> None:
-    """Become root of the user namespace. Without help, a process may map only its own user outside. The zygote has
-    already mapped several users."""
+    """Become root of the user namespace. Without help, a process may map only its own user. For several users, the
+    zygote has already written the maps."""
     if len(plan["uids"]) == 1:
         write("/proc/self/setgroups", "deny")  # the kernel's condition for writing gid_map without privilege
         write("/proc/self/uid_map", mapping(plan["uids"]))
@@ -81,8 +82,7 @@ def mapping(ids: list[list[int]]) -> str:
 def bare_layers(plan: Plan) -> dict[int, int]:
     """Copy the layers' folders without the inner mounts listed in the plan's `inner`. Returns descriptors by the number
     of the layer. An overlay cannot be mounted over a folder that contains a mount, and only this process, not yet in
-    the user namespace of a sandbox, may make such a copy. Layers that cannot be copied here either are left out. Raises
-    OSError."""
+    the user namespace of a sandbox, may make such a copy. A layer that cannot be copied is left out. Raises OSError."""
     bare = {}
     for number, (lower, target) in enumerate(plan["layers"]):
         if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
@@ -189,8 +189,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
     """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError where this
     is impossible: a mount is in the folder, or the folder is itself an overlay over an overlay.
 
-    The first target is `/`; all others are plain folders of the first's lower one. The paths are relative, or of /proc:
-    programs inside can read a mount's options, which must not reveal the host's paths.
+    The first target is `/`; every other target is a plain folder in the first layer's lower folder. The paths are
+    relative, or below /proc: programs inside can read a mount's options, which must not reveal the host's paths.
     """
     if bare is not None:
         os.mkdir(f"lower{number}")
@@ -246,9 +246,9 @@ def make_proc(proc: int) -> None:
 
 
 def limit_ipc(memory: int) -> bool:
-    """Limit System V's shared memory, semaphores and messages to a small part of `memory`. They belong to no process,
-    so counting processes misses them, but databases need a few pages. Returns False where the kernel lets only the
-    host's root set the limits (before Linux 6.0)."""
+    """Limit System V's shared memory, semaphores and messages to a small part of `memory`. These objects belong to no
+    process, so memory_watch.py does not count them, but databases need a few pages. Returns False where the kernel lets
+    only the host's root set the limits (before Linux 6.0)."""
     pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
     try:
         for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():

@@ -1,9 +1,9 @@
 """Confinement of a tool server by Landlock, for a host that allows no user namespaces.
 
 The process and all its descendants are confined to some folders, to one TCP port, and to each other, as far as the
-running kernel's Landlock goes. The module is independent of sessions. Invariant: once `enter` has returned, neither
-this process nor any descendant can undo a step. The module is not joined with the tool server's modules, but loaded
-before them (see `confined` in runtimes/tool_server/bundle.py). Numbers and structures are from linux/landlock.h.
+running kernel's Landlock goes. Invariant: once `enter` has returned, neither this process nor any descendant can undo a
+step. The module is not joined with the tool server's modules, but loaded before them (see `confined` in
+runtimes/tool_server/bundle.py). Numbers and structures are from linux/landlock.h.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The filter of system calls: the calls that a sandbox's programs may not make.
 
 The list follows the calls that container engines deny by default, plus the calls that they restrict by capabilities.
-The module is independent of the confined process. Invariant: a call with the numbers of another machine is never
-allowed. Pure, except for `core_limit`, `confine` and `install`.
+Invariant: a call with the numbers of another machine is never allowed. Pure, except for `core_limit`, `confine` and
+`install`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
 namespaces."""
 ASKED = (0, 4, 15, 16)
 """The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. Over USERSOCK
-programs could send to each other, also to programs of the host where the network is the host's."""
+programs could send to each other, and to the host's programs where the sandbox has the host's network."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000

@@ -1,7 +1,7 @@
 """System calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
 
-The module requires Linux 5.12 or newer, on x86-64 or arm64, and is independent of sandboxes. Invariant: every function
-but `file_type` either succeeds or raises OSError with the name of the call.
+The module requires Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function but `file_type` either succeeds
+or raises OSError with the name of the call.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def attach(tree: int, target: str) -> None:
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """Keep these capabilities and drop all others for good. Out of the bounding set, a capability does not come back
-    when a program with file capabilities, or of root, is executed."""
+    """Keep these capabilities and drop all others for good. A capability outside of the bounding set does not come back
+    when root executes a program, or when the program has file capabilities."""
     for capability in range(64):
         if capability in kept:
             continue
@@ -202,7 +202,7 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Overwrite the command line, which contains paths of the host, as `ps` shows it for this process and its forks.
+    """Overwrite the command line that `ps` shows for this process and its forks, because it contains paths of the host.
     Fields 48 and 49 of proc(5)'s stat give the position in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()

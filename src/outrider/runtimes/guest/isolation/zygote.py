@@ -2,12 +2,12 @@
 
 A fork of the zygote costs less than starting any program, needs no interpreter in the sandbox, and shares the zygote's
 memory. The zygote is a separate program, started by `python -I -S -c` with one end of a socket as its standard input.
-Its environment is empty except for its node's mark. It is independent of sessions. Invariants: the zygote has one
-thread and never runs a sandbox's programs; when its socket ends or the zygote exits, all its sandboxes are killed.
+Its environment is empty except for its node's mark. Invariants: the zygote has one thread and never runs a sandbox's
+programs; when its socket ends or the zygote exits, all its sandboxes are killed.
 
-A request is one message: a number, with three descriptors: of a file with the plan (see isolate.py), of the tool
-server's connection, and of the file for its standard error. The reply is `[number, pid, error]`, with a pidfd unless
-there is an error.
+A request is one message with a number and three descriptors: a file with the plan (see isolate.py), the tool server's
+connection, and the file for the server's standard error. The reply is `[number, pid, error]`, with a pidfd unless there
+is an error.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ class Session:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Set our handler of SIGINT, again after an input has set its own. Programs started by an input get the
-        default: the kernel resets handlers when a program is executed, and would keep an ignored signal ignored."""
+        """Set our handler of SIGINT, and set it again after an input has replaced it. The signal is not simply ignored:
+        in the programs that an input starts, the kernel resets a handler to the default, but keeps an ignored signal
+        ignored."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 

@@ -1,8 +1,8 @@
 """Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
 
-Apart from PRELUDES, the module uses only POSIX features of the shell's language, and of Python only the frames of
-python_program.py, without decoding their rich results. Invariants: whatever an input does, a shell takes the next input
-within two seconds of the time limit, or is gone; a Python shell is reported as open only after its first frame.
+Apart from PRELUDES, only POSIX features of the shell's language are used. A Python reports with the frames of
+python_program.py, whose rich results are not decoded here. Invariants: whatever an input does, a shell takes the next
+input within two seconds of the time limit, or is gone; a Python shell is reported as open only after its first frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""Number of interrupts from which the programs started by the input are killed, too."""
+"""From this interrupt on, the programs started by the input are killed, too."""
 RESTART_AFTER = 20
 """Number of interrupts after which the shell itself is killed and restarted: two seconds. The sh of busybox needs a
 restart now and then: SIGINT may arrive in its memory allocator, and sh then waits in vain for the allocator's lock."""
@@ -60,8 +60,9 @@ class Shell:
     """A live shell: one program that takes one input at a time. Output between two inputs is shown with the next
     input's.
 
-    `program` starts the program, sends inputs and reads output. The first command that works opens the shell. `opening`
-    is the call that requested the shell, 0 after the reply. `ticks` counts the interrupts of the running input.
+    `program` starts the process, sends inputs and reads output. Its commands are tried in order, and the first that
+    works opens the shell. `opening` is the call that requested the shell, 0 after the reply. `ticks` counts the
+    interrupts of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -268,9 +269,9 @@ class Shell:
 class Bash:
     """A live bash, or sh in a sandbox without bash, on a raw terminal.
 
-    Inputs come on a pipe and not on the terminal: there the sh of busybox edits lines, and each input would take a
-    detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the output of each
-    input, on the same terminal, so that all output precedes the marker. Text that a shell prints before its first
+    Inputs come on a pipe and not on the terminal. On a terminal the sh of busybox edits lines, and each input would
+    take a detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the output of
+    each input, on the same terminal, so that all output precedes the marker. Text that a shell prints before its first
     marker, number 0, is not output.
     """
 
@@ -310,8 +311,8 @@ class Bash:
         """Send the program an input."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. /dev/null, because the
-        # input's programs would otherwise read the next input.
+        # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. Standard input is
+        # /dev/null, because the input's programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.send(line + self._report(self.shell.sequence) + b"\n")
 
@@ -364,8 +365,8 @@ class Bash:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt, the terminal's foreground, and the processes to kill if interrupts
-        fail."""
+        """Return the process group to interrupt (the terminal's foreground group), and the processes to kill if
+        interrupts fail."""
         try:
             group = posix.tcgetpgrp(self.shell.output)
         except OSError:
@@ -400,7 +401,7 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Output comes on a pipe, and the end of an input as a frame on another."""
+    """A live Python or IPython. Output comes on one pipe, and a frame at the end of each input on another."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -474,7 +475,7 @@ class Interpreter:
         return out
 
     def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """Return the process group to interrupt, the program's own, and the processes to kill if interrupts fail."""
+        """Return the process group to interrupt (the program's own), and the processes to kill if interrupts fail."""
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
