@@ -15,7 +15,7 @@ from typing import cast
 
 from bench.fleet import Call, Path, Session
 from outrider.engines.base import Engine, EngineHealth
-from outrider.engines.pool.affinity import Affinity, Member
+from outrider.engines.pool.affinity import Affinity, EngineRecord
 from outrider.trajectory import LogprobKind, TokenMode
 
 VIRTUAL_NODES = 160
@@ -29,10 +29,10 @@ class Outrider:
 
     def __init__(self) -> None:
         self._affinity = Affinity()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, EngineRecord] = {}
 
     def join(self, engine: str) -> None:
-        member = Member(
+        member = EngineRecord(
             cast(Engine, _NamedEngine(engine)), EngineHealth(ok=True), kind="simulated", url=None, owned=False
         )
         self._members[engine] = member
@@ -58,7 +58,7 @@ class Outrider:
 
 
 class _NamedEngine:
-    """The attributes of an engine that `Member` reads. It generates nothing."""
+    """The attributes of an engine that `EngineRecord` reads. It generates nothing."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from outrider.demo.dialogue import POLICY, Piece, Script, encode
-from outrider.demo.simulate import Rollout, Simulator
+from outrider.demo.simulate import SimulatedSession, Simulator
 from outrider.demo.task import ITEMS, PHRASINGS, ZONES, Episode, make_task
 from outrider.engines.embedded.model import CausalAttention, Llama, ModelShape
 from outrider.engines.embedded.weights import export_weights, load_model
@@ -250,7 +250,7 @@ def descend(model: Llama, optimizer: torch.optim.Optimizer, loss: Tensor, lr: fl
     optimizer.step()
 
 
-def mean_reward(rollouts: Sequence[Rollout]) -> float:
+def mean_reward(rollouts: Sequence[SimulatedSession]) -> float:
     return sum(rollout.reward for rollout in rollouts) / len(rollouts)
 
 
@@ -275,7 +275,9 @@ def train_grpo(folder: Path, seed: int, *, prompts: int = 16, samples: int = 8, 
     print(f"mean reward {mean_reward(simulator.run(fresh)):.3f} over {len(fresh)} episodes")
 
 
-def grpo_step(model: Llama, optimizer: torch.optim.Optimizer, rollouts: Sequence[Rollout], samples: int) -> float:
+def grpo_step(
+    model: Llama, optimizer: torch.optim.Optimizer, rollouts: Sequence[SimulatedSession], samples: int
+) -> float:
     """One update; the largest gap between the sampler's log-probabilities and ours before it."""
     rewards = torch.tensor([rollout.reward for rollout in rollouts]).view(-1, samples)
     spread = rewards.std(dim=1, keepdim=True)

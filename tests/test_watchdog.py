@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from outrider.concurrency.watchdog import LOG_SECONDS, STALL, Evidence, StallKind, Watchdog, _Report, kind_of
+from outrider.concurrency.watchdog import LOG_SECONDS, STALL, StallEvidence, StallKind, Watchdog, _Report, kind_of
 
 
 def hold(seconds: float) -> None:
@@ -56,17 +56,32 @@ async def test_what_a_witness_has_not_seen_is_not_counted_for_it() -> None:
 @pytest.mark.parametrize(
     ("seen", "kind"),
     [
-        (Evidence(stalled=1.0, waited=0.9, worked=0.05, looks=2), StallKind.STARVED),  # a crowded machine
-        (Evidence(stalled=1.0, waited=0.9, worked=0.9, looks=30), StallKind.BLOCKED),  # its own other threads had it
-        (Evidence(stalled=1.0, waited=0.0, worked=1.0, looks=0), StallKind.BLOCKED),  # one call held the interpreter
-        (Evidence(stalled=1.0, waited=0.1, worked=0.8, looks=30), StallKind.BLOCKED),  # Python code held the loop
-        (Evidence(stalled=1.0, waited=0.0, worked=0.0, looks=38), StallKind.BLOCKED),  # a system call, such as fsync
-        (Evidence(stalled=1.0, waited=0.0, worked=0.0, looks=1), StallKind.STARVED),  # SIGSTOP, or a suspended machine
-        (Evidence(stalled=1.0, waited=None, worked=0.02, looks=1), StallKind.STARVED),  # a kernel that does not tell
-        (Evidence(stalled=1.0, waited=None, worked=0.9, looks=1), StallKind.BLOCKED),
+        (StallEvidence(stalled=1.0, waited=0.9, worked=0.05, looks=2), StallKind.STARVED),  # a crowded machine
+        (
+            StallEvidence(stalled=1.0, waited=0.9, worked=0.9, looks=30),
+            StallKind.BLOCKED,
+        ),  # its own other threads had it
+        (
+            StallEvidence(stalled=1.0, waited=0.0, worked=1.0, looks=0),
+            StallKind.BLOCKED,
+        ),  # one call held the interpreter
+        (StallEvidence(stalled=1.0, waited=0.1, worked=0.8, looks=30), StallKind.BLOCKED),  # Python code held the loop
+        (
+            StallEvidence(stalled=1.0, waited=0.0, worked=0.0, looks=38),
+            StallKind.BLOCKED,
+        ),  # a system call, such as fsync
+        (
+            StallEvidence(stalled=1.0, waited=0.0, worked=0.0, looks=1),
+            StallKind.STARVED,
+        ),  # SIGSTOP, or a suspended machine
+        (
+            StallEvidence(stalled=1.0, waited=None, worked=0.02, looks=1),
+            StallKind.STARVED,
+        ),  # a kernel that does not tell
+        (StallEvidence(stalled=1.0, waited=None, worked=0.9, looks=1), StallKind.BLOCKED),
     ],
 )
-def test_a_starved_process_is_told_from_a_blocked_loop(seen: Evidence, kind: StallKind) -> None:
+def test_a_starved_process_is_told_from_a_blocked_loop(seen: StallEvidence, kind: StallKind) -> None:
     assert kind_of(seen) is kind
 
 

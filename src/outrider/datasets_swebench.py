@@ -16,7 +16,7 @@ from typing import Any
 from outrider.datasets import Example, Gold, filled, known_columns, read_rows
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
-from outrider.runtimes.guest.filesystem.patch import Conflict
+from outrider.runtimes.guest.filesystem.patch import PatchRefused
 from outrider.text_files import check_depth
 
 ASK = """\
@@ -89,7 +89,7 @@ def swebench_example(
     command = test_command or row.get("test_command")
     try:
         changed = files_of(row["test_patch"])
-    except Conflict as error:
+    except PatchRefused as error:
         if command is not None:
             raise InvalidField(f"the test patch of {where} cannot be applied: {error}", field="test_patch") from error
         changed = set()

@@ -26,7 +26,7 @@ EACH_LEAST, EACH_MOST = 8, 256
 """Bounds of the maximum of one session. The lower bound also applies to one token."""
 
 
-class Shares(msgspec.Struct, frozen=True):
+class ConnectionQuotas(msgspec.Struct, frozen=True):
     """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`).
     Maximum concurrent model calls of one `session`, and control API calls with one `token`."""
 
@@ -52,12 +52,12 @@ def check_enough() -> None:
         )
 
 
-def shares(descriptors: int) -> Shares:
+def shares(descriptors: int) -> ConnectionQuotas:
     """Divide descriptors: a quarter for sandboxes, an eighth for other clients, the rest for the service itself."""
     sandboxes, control = descriptors // 4, descriptors // 8
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     token = max(EACH_LEAST, control // SESSIONS)
-    return Shares(sandboxes=sandboxes, control=control, session=session, token=token)
+    return ConnectionQuotas(sandboxes=sandboxes, control=control, session=session, token=token)
 
 
 def available() -> int:

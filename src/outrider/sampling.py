@@ -55,7 +55,7 @@ FRUITLESS_BATCHES = 20
 policy."""
 
 
-class Rollouts(Protocol):
+class RolloutService(Protocol):
     """The methods of a service that the sampler calls; `client.AsyncClient` has them."""
 
     async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
@@ -207,7 +207,7 @@ class DynamicSampler:
 
     def __init__(
         self,
-        client: Rollouts,
+        client: RolloutService,
         source: Source,
         *,
         n: int,

@@ -21,7 +21,7 @@ from outrider.redaction import KEY_PREFIX
 from outrider.relay import Worker
 from outrider.service.audit import AuditEntry, AuditLog
 from outrider.service.principals import ALLOWED, LOCAL
-from outrider.service.tokens import Tokens
+from outrider.service.tokens import TokenRegistry
 from outrider.spec import Role, TokenSpec
 from outrider.store.rows import TokenRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
@@ -194,7 +194,7 @@ async def test_a_revoked_token_ends_at_once_also_for_calls_under_way(tmp_path: P
 async def test_each_refusal_says_what_is_wrong_and_nothing_of_other_tokens(tmp_path: Path) -> None:
     now = 1000.0
     async with sqlite_store(tmp_path / "db") as store:
-        tokens = Tokens(store, "root", clock=lambda: now)
+        tokens = TokenRegistry(store, "root", clock=lambda: now)
         alice = await tokens.create(TokenSpec(name="alice", role="read", expires_days=1))
         assert (await tokens.caller(alice.text.encode())).name == "alice"
         refusals = []
@@ -217,7 +217,7 @@ class Unlisted(Store):
 
 async def test_a_call_without_a_token_lists_no_tokens() -> None:
     async with Unlisted(SqliteDatabase(None)) as store:
-        tokens = Tokens(store, None)
+        tokens = TokenRegistry(store, None)
         assert await tokens.caller(b"outrider_mistyped") == LOCAL
         await tokens.create(TokenSpec(name="me", role="admin"))
         await tokens.revoke("me")
@@ -228,7 +228,7 @@ async def test_a_call_without_a_token_lists_no_tokens() -> None:
 
 async def test_the_store_has_no_text_of_a_token(tmp_path: Path) -> None:
     async with sqlite_store(tmp_path / "db") as store:
-        tokens = Tokens(store, None)
+        tokens = TokenRegistry(store, None)
         new = await tokens.create(TokenSpec(name="me", role="admin"))
         assert new.text.startswith(KEY_PREFIX)
         assert len(new.text) == len(KEY_PREFIX) + 43

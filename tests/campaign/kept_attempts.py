@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from campaign import service
-from outrider.nodes.remote_node import Connection
+from outrider.nodes.remote_node import NodeConnection
 
-lose_attempts = Connection.lose_attempts
+lose_attempts = NodeConnection.lose_attempts
 
 
-def keep_attempts(self: Connection) -> None:
+def keep_attempts(self: NodeConnection) -> None:
     self._attempts = {}
     lose_attempts(self)
 
 
 def main(*arguments: str) -> None:
-    Connection.lose_attempts = keep_attempts  # type: ignore[method-assign]
+    NodeConnection.lose_attempts = keep_attempts  # type: ignore[method-assign]
     service.main(*arguments)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.certify.judge import Evidence, RowVerdict, Word, holds, judge
-from outrider.certify.rows import Step, row_named
-from outrider.certify.scripted_model import ModelCall, PromptState
+from outrider.certify.judge import RowEvidence, RowVerdict, Word, holds, judge
+from outrider.certify.rows import ScriptedStep, row_named
+from outrider.certify.scripted_model import PromptState, ScriptedCall
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
@@ -25,9 +25,11 @@ def tool(name: str, *arguments: str) -> dict[str, Any]:
 BASH, TASK = tool("bash", "command"), tool("task", "prompt")
 
 
-def call(*, subagent: bool, tools: Sequence[dict[str, Any]]) -> ModelCall:
+def call(*, subagent: bool, tools: Sequence[dict[str, Any]]) -> ScriptedCall:
     state = PromptState(row="sub-agent", subagent=subagent, tools=tuple(tools))
-    return ModelCall(session_key="s-1", state=state, step=Step(), prompt=np.array([1], dtype=np.int32), output=[])
+    return ScriptedCall(
+        session_key="s-1", state=state, step=ScriptedStep(), prompt=np.array([1], dtype=np.int32), output=[]
+    )
 
 
 def turn(index: int, kind: str) -> TurnView:
@@ -83,7 +85,7 @@ DONE = SessionResult(
 def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str]) -> None:
     row = row_named("sub-agent")
     assert row is not None
-    evidence = Evidence(
+    evidence = RowEvidence(
         result=DONE,
         samples=[],
         turns=[turn(0, "main"), turn(1, kind.value)],

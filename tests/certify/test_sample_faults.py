@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from outrider.certify.judge import sample_faults
-from outrider.certify.rows import Step
-from outrider.certify.scripted_model import ModelCall, PromptState
+from outrider.certify.rows import ScriptedStep
+from outrider.certify.scripted_model import PromptState, ScriptedCall
 from outrider.lifecycle import StopReason
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 
-def call(prompt: list[int], output: list[int]) -> ModelCall:
-    return ModelCall(
+def call(prompt: list[int], output: list[int]) -> ScriptedCall:
+    return ScriptedCall(
         session_key="s-1",
         state=PromptState(row=None),
-        step=Step(),
+        step=ScriptedStep(),
         prompt=np.array(prompt, dtype=np.int32),
         output=output,
     )

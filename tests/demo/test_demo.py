@@ -14,7 +14,7 @@ import pytest
 
 from outrider.demo.dialogue import POLICY
 from outrider.demo.run import GROUPS, SAMPLES
-from outrider.demo.summary import Rollouts, best_session, sample_faults, tallies
+from outrider.demo.summary import RolloutSummary, best_session, sample_faults, tallies
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.runtimes.default_runtime import default_runtime
 from outrider.schemas import GroupView, SessionView, TurnView
@@ -76,7 +76,7 @@ def test_the_files_hold_what_the_line_says(demo: tuple[dict[str, Any], Path]) ->
     assert len({group["name"] for group in summary["groups"]}) == GROUPS
 
 
-def rollouts(**changed: Any) -> Rollouts:
+def rollouts(**changed: Any) -> RolloutSummary:
     """One session of one turn, with its one sample changed as told."""
     context, sampled = TOKENIZER.encode("Where is rye?\n"), TOKENIZER.encode(SAID)
     mask = [0] * len(context) + [1] * len(sampled)
@@ -114,7 +114,7 @@ def rollouts(**changed: Any) -> Rollouts:
         sessions=(_session(len(sampled)),),
         samples=(msgspec.structs.replace(sample, **changed),),
     )
-    return Rollouts(groups=(group,), turns={"s": (_turn(len(context), len(sampled)),)}, seconds=1.0)
+    return RolloutSummary(groups=(group,), turns={"s": (_turn(len(context), len(sampled)),)}, seconds=1.0)
 
 
 def _session(tokens: int) -> SessionView:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import outrider
 from docs.pages import ROOT, page
-from outrider.sessions.blame import ANY, RULES, Blame, Facts, Rule
+from outrider.sessions.blame import ANY, RULES, Blame, BlameRule, Facts
 
 SOURCES = Path(outrider.__file__).parent
 NAMED = {"begin": 0, "until_done": 0, "note": 0, "note_success": 0}
@@ -67,7 +67,7 @@ def test_all_background_work_is_listed() -> None:
     assert listed - found == others
 
 
-def shown(rule: Rule) -> tuple[str, ...]:
+def shown(rule: BlameRule) -> tuple[str, ...]:
     """A rule as a row of the page."""
     ends = "any" if rule.ends == ANY else ", ".join(rule.ends)
     ending = rule.blame.value

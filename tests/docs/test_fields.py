@@ -47,7 +47,7 @@ from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.rows import EventKind
-from outrider.testing.scripted_engine import Reply, ScriptOptions
+from outrider.testing.scripted_engine import ScriptedReply, ScriptOptions
 from outrider.tokens.rendering.renderer import MARKUP
 from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
@@ -177,7 +177,7 @@ def test_engines_has_every_field_and_kind() -> None:
     spec, script, reply = page("docs/engines.md").tables("Field")
     assert written(spec) == fields_of(EngineSpec)
     assert written(script) == struct_fields(ScriptOptions)
-    assert written(reply) == struct_fields(Reply)
+    assert written(reply) == struct_fields(ScriptedReply)
     (kinds,) = page("docs/engines.md").tables("Kind")
     routers = ["vllm-router", "sglang-router"]
     assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "relay", *routers, "scripted"]

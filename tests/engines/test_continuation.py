@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.continuation import Continuation
+from outrider.engines.pool.continuation import ContinuedGeneration
 from outrider.sessions.calls.call import count_differences
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
@@ -47,7 +47,7 @@ def spans(*edges: int) -> tuple[VersionSpan, ...]:
 
 
 def test_each_part_is_asked_for_what_is_left() -> None:
-    whole = Continuation(request(seed=7, min_tokens=4, temperature=0.5, stop_token_ids=(2,)), None)
+    whole = ContinuedGeneration(request(seed=7, min_tokens=4, temperature=0.5, stop_token_ids=(2,)), None)
     whole.cut([20, 21], chunk(versions=spans(1, 0, 2)), 0)
     one = whole.request()
     whole.cut([22, 23, 24], None, 2)
@@ -63,7 +63,7 @@ def test_each_part_is_asked_for_what_is_left() -> None:
 
 
 def test_what_was_cut_before_its_first_token_is_asked_for_again_as_it_was() -> None:
-    whole = Continuation(request(seed=7), None)
+    whole = ContinuedGeneration(request(seed=7), None)
     whole.cut([], None, 1)
     again = whole.request()
     assert again.sampling == request(seed=7).sampling
@@ -72,7 +72,7 @@ def test_what_was_cut_before_its_first_token_is_asked_for_again_as_it_was() -> N
 
 
 def test_the_last_chunk_speaks_of_the_whole_reply() -> None:
-    whole = Continuation(request(), None)
+    whole = ContinuedGeneration(request(), None)
     whole.cut([20, 21], end(versions=spans(0, 0, 1, 1, 1, 2), cached_tokens=2), 0)
     assert whole.take(chunk(22), 4) == chunk(22)
     last = whole.take(end(23, versions=spans(1, 0, 1, 2, 1, 2), cached_tokens=4, prompt_tokens=5), 4)
@@ -81,7 +81,7 @@ def test_the_last_chunk_speaks_of_the_whole_reply() -> None:
 
 
 def test_an_engine_without_spans_gets_the_version_that_it_was_known_to_serve() -> None:
-    whole = Continuation(request(), None)
+    whole = ContinuedGeneration(request(), None)
     whole.cut([20, 21], None, 3)
     whole.cut([22], None, 3)
     assert whole.take(end(23), 5).versions == spans(3, 0, 3, 5, 3, 4)
@@ -98,7 +98,7 @@ def test_an_engine_without_spans_gets_the_version_that_it_was_known_to_serve() -
     ],
 )
 def test_drift_is_seen_in_the_prompt_and_in_what_was_sampled(echo: list[int], drift: int) -> None:
-    whole = Continuation(request(), None)
+    whole = ContinuedGeneration(request(), None)
     whole.cut([20, 21], None, 0)
     reported = whole.take(chunk(22, prompt_ids=echo), 0).prompt_ids
     assert reported is not None
@@ -118,7 +118,7 @@ def test_drift_is_seen_in_the_prompt_and_in_what_was_sampled(echo: list[int], dr
 def test_a_reply_that_was_complete_when_it_was_cut_is_not_asked_for_again(
     sampled: list[int], sampling: Any, finish: Any
 ) -> None:
-    whole = Continuation(request(**sampling), None)
+    whole = ContinuedGeneration(request(**sampling), None)
     whole.cut(sampled, None, 1)
     last = whole.ended()
     assert (None if last is None else (last.finish, last.stop_match)) == finish
@@ -136,7 +136,7 @@ def test_a_stop_string_ends_a_reply_where_it_would_have_ended_uncut(tokenizer: T
         (n for n in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:n]) for stop in stops)), None
     )
     cut = data.draw(st.integers(0, (expected or len(ids)) - 1))
-    whole = Continuation(request(stop=stops), tokenizer.stream)
+    whole = ContinuedGeneration(request(stop=stops), tokenizer.stream)
     whole.cut(ids[:cut], None, 0)
     given = ids[:cut]
     for number, token in enumerate(ids[cut:], start=1):
@@ -152,7 +152,7 @@ def test_a_stop_string_ends_a_reply_where_it_would_have_ended_uncut(tokenizer: T
 
 def test_the_token_that_completes_a_stop_string_is_the_last_of_its_chunk(tokenizer: Tokenizer) -> None:
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-    whole = Continuation(request(stop=("abb",)), tokenizer.stream)
+    whole = ContinuedGeneration(request(stop=("abb",)), tokenizer.stream)
     whole.cut([a, a], None, 0)
     part = whole.take(end(b, b, c, c, versions=spans(1, 0, 1, 2, 1, 4), stop_match=None), 1)
     assert (part.ids, part.logprobs) == ([b, b], [-1.0, -1.0])

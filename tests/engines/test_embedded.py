@@ -249,12 +249,12 @@ async def test_an_update_drops_the_prefixes_of_idle_slots(reference: ReferenceLl
 
 def test_an_update_amid_a_prompt_computes_the_prompt_again(reference: ReferenceLlama) -> None:
     """A generation without output is wholly the new version's, and so must be what it was conditioned on."""
-    from outrider.engines.embedded.batch import Batch
+    from outrider.engines.embedded.batch import SequenceBatch
     from outrider.engines.embedded.weights import load_model
 
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
     prompt = (DIALOGUE * 8)[:600]
-    batch = Batch(load_model(POLICY), slots=2, context=700)
+    batch = SequenceBatch(load_model(POLICY), slots=2, context=700)
     batch.add(batch.checker.check(request(prompt, max_tokens=3)))
     assert batch.step() == []
     batch.update(other, 5)

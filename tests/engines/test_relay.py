@@ -25,15 +25,15 @@ from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     PROTOCOL,
     TO_WORKER,
-    Answer,
     Beat,
     Close,
     Failed,
-    Generate,
-    Hello,
-    Tokens,
+    StartGeneration,
     Version,
-    Welcome,
+    WorkerHello,
+    WorkerReply,
+    WorkerTokens,
+    WorkerWelcome,
 )
 from outrider.engines.relay.messages import encode as encoded
 from outrider.errors import (
@@ -531,10 +531,10 @@ async def test_a_worker_that_attaches_while_the_engine_is_resumed_goes_on() -> N
         async with raw_worker(url) as raw:
             paused = await raw.receive()
             await engine.resume()
-            await raw.send(Answer(call=paused.call))
+            await raw.send(WorkerReply(call=paused.call))
             resumed = await raw.receive()
             assert (paused.action, resumed.action) == ("pause", "resume")
-            await raw.send(Answer(call=resumed.call))
+            await raw.send(WorkerReply(call=resumed.call))
             await until(lambda: bool(engine._workers))
 
 
@@ -802,7 +802,7 @@ class RawWorker:
         return message.data, message.extra or ""
 
 
-def hello(**fields: Any) -> Hello:
+def hello(**fields: Any) -> WorkerHello:
     known: dict[str, Any] = {
         "protocol": PROTOCOL,
         "instance": f"instance-{next(_numbers):020}",
@@ -812,7 +812,7 @@ def hello(**fields: Any) -> Hello:
         "logprob_kind": LogprobKind.SAMPLING,
         "version": 0,
     }
-    return Hello(**known | fields)
+    return WorkerHello(**known | fields)
 
 
 @asynccontextmanager
@@ -820,17 +820,17 @@ async def raw_worker(url: str, **fields: Any) -> AsyncGenerator[RawWorker, None]
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
         worker = RawWorker(websocket)
         await worker.send(hello(**fields))
-        assert isinstance(await worker.receive(), Welcome)
+        assert isinstance(await worker.receive(), WorkerWelcome)
         yield worker
 
 
-def tokens(generation: int, number: int = 1, *, ids: list[int] | None = None, **fields: Any) -> Tokens:
+def tokens(generation: int, number: int = 1, *, ids: list[int] | None = None, **fields: Any) -> WorkerTokens:
     given = [1] if ids is None else ids
     packed: dict[str, Any] = {
         "ids": np.array(given, dtype="<i4").tobytes(),
         "logprobs": np.full(len(given), -1.0, dtype="<f8").tobytes(),
     }
-    return Tokens(generation=generation, number=number, **packed | fields)
+    return WorkerTokens(generation=generation, number=number, **packed | fields)
 
 
 def end_of(length: int) -> dict[str, Any]:
@@ -869,7 +869,7 @@ async def test_a_worker_that_speaks_nonsense_is_cut_off_with_the_reason(case: st
         await until(lambda: bool(engine._workers))
         reading = group.create_task(gathered(engine, request()))
         asked = await raw.receive()
-        assert isinstance(asked, Generate)
+        assert isinstance(asked, StartGeneration)
         async with attached(url, Counter()):
             await until(lambda: len(engine._workers) == 2)
             await raw.send(make(asked.generation))
@@ -951,7 +951,7 @@ async def test_a_worker_does_not_shorten_the_context_for_others() -> None:
         await until(lambda: len(engine._workers) == 2)
         asking = group.create_task(engine.health())
         asked = await raw.receive()
-        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, context_tokens=10)))
+        await raw.send(WorkerReply(call=asked.call, health=EngineHealth(ok=True, context_tokens=10)))
         assert (await raw.closed())[0] == Close.CONFLICT
         assert (await asking).context_tokens == 4096
         await until(lambda: len(engine._workers) == 1)
@@ -980,7 +980,7 @@ async def test_a_worker_that_lies_about_its_health_is_cut_off() -> None:
         await until(lambda: bool(engine._workers))
         asking = group.create_task(engine.health())
         asked = await raw.receive()
-        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, context_tokens=-5)))
+        await raw.send(WorkerReply(call=asked.call, health=EngineHealth(ok=True, context_tokens=-5)))
         code, reason = await raw.closed()
         assert code == Close.NONSENSE
         assert "context is -5 tokens" in reason
@@ -993,7 +993,7 @@ async def test_a_worker_that_names_a_model_without_end_is_cut_off() -> None:
         await until(lambda: bool(engine._workers))
         asking = group.create_task(engine.health())
         asked = await raw.receive()
-        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, model="x" * (5 << 20))))
+        await raw.send(WorkerReply(call=asked.call, health=EngineHealth(ok=True, model="x" * (5 << 20))))
         assert (await raw.closed())[0] == Close.NONSENSE
         assert not (await asking).ok
 
@@ -1004,7 +1004,7 @@ async def test_an_answer_with_an_error_of_the_services_own_is_the_workers_fault(
         await until(lambda: bool(engine._workers))
         said = Conflict("there is one already").record()
         asking = group.create_task(engine.health())
-        await raw.send(Answer(call=(await raw.receive()).call, error=said))
+        await raw.send(WorkerReply(call=(await raw.receive()).call, error=said))
         assert (await asking).detail == "worker 'trainer/raw' failed: there is one already"
 
         async def pause() -> None:
@@ -1012,7 +1012,7 @@ async def test_an_answer_with_an_error_of_the_services_own_is_the_workers_fault(
                 await engine.pause("finish")
 
         pausing = group.create_task(pause())
-        await raw.send(Answer(call=(await raw.receive()).call, error=said))
+        await raw.send(WorkerReply(call=(await raw.receive()).call, error=said))
         await pausing
 
 
@@ -1122,7 +1122,9 @@ async def test_silence_is_noticed_by_the_service() -> None:
 async def test_silence_is_noticed_by_the_worker() -> None:
     """It connects again, and says why it has left."""
     closed: list[int] = []
-    silent = Welcome(protocol=PROTOCOL, resumed={}, heartbeat=0.02, silence=0.1, resume=1, window=8, total_window=8)
+    silent = WorkerWelcome(
+        protocol=PROTOCOL, resumed={}, heartbeat=0.02, silence=0.1, resume=1, window=8, total_window=8
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)

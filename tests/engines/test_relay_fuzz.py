@@ -17,7 +17,17 @@ from engines.contract import chunks_of
 from outrider.engines.base import EngineHealth, GenerateRequest
 from outrider.engines.pool.reply_checks import LOWEST, ROUNDING
 from outrider.engines.relay.engine import RelayEngine
-from outrider.engines.relay.messages import TO_WORKER, Answer, Beat, Call, Failed, Generate, Version, Welcome, encode
+from outrider.engines.relay.messages import (
+    TO_WORKER,
+    Beat,
+    Failed,
+    StartGeneration,
+    Version,
+    WorkerCall,
+    WorkerReply,
+    WorkerWelcome,
+    encode,
+)
 from outrider.errors import Boundary, Conflict, EngineError, ErrorRecord
 from support.odd_values import ODD, mutated
 from support.relay import relay_served
@@ -34,10 +44,10 @@ def honest_words(generation: int, call: int, number: int) -> list[dict[str, Any]
         tokens(generation, number, stop_match=7, prompt_tokens=3),
         Failed(generation=generation, number=number, error=record),
         Failed(generation=generation, number=number, error=Conflict("x").record()),
-        Answer(call=call, health=EngineHealth(ok=True, context_tokens=100)),
-        Answer(call=call, error=record),
-        Answer(call=call, error=Conflict("x").record()),
-        Answer(call=call, ids=b"1234"),
+        WorkerReply(call=call, health=EngineHealth(ok=True, context_tokens=100)),
+        WorkerReply(call=call, error=record),
+        WorkerReply(call=call, error=Conflict("x").record()),
+        WorkerReply(call=call, ids=b"1234"),
         Version(number),
         Beat(),
         hello(),
@@ -62,11 +72,11 @@ async def misbehave(url: str, words: list[Any], *, greets: bool) -> None:
                 async with asyncio.timeout(0.05):
                     while not generation and (message := await websocket.receive()).type is aiohttp.WSMsgType.BINARY:
                         match TO_WORKER.decode(message.data):
-                            case Generate(generation=asked):
+                            case StartGeneration(generation=asked):
                                 generation = asked
-                            case Call(call=asked):
+                            case WorkerCall(call=asked):
                                 call = asked
-                            case Welcome() | _:
+                            case WorkerWelcome() | _:
                                 pass
             said: Any = word
             if not isinstance(word, bytes):

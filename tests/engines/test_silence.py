@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.concurrency.overdue import Overdue, Wait
+from outrider.concurrency.overdue import Overdue, SessionWait
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
@@ -386,7 +386,7 @@ async def test_a_call_given_up_when_it_was_overdue_is_the_engines_fault() -> Non
 def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:
     now = 0.0
     overdue = Overdue(lambda: now)
-    waits = [Wait("a", 4.0, queued=True) for _ in range(3)]
+    waits = [SessionWait("a", 4.0, queued=True) for _ in range(3)]
     for wait in waits:
         wait.begin(now)
         overdue.add(wait)
@@ -396,7 +396,7 @@ def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:
         wait.last = now
         overdue.remove(wait)
     assert overdue.seconds() == 0
-    lost, later = Wait("a", 4.0, queued=True), Wait("a", 4.0, queued=True)
+    lost, later = SessionWait("a", 4.0, queued=True), SessionWait("a", 4.0, queued=True)
     for wait in (lost, later):
         wait.begin(now)
         overdue.add(wait)
@@ -409,7 +409,7 @@ def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:
 def test_waits_that_are_overdue_at_the_same_time_count_once() -> None:
     now = 0.0
     overdue = Overdue(lambda: now)
-    long, short = Wait("a", 1.0), Wait("b", 4.0)
+    long, short = SessionWait("a", 1.0), SessionWait("b", 4.0)
     for wait in (long, short):
         wait.begin(0.0)
         overdue.add(wait)

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
-from outrider.engines.pool.affinity import Member
+from outrider.engines.pool.affinity import EngineRecord
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
@@ -89,7 +89,7 @@ async def test_a_cut_swallows_no_cancellation(order: tuple[str, ...]) -> None:
         yield Chunk(ids=[], logprobs=[])
 
     a = engine_of("a")
-    member = Member(a, await a.health(), kind="scripted", url=None, owned=False)
+    member = EngineRecord(a, await a.health(), kind="scripted", url=None, owned=False)
     chunks = nothing()
     flight = Flight(member, request("s"), 4, 4, chunks, LIMITS, Overdue())
 

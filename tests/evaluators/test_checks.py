@@ -19,7 +19,7 @@ import pytest
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.confinement import calculation
-from outrider.evaluators.checks.pool import QUICK_SECONDS, SUBMITTED_AT_ONCE, Checked, Checks, Library
+from outrider.evaluators.checks.pool import QUICK_SECONDS, SUBMITTED_AT_ONCE, CheckResult, Checks, Library
 from outrider.runtimes.guest.isolation import landlock
 from outrider.runtimes.guest.isolation.seccomp import MACHINES
 from outrider.runtimes.kernel.process_marks import marked
@@ -54,7 +54,7 @@ async def until(host: Host, number: int) -> set[int]:
     return found
 
 
-async def act(host: Host, name: str, *, seconds: float = 5.0, **more: Any) -> Checked:
+async def act(host: Host, name: str, *, seconds: float = 5.0, **more: Any) -> CheckResult:
     return await (await host.part(PART)).check({"act": name, **more}, seconds=seconds)
 
 

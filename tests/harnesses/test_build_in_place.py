@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
+from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate, is_complete
 from support.disk import Disk
 
-ONE = Contents(("a==1",))
-TWO = Contents(("a==2",))
+ONE = BuildInputs(("a==1",))
+TWO = BuildInputs(("a==2",))
 
 
 def test_many_at_once_build_it_once(tmp_path: Path) -> None:

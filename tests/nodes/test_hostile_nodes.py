@@ -27,12 +27,12 @@ from outrider.nodes import claims, remote_node
 from outrider.nodes.messages import (
     MAX_FROM_NODE,
     MAX_HELLO,
-    Abort,
+    AbortForwarded,
     AddTurn,
-    Answer,
+    CallReply,
     Doubt,
+    ForwardGeneration,
     Gate,
-    Generate,
     Generated,
     GiveBack,
     KeepArtifact,
@@ -41,7 +41,7 @@ from outrider.nodes.messages import (
     ModelUses,
     Ran,
     Ready,
-    Run,
+    RunAttempt,
     SetState,
     Take,
 )
@@ -100,11 +100,11 @@ class Plain:
 class Told:
     """An attempt that a node was given."""
 
-    run: Run
+    run: RunAttempt
     task: TaskSpec
 
     @classmethod
-    def by(cls, run: Run) -> Told:
+    def by(cls, run: RunAttempt) -> Told:
         return cls(run, TaskSpec.model_validate_json(run.task))
 
     @property
@@ -289,7 +289,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "a report with room without end": (lambda told: [report(1 << 40)], "cannot be"),
     "a prompt with a negative id": (
         lambda told: [
-            Generate(
+            ForwardGeneration(
                 generation=0,
                 model=None,
                 engine="e",
@@ -299,7 +299,10 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         ],
         "ids that cannot be",
     ),
-    "a generation of nothing": (lambda told: [Generate(generation=0, model=None, engine="e")], "neither of ids"),
+    "a generation of nothing": (
+        lambda told: [ForwardGeneration(generation=0, model=None, engine="e")],
+        "neither of ids",
+    ),
     "a name without end": (lambda told: [Doubt(model=None, engine="x" * 1000)], "no message"),
     "more outlived than any": (
         lambda told: [Ready(outlived={f"s-{number}": 1 for number in range(5000)})],
@@ -330,7 +333,7 @@ async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: s
         *before, last = make(Told.by(await node.given()))
         for message in before:
             await node.say(message)
-            while isinstance(message, AddTurn) and not isinstance(await node.hear(), Answer):
+            while isinstance(message, AddTurn) and not isinstance(await node.hear(), CallReply):
                 pass
         await node.say(last)
         await check_cut_off(running, view, node, reason)
@@ -345,7 +348,7 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
             calls.append(SetState(call=len(calls), state=state, **told.ids))  # type: ignore[arg-type]
         for call in calls:
             await node.say(call)
-            while not isinstance(answer := await node.hear(), Answer):
+            while not isinstance(answer := await node.hear(), CallReply):
                 pass
             assert (answer.call, answer.error) == (call.call, None)
         result = told.result((calls[0].turn, calls[1].turn), reward=0.5)
@@ -368,7 +371,7 @@ async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
         )
         errors: list[str] = []
         while len(errors) < 2:
-            if isinstance(message := await bad.hear(), Answer):
+            if isinstance(message := await bad.hear(), CallReply):
                 assert message.error is not None
                 errors.append(message.error.code)
         assert errors == ["conflict"] * 2
@@ -488,7 +491,9 @@ async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(star
         await running.service.pool.add_engine(engine)
         for number, (prompt, stop) in enumerate((([1 << 30], ()), ([1], (1 << 30,)))):
             sampling = SamplingParams(max_tokens=1, stop_token_ids=stop)
-            asked = Generate(generation=number, model=None, engine="e", input_ids=pack_ids(prompt), sampling=sampling)
+            asked = ForwardGeneration(
+                generation=number, model=None, engine="e", input_ids=pack_ids(prompt), sampling=sampling
+            )
             await node.say(asked)
             while not isinstance(part := await node.hear(), Generated):
                 pass
@@ -596,7 +601,7 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
         await node.say(*states)
         answered = 0
         while answered < number:
-            answered += isinstance(await node.hear(), Answer)
+            answered += isinstance(await node.hear(), CallReply)
         looking.cancel()
         assert most <= remote_node.MAX_CALLS
 
@@ -619,9 +624,11 @@ def honest_words(told: Told) -> list[dict[str, Any]]:
         KeepIndex(call=0, listed=ArtifactList(session_id="", attempt=1, artifacts=(), left_out=()), **told.ids),
         Take(call=0, amount=share, priority=0),
         GiveBack(call=0),
-        Abort(generation=0),
+        AbortForwarded(generation=0),
         Leaving(),
-        Generate(generation=0, model=None, engine="e", input_ids=pack_ids([1]), sampling=SamplingParams(max_tokens=1)),
+        ForwardGeneration(
+            generation=0, model=None, engine="e", input_ids=pack_ids([1]), sampling=SamplingParams(max_tokens=1)
+        ),
     ]
     return [msgspec.msgpack.decode(encode(word), strict=False) for word in words]
 

@@ -24,10 +24,10 @@ from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
 from outrider.nodes.elsewhere import PREFIX, _copies, own_folder, setup_elsewhere
 from outrider.nodes.joining import JoiningMachine
-from outrider.nodes.messages import Hello, Ready
+from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.nodes.resumable import HEADER
-from outrider.nodes.telling import Telling
+from outrider.nodes.telling import PoolPublisher
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from support.relay import CuttingProxy
@@ -206,7 +206,7 @@ class Dialling:
     """`Socket` of a node that says hello, and then only what it is made to."""
 
     def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:
-        hello = Hello(
+        hello = NodeHello(
             version=version("outrider"),
             instance=instance * 16,
             machine=machine,
@@ -253,7 +253,7 @@ class Joining:
         async with (
             asyncio.timeout(20),
             asyncio.TaskGroup() as tasks,
-            Telling({}) as telling,
+            PoolPublisher({}) as telling,
             joined.JoinedNodes(config, parts, telling, own={"local"}) as nodes,
         ):
             yield cls(nodes, tasks)

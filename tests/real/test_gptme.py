@@ -12,7 +12,7 @@ import pytest
 from docs.pages import page
 from outrider.cli import main
 from outrider.environment import cache_home
-from outrider.harnesses.build_in_place import Contents, build_in_place
+from outrider.harnesses.build_in_place import BuildInputs, build_in_place
 
 pytestmark = pytest.mark.real
 
@@ -30,7 +30,7 @@ def folder() -> Path:
         subprocess.run([*uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, made], check=True)
         subprocess.run([*uv, "pip", "install", "--quiet", "--python", made / "bin/python", *PACKAGES], check=True)
 
-    build_in_place(made, Contents(PACKAGES), build)
+    build_in_place(made, BuildInputs(PACKAGES), build)
     return made.parent
 
 

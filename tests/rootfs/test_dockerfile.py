@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField
-from outrider.rootfs.dockerfile import Copy, MakeFolder, Plan, Run, read_dockerfile
+from outrider.rootfs.dockerfile import BuildPlan, Copy, MakeFolder, RunInstruction, read_dockerfile
 from outrider.rootfs.store import ImageStore
 
 from .archives import as_tar, oci_files
@@ -35,7 +35,7 @@ def context(tmp_path: Path) -> Path:
     return folder
 
 
-def planned(context: Path, store: ImageStore, text: str) -> Plan:
+def planned(context: Path, store: ImageStore, text: str) -> BuildPlan:
     (context / "Dockerfile").write_text(text)
     return read_dockerfile(context, store)
 
@@ -76,13 +76,13 @@ CMD ["sh"]
         Copy(line=10, sources=(real / "a.txt", real / "sub"), target="/opt/1y/in", into=True),
         Copy(line=11, sources=(real / "a.txt",), target="/b c", into=False),
         Copy(line=12, sources=(real / "a.txt",), target="/opt/1y/tool", into=False, mode="0755"),
-        Run(
+        RunInstruction(
             line=16,
             argv=("/bin/sh", "-c", 'echo one     && echo "  two"     three'),
             env=args | env,
             workdir="/opt/1y",
         ),
-        Run(line=21, argv=("printf", "%s", "$A"), env=args | env, workdir="/opt/1y"),
+        RunInstruction(line=21, argv=("printf", "%s", "$A"), env=args | env, workdir="/opt/1y"),
     )
 
 
@@ -166,7 +166,9 @@ def test_what_is_not_known_is_refused_with_its_line(context: Path, store: ImageS
 def test_only_newlines_separate_lines(context: Path, store: ImageStore, character: str) -> None:
     (context / ".dockerignore").write_text(f"# nothing{character}*.txt\n")
     plan = planned(context, store, f"FROM base\r\nRUN printf 'a{character}USER x' \\\r\n  b\r\n")
-    assert [step.argv[-1] for step in plan.steps if isinstance(step, Run)] == [f"printf 'a{character}USER x'   b"]
+    assert [step.argv[-1] for step in plan.steps if isinstance(step, RunInstruction)] == [
+        f"printf 'a{character}USER x'   b"
+    ]
     with pytest.raises(InvalidField, match="line 3: "):
         planned(context, store, f"FROM base\nRUN a{character}b\nUSER x\n")
 

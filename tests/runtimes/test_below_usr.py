@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel.mounts import Mount, MountTable, parse
+from outrider.runtimes.kernel.mounts import MountPoint, MountTable, parse
 from outrider.runtimes.namespace.plan import Root, inner_of
 
 FORMS = ("plain", "stacked", "locked")
@@ -106,11 +106,11 @@ LINES = """
 
 def test_the_mounts_of_a_machine() -> None:
     assert parse(LINES.strip().encode()) == (
-        Mount("/", "ext4"),
-        Mount("/usr", "ext4"),
-        Mount("/usr/local/with blank", "tmpfs"),
-        Mount("/usr/net", "nfs4"),
-        Mount("/usr/net/in", "autofs"),
+        MountPoint("/", "ext4"),
+        MountPoint("/usr", "ext4"),
+        MountPoint("/usr/local/with blank", "tmpfs"),
+        MountPoint("/usr/net", "nfs4"),
+        MountPoint("/usr/net/in", "autofs"),
     )
 
 
@@ -125,9 +125,19 @@ def test_changes_of_the_mounts_are_seen() -> None:
 
 def test_what_is_mounted_by_itself() -> None:
     mounts = [
-        *(Mount("/", "ext4"), Mount("/lib", "ext4"), Mount("/lib/firmware", "squashfs"), Mount("/lib2/x", "tmpfs")),
-        *(Mount("/usr", "ext4"), Mount("/usr/a", "tmpfs"), Mount("/usr/a/b", "tmpfs"), Mount("/usr/a/p", "proc")),
-        *(Mount("/usr/a/p/q", "binfmt_misc"), Mount("/usr/ab", "nfs4"), Mount("/usr/n", "autofs")),
+        *(
+            MountPoint("/", "ext4"),
+            MountPoint("/lib", "ext4"),
+            MountPoint("/lib/firmware", "squashfs"),
+            MountPoint("/lib2/x", "tmpfs"),
+        ),
+        *(
+            MountPoint("/usr", "ext4"),
+            MountPoint("/usr/a", "tmpfs"),
+            MountPoint("/usr/a/b", "tmpfs"),
+            MountPoint("/usr/a/p", "proc"),
+        ),
+        *(MountPoint("/usr/a/p/q", "binfmt_misc"), MountPoint("/usr/ab", "nfs4"), MountPoint("/usr/n", "autofs")),
     ]
     root = Root((("/skeleton", "/"), ("/usr", "/usr")), (("/lib", "/lib"),))
     assert inner_of(root, mounts) == (

@@ -16,7 +16,7 @@ from outrider.runtimes.apptainer.command_line import in_groups
 from outrider.runtimes.base import Runtime, TellsCause
 from outrider.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies, find, settings
 from outrider.runtimes.node_host import Host
-from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
+from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, ToolPart
 from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources
 
@@ -45,7 +45,7 @@ async def hangs(sandbox: Runtime) -> None:
     assert isinstance(sandbox, ToolServerSandbox)
     args = {"path": "/dev/null", "offset": 0, "size": 1}
     with pytest.raises(RuntimeFailure, match="stuck"):
-        await sandbox.server.tools.call("read", args, Part, seconds=-GRACE_SECONDS - LAST_LOOK_SECONDS)
+        await sandbox.server.tools.call("read", args, ToolPart, seconds=-GRACE_SECONDS - LAST_LOOK_SECONDS)
 
 
 @pytest.mark.parametrize("kind", EVERY)

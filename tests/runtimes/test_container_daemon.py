@@ -14,7 +14,7 @@ from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
-from outrider.runtimes.containers.create_request import ContainerRequest, Shown
+from outrider.runtimes.containers.create_request import ContainerRequest, HostMount
 from outrider.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
 from outrider.runtimes.containers.runtime import DOCKER, GVISOR
 from outrider.runtimes.node_host import Host
@@ -136,7 +136,7 @@ def plan(daemon: ContainerDaemon, **fields: Any) -> ContainerRequest:
         command=["/p", "-c", "x"],
         env={"A": "1"},
         labels={NODE_LABEL: daemon.node},
-        shown=[Shown(Path("/a:b"), "/c")],
+        shown=[HostMount(Path("/a:b"), "/c")],
         resources=Resources(memory_mb=64, cpus=0.5, pids=32, disk_mb=16),
         limits=True,
         **fields,

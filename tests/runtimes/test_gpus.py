@@ -24,7 +24,7 @@ import pytest
 from outrider.errors import RuntimeUnavailable
 from outrider.runtimes.apptainer import runtime as apptainer
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.containers.create_request import ContainerRequest, Shown
+from outrider.runtimes.containers.create_request import ContainerRequest, HostMount
 from outrider.runtimes.containers.daemon import ask
 from outrider.runtimes.containers.libpod_request import libpod_body
 from outrider.runtimes.namespace import runtime as namespace
@@ -254,7 +254,7 @@ def request(**fields: Any) -> dict[str, Any]:
         "command": ["/p", "-c", "x"],
         "env": {"A": "b=c"},
         "labels": {"l": "m"},
-        "shown": [Shown(Path("/a:b"), "/c")],
+        "shown": [HostMount(Path("/a:b"), "/c")],
         "resources": Resources(memory_mb=64, cpus=0.5, pids=32, disk_mb=16),
         "limits": True,
     }

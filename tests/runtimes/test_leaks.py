@@ -18,7 +18,7 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.host_process.process import server_process
 from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.tool_server.launch import START_SECONDS, Setup
+from outrider.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup
 
 from .world import World
 
@@ -296,5 +296,5 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
 
 
 async def started(command: list[str]) -> None:
-    async with server_process("test", command, b"", Setup(env={}, workdir="/")):
+    async with server_process("test", command, b"", ToolServerSetup(env={}, workdir="/")):
         pytest.fail("it is no tool server")

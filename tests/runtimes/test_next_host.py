@@ -22,7 +22,7 @@ from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import started
 from outrider.runtimes.tool_server.bundle import compiled, delivery, server_command
 from outrider.runtimes.tool_server.client import Done, ExecDone, ShellOpened, ToolClient
-from outrider.runtimes.tool_server.launch import BRIDGE_PORT, Setup, configure, connection
+from outrider.runtimes.tool_server.launch import BRIDGE_PORT, ToolServerSetup, configure, connection
 from outrider.runtimes.tool_server.shared_folder import GATEWAY, MAX_STRANGERS, SOCKET, SharedFolder
 
 SECRET = secrets.token_hex(8)
@@ -45,7 +45,7 @@ class Server:
         self.tools = ToolClient(ours, self.child.log_tail)
         await self.tools.open()
         self.tools.send_raw(delivery(await asyncio.to_thread(compiled, (), sys.executable, (1,))))
-        await configure(self.tools, Setup(env={"PATH": os.defpath}, workdir=str(self.folder), subreaper=True))
+        await configure(self.tools, ToolServerSetup(env={"PATH": os.defpath}, workdir=str(self.folder), subreaper=True))
         args = {"path": str(self.shared / SOCKET), "secret": SECRET, "ms": round(seconds * 1000)}
         await self.tools.call("outlive", args, Done)
 
@@ -245,7 +245,7 @@ async def test_a_client_waits_for_the_next_gateway(tmp_path: Path) -> None:
     socket_of_gateway = str(server.shared / GATEWAY)
     await configure(
         tools,
-        Setup(
+        ToolServerSetup(
             env={"PATH": os.defpath},
             workdir=str(tmp_path),
             subreaper=True,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.runtimes.guest.filesystem.patch import Conflict, Entry, lines_of, plan_patch
+from outrider.runtimes.guest.filesystem.patch import PatchEntry, PatchRefused, lines_of, plan_patch
 
 PLAIN, RUNS, LINK = 0o100644, 0o100755, 0o120000
 Files = dict[str, tuple[int, bytes]]
@@ -29,7 +29,7 @@ TREES = st.dictionaries(NAMES, st.tuples(st.sampled_from([PLAIN, RUNS]), CONTENT
 
 
 def patched(files: Mapping[str, tuple[int, bytes]], text: bytes) -> Files:
-    changes = plan_patch(text, lambda path: Entry(*files[path]) if path in files else None)
+    changes = plan_patch(text, lambda path: PatchEntry(*files[path]) if path in files else None)
     after = dict(files)
     for path, entry in changes.items():
         after.pop(path, None)
@@ -43,7 +43,7 @@ def one(before: bytes, text: str) -> bytes:
 
 
 def refused(files: Files, text: str) -> str:
-    with pytest.raises(Conflict) as conflict:
+    with pytest.raises(PatchRefused) as conflict:
         patched(files, text.encode())
     return str(conflict.value)
 
@@ -144,7 +144,7 @@ def test_what_difflib_writes_is_applied(before: bytes, after: bytes, context: in
 @given(st.binary(max_size=200), st.binary(max_size=60))
 def test_any_text_is_applied_or_refused(text: bytes, data: bytes) -> None:
     for tried in (text, HUNK.encode() + text, HUNK.encode()[: len(text)] + text):
-        with contextlib.suppress(Conflict):
+        with contextlib.suppress(PatchRefused):
             patched({"f": (PLAIN, data)}, tried)
 
 

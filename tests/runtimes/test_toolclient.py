@@ -18,8 +18,8 @@ from outrider.runtimes.tool_server.client import (
     TEXT_MAX,
     Done,
     ExecDone,
-    Part,
     ToolClient,
+    ToolPart,
 )
 from support.clock import pass_time, stop_time
 
@@ -63,8 +63,8 @@ async def test_replies_find_their_calls_in_any_order(pair: tuple[ToolClient, Pee
     client, peer = pair
     parts: list[bytes] = []
     async with asyncio.TaskGroup() as group:
-        one = group.create_task(client.call("a", {}, Part, on_part=parts.append))
-        two = group.create_task(client.call("b", {"x": 1}, Part))
+        one = group.create_task(client.call("a", {}, ToolPart, on_part=parts.append))
+        two = group.create_task(client.call("b", {"x": 1}, ToolPart))
         first, second = await peer.request(), await peer.request()
         assert (first[1:], second[1:]) == (("a", {}), ("b", {"x": 1}))
         replies = frame(second[0], "ok", {"data": b"2"}) + frame(first[0], "part", {"data": b"p"})

@@ -21,7 +21,7 @@ from outrider.runtimes.guest.shells.shell import Bash
 from outrider.runtimes.host_process.process import server_process
 from outrider.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
 from outrider.runtimes.tool_server.client import ExecDone
-from outrider.runtimes.tool_server.launch import RunningServer, Setup
+from outrider.runtimes.tool_server.launch import RunningServer, ToolServerSetup
 
 from .world import World
 
@@ -76,7 +76,7 @@ async def test_binary_output(sandbox: Runtime) -> None:
 
 
 def a_server(bytecode: bytes, folder: Path, lifetime: float = 0) -> AbstractAsyncContextManager[RunningServer]:
-    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, lifetime=lifetime)
+    setup = ToolServerSetup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, lifetime=lifetime)
     return server_process("test", server_command(sys.executable), bytecode, setup)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.runtimes.namespace.plan import make_skeleton
-from outrider.runtimes.namespace.zygote import Zygote
+from outrider.runtimes.namespace.zygote import ZygoteClient
 from outrider.runtimes.node_host import Host
 
 from .test_leaks import Traces, children
@@ -23,7 +23,7 @@ def seen(root: Path) -> dict[str, int]:
 
 async def skeleton(host: Host) -> dict[str, int]:
     """What the host's zygote has of one, the moment it is there."""
-    zygote = await host.part(Zygote)
+    zygote = await host.part(ZygoteClient)
     return seen(Path(zygote.host_root.layers[0][0]))
 
 
@@ -40,7 +40,7 @@ async def test_half_a_skeleton_is_never_used(folder: Path, whole: dict[str, int]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
             with pytest.raises(OSError, match="File too large"):
-                await host.part(Zygote)
+                await host.part(ZygoteClient)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert os.listdir(folder) == ["base"]
@@ -51,7 +51,7 @@ async def test_half_a_skeleton_is_never_used(folder: Path, whole: dict[str, int]
 async def test_a_skeleton_is_whole_though_its_maker_is_cancelled(folder: Path, whole: dict[str, int]) -> None:
     async with Host(folder) as host:
         async with asyncio.TaskGroup() as group:
-            opening = group.create_task(host.part(Zygote))
+            opening = group.create_task(host.part(ZygoteClient))
             while not any(folder.glob("skeleton*")):  # noqa: ASYNC110, ASYNC240  # a thread makes it
                 await asyncio.sleep(0)
             opening.cancel()
@@ -71,7 +71,7 @@ async def test_two_may_make_a_skeleton_at_once(folder: Path, whole: dict[str, in
 async def test_a_zygote_is_buried_though_its_host_is_cancelled(folder: Path) -> None:
     before = Traces()
     host = Host(folder)
-    await host.part(Zygote)
+    await host.part(ZygoteClient)
     (zygote,) = children() - before.processes
     os.kill(zygote, signal.SIGSTOP)
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:

@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.errors import Boundary
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import Image
+from outrider.rootfs.store import RootImage
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import RESERVED_PRIORITY, Attempt
@@ -51,7 +51,7 @@ class HeldNode:
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
     def outlived(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ import pytest
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import Image
+from outrider.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost
@@ -103,7 +103,7 @@ class FakeNode:
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
     def outlived(self) -> dict[str, int]:

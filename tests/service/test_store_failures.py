@@ -15,7 +15,7 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import Image
+from outrider.rootfs.store import RootImage
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.allow_lists import AllowLists
@@ -88,7 +88,7 @@ class OnceMore:
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
     def outlived(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from outrider.errors import (
 )
 from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
-from outrider.sessions.blame import RULES, Blame, Cause, Decision, End, Facts, Rule, Stage, decide, end_of
+from outrider.sessions.blame import RULES, Blame, BlameRule, Cause, End, Facts, Ruling, Stage, decide, end_of
 from outrider.sessions.calls.token_allowance import LimitReached
 
 FLAGS = tuple(field.name for field in msgspec.structs.fields(Facts) if field.name not in ("stage", "end"))
@@ -172,13 +172,16 @@ def fitting() -> tuple[frozenset[int], ...]:
     return tuple(frozenset(n for n, facts in enumerate(all_facts()) if rule.fits(facts)) for rule in RULES)
 
 
-def mutants() -> Iterator[tuple[str, tuple[Rule, ...]]]:
+def mutants() -> Iterator[tuple[str, tuple[BlameRule, ...]]]:
     for place, rule in enumerate(RULES):
         before, after = RULES[:place], RULES[place + 1 :]
 
         def changed(
-            before: tuple[Rule, ...] = before, after: tuple[Rule, ...] = after, rule: Rule = rule, **to: object
-        ) -> tuple[Rule, ...]:
+            before: tuple[BlameRule, ...] = before,
+            after: tuple[BlameRule, ...] = after,
+            rule: BlameRule = rule,
+            **to: object,
+        ) -> tuple[BlameRule, ...]:
             return (*before, msgspec.structs.replace(rule, **to), *after)
 
         yield f"{rule.name}: removed", (*before, *after)
@@ -205,8 +208,8 @@ def rivals(place: int) -> bool:
     return bool(fitting()[place] & fitting()[place + 1] - earlier)
 
 
-def decisions(rules: tuple[Rule, ...] = RULES) -> list[Decision | None]:
-    found: list[Decision | None] = []
+def decisions(rules: tuple[BlameRule, ...] = RULES) -> list[Ruling | None]:
+    found: list[Ruling | None] = []
     for _, facts, _, _ in EXAMPLES:
         try:
             found.append(decide(facts, rules))

@@ -23,7 +23,7 @@ from outrider.sessions.calls.body_limits import (
     MAX_VALUES,
     Bodies,
     Body,
-    Capacity,
+    BodyCapacity,
     Intake,
     TooMuchAtOnce,
     TooSlow,
@@ -37,12 +37,12 @@ async def sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield part
 
 
-async def small() -> Capacity:
-    return Capacity(4096, images=False)
+async def small() -> BodyCapacity:
+    return BodyCapacity(4096, images=False)
 
 
-async def pictures() -> Capacity:
-    return Capacity(None, images=True)
+async def pictures() -> BodyCapacity:
+    return BodyCapacity(None, images=True)
 
 
 def values_in(value: Any) -> int:
@@ -70,30 +70,30 @@ def test_values_are_counted_outside_of_strings(seed: int) -> None:
 
 
 def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:
-    small = Capacity(4096, images=False)
+    small = BodyCapacity(4096, images=False)
     small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096)
     with pytest.raises(ContextOverflow, match="context is 4096"):
         small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096 + 1)
     with pytest.raises(TooLarge):
-        Capacity(1 << 20, images=False).check_size(MAX_TEXT_BODY + 1)
-    Capacity(4096, images=True).check_size(MAX_BODY)
+        BodyCapacity(1 << 20, images=False).check_size(MAX_TEXT_BODY + 1)
+    BodyCapacity(4096, images=True).check_size(MAX_BODY)
     with pytest.raises(TooLarge):
-        Capacity(None, images=True).check_size(MAX_BODY + 1)
+        BodyCapacity(None, images=True).check_size(MAX_BODY + 1)
 
 
 def test_more_values_than_the_context_has_room_for_are_refused() -> None:
     body = b"[" + b"{}," * 30_000 + b"{}]"
     with pytest.raises(ContextOverflow, match="at least 15000 tokens"):
-        run_inline(Capacity(4096, images=False).checking(body))
-    run_inline(Capacity(1 << 14, images=False).checking(body))
+        run_inline(BodyCapacity(4096, images=False).checking(body))
+    run_inline(BodyCapacity(1 << 14, images=False).checking(body))
     with pytest.raises(ContextOverflow):
-        run_inline(Capacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
-    run_inline(Capacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
+        run_inline(BodyCapacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
+    run_inline(BodyCapacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
 
 
 def test_more_escapes_than_can_be_decoded_at_once_are_refused() -> None:
     with pytest.raises(TooLarge, match="escaped"):
-        run_inline(Capacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
+        run_inline(BodyCapacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
 
 
 async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
@@ -166,7 +166,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
 
 
 def test_no_client_offers_so_many_tools() -> None:
-    capacity = Capacity(1 << 20, images=False)
+    capacity = BodyCapacity(1 << 20, images=False)
     capacity.check_numbers(1 << 20, MAX_TOOLS)
     with pytest.raises(RequestError, match="too many"):
         capacity.check_numbers(1, MAX_TOOLS + 1)

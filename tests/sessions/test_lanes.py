@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from outrider.sessions.lanes import Lane, Place
+from outrider.sessions.lanes import HeldSlot, Lane
 from outrider.sessions.priority_semaphore import URGENT as COMES_FIRST
 from outrider.sessions.priority_semaphore import PrioritySemaphore
 
@@ -130,7 +130,7 @@ async def test_a_session_that_steps_aside_leaves_its_slot_to_others_and_is_the_n
     line_moves = asyncio.Event()
 
     async def grade(name: str, *, waits: bool) -> None:
-        async with Place(lane, priority=0 if waits else 1000) as place:
+        async with HeldSlot(lane, priority=0 if waits else 1000) as place:
             if waits:
                 async with place.aside():
                     await line_moves.wait()
@@ -150,19 +150,19 @@ async def test_no_slot_is_kept_by_what_is_cancelled_aside_or_comes_back_too_late
     lane = Lane("eval", 2)
     back = asyncio.Event()
 
-    async def away(place: Place) -> None:
+    async def away(place: HeldSlot) -> None:
         async with place.aside():
             await back.wait()
 
     async def session() -> None:
-        async with Place(lane, 0) as place:
+        async with HeldSlot(lane, 0) as place:
             await away(place)
 
     cancelled = asyncio.ensure_future(session())
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.wait([cancelled])
-    async with Place(lane, 0) as place:
+    async with HeldSlot(lane, 0) as place:
         both = asyncio.gather(away(place), away(place))
         await asyncio.sleep(0)
         assert lane.stats().in_use == 0

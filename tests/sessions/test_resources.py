@@ -17,7 +17,7 @@ from outrider.sessions.resources import (
     Capacity,
     NodeResources,
     ResourceAmount,
-    Share,
+    ResourceShare,
     capacity_of,
     free_of,
     machine_capacity,
@@ -199,8 +199,8 @@ def test_no_gpu_is_given_to_two_at_once(steps: list[tuple[int, int, int, int]]) 
 
     async def play() -> None:
         resources = some_resources()
-        held: list[Share] = []
-        waiting: list[asyncio.Task[Share]] = []
+        held: list[ResourceShare] = []
+        waiting: list[asyncio.Task[ResourceShare]] = []
         for wanted_cpus, wanted, priority, choice in steps:
             match choice:
                 case 0 | 1 if held:

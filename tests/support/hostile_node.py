@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from outrider.engines.relay.messages import encode
-from outrider.nodes.messages import TO_NODE, WELCOME, Hello, Ready, Report, Run
+from outrider.nodes.messages import TO_NODE, WELCOME, NodeHello, Ready, Report, RunAttempt
 from outrider.nodes.resumable import HEADER, PIECE
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.sessions.resources import Capacity
@@ -29,7 +29,7 @@ class Ended(Exception):
         self.reason = reason
 
 
-def hello(**fields: Any) -> Hello:
+def hello(**fields: Any) -> NodeHello:
     known: dict[str, Any] = {
         "version": version("outrider"),
         "instance": uuid4().hex,
@@ -38,7 +38,7 @@ def hello(**fields: Any) -> Hello:
         "capacity": CAPACITY,
         "received": 0,
     }
-    return Hello(**known | fields)
+    return NodeHello(**known | fields)
 
 
 def report(capacity: int = 8, **fields: Any) -> Report:
@@ -107,9 +107,9 @@ class HostileNode:
                 frame, self._parts = b"".join(self._parts), []
                 return TO_NODE.decode(frame)
 
-    async def given(self) -> Run:
+    async def given(self) -> RunAttempt:
         """The next attempt that it is given."""
-        while not isinstance(message := await self.hear(), Run):
+        while not isinstance(message := await self.hear(), RunAttempt):
             pass
         return message
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.rendering.reply_stream import Reply, ReplyPart, ReplyStream
+from outrider.tokens.rendering.reply_stream import FinishedReply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .strategies import TOOLS, bad_calls, byte_id, hermes_call, plain, replies, solid, spellings, xml_call
@@ -32,7 +32,7 @@ def read(
     family: str = "qwen3",
     tools: tuple[ToolSpec, ...] = TOOLS,
     stop: tuple[str, ...] = (),
-) -> Reply:
+) -> FinishedReply:
     """The reply to `chunks`; asserts that it says what was streamed."""
     reading = stream(family, tools, stop)
     parts = [reading.push(chunk) for chunk in chunks]
@@ -43,7 +43,9 @@ def read(
     return reply
 
 
-def said(text: str, family: str = "qwen3", tools: tuple[ToolSpec, ...] = TOOLS, stop: tuple[str, ...] = ()) -> Reply:
+def said(
+    text: str, family: str = "qwen3", tools: tuple[ToolSpec, ...] = TOOLS, stop: tuple[str, ...] = ()
+) -> FinishedReply:
     return read([[token] for token in TOKENIZER.encode(text)], family, tools, stop)
 
 

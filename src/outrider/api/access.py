@@ -21,7 +21,7 @@ from outrider.errors import Busy, Forbidden, InvalidField, NotFound, OutriderErr
 from outrider.http_server import Application, Message, Receive, Scope, Send, claim
 from outrider.service.audit import AuditEntry, AuditLog
 from outrider.service.principals import LOCAL, Principal
-from outrider.service.tokens import RevokedMeanwhile, Tokens
+from outrider.service.tokens import RevokedMeanwhile, TokenRegistry
 from outrider.spec import Role
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
@@ -94,7 +94,7 @@ class AccessControl:
     connections of an admin are not closed to make room for others.
     """
 
-    def __init__(self, app: Application, tokens: Tokens, audit: AuditLog, *, calls: int) -> None:
+    def __init__(self, app: Application, tokens: TokenRegistry, audit: AuditLog, *, calls: int) -> None:
         self._app = app
         self._calls = calls
         self._under_way: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from outrider.bridges.shared_client import shared_client
 from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics, trajectories_of
+from outrider.bridges.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL
@@ -210,7 +210,7 @@ class _Output:
         usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
             self._columns["response_ids"], self._columns["rewards"], loss_masks=self._columns["loss_masks"]
         )
-        rows: list[Row] = [row for each in self._trained for row in each.rows]
+        rows: list[TrainingRow] = [row for each in self._trained for row in each.rows]
         own: dict[str, float] = {"outrider/cut_tokens": sum(row.cut for row in rows)}
         if rows:  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
             own |= {

@@ -29,7 +29,7 @@ from pydantic import NonNegativeInt
 
 from outrider.bridges.shared_client import FIRST_PATIENCE, shared_client
 from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics, trajectories_of
+from outrider.bridges.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
 from outrider.client import Client, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.sampling import Batch, Choice, DynamicSampler, rewards_of
@@ -486,7 +486,7 @@ def _filled(
 
 
 def _filled_row(
-    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, row: Row, evaluation: bool
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, row: TrainingRow, evaluation: bool
 ) -> SlimeSample:
     filled = copy.deepcopy(sample)
     filled.tokens = row.ids

@@ -25,7 +25,7 @@ ENDED_BY_A_LIMIT = frozenset(
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """A training row with a reward. The four columns have equal length, and at least one token has mask 1.
 
     `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens lost to
@@ -56,7 +56,7 @@ class Trajectory:
     """A finished session: its `rows`, the main conversation's first, or the `error` if it has none."""
 
     session: SessionView
-    rows: list[Row]
+    rows: list[TrainingRow]
     error: OutriderError | None
 
     @property
@@ -107,7 +107,9 @@ def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str
     return {name: float(verdict.metrics[name]) for name in settings.metrics}
 
 
-def _rows_of(session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool) -> list[Row]:
+def _rows_of(
+    session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool
+) -> list[TrainingRow]:
     result = session.result
     if result is None:
         raise ServiceError(f"session {session.id} is {session.state}, not done")
@@ -130,7 +132,7 @@ def _rows_of(session: SessionView, samples: Sequence[Sample], settings: BridgeSe
     return rows
 
 
-def _row(sample: Sample, longest: int | None, logprobs: bool) -> Row:
+def _row(sample: Sample, longest: int | None, logprobs: bool) -> TrainingRow:
     if sample.images:
         raise InvalidField(
             f"session {sample.session_id} has images, which this bridge does not hand over",
@@ -142,7 +144,7 @@ def _row(sample: Sample, longest: int | None, logprobs: bool) -> Row:
             f"session {sample.session_id} has no log-probabilities, and the trainer asks for them",
             hint="use an engine that reports them, or turn off the trainer's off-policy correction",
         )
-    return Row(
+    return TrainingRow(
         ids=sample.ids[:longest],
         mask=sample.loss_mask[:longest],
         logprobs=sample.logprobs[:longest],

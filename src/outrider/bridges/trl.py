@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 
 from outrider.bridges.shared_settings import BridgeSettings
-from outrider.bridges.trajectories import Row, Trajectory, trajectories_of
+from outrider.bridges.trajectories import TrainingRow, Trajectory, trajectories_of
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import Client
 from outrider.errors import InvalidField, ServiceError
@@ -558,7 +558,7 @@ class GroupRows(msgspec.Struct, frozen=True):
     """One row for each session of a group, in sample order, and the other rows that train."""
 
     rows: list[BatchRow]
-    left_out: list[Row]
+    left_out: list[TrainingRow]
 
 
 def rows_of(group: GroupView) -> GroupRows:
@@ -571,7 +571,7 @@ def rows_of(group: GroupView) -> GroupRows:
     return GroupRows(rows, [row for each in trajectories for row in each.rows[1:]])
 
 
-def _batch_row(trajectory: Trajectory, other: Row) -> BatchRow:
+def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
     """Return the first row of a session; for a session without rows, a row with the prompt of `other` that does not
     train."""
     row = trajectory.rows[0] if trajectory.rows else None

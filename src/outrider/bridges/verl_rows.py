@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics
+from outrider.bridges.trajectories import TrainingRow, Trajectory, chosen_metrics
 from outrider.errors import EngineError, InvalidField
 from outrider.spec import Name
 from outrider.trajectory import LogprobKind
@@ -124,7 +124,7 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     return rows
 
 
-def _columns(row: Row, info: dict[str, float], terms: Terms, step: int) -> Columns:
+def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) -> Columns:
     sample = row.sample
     temperature = float(terms.sampling.get("temperature", 1.0))
     if terms.logprobs and sample.logprob_kind is LogprobKind.RAW and temperature not in (0.0, 1.0):

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from outrider.certify.rows import Row
-from outrider.certify.scripted_model import ModelCall, choose_call
+from outrider.certify.rows import CertificationRow
+from outrider.certify.scripted_model import ScriptedCall, choose_call
 from outrider.certify.tool_finder import COMMAND, READ, WRITE, describe, find_subagent, find_tools
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
@@ -82,19 +82,19 @@ def holds(rows: Sequence[RowVerdict]) -> bool:
     return bool(tried) and not untried and all(row.verdict == "holds" for row in tried)
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The records of a row's session. `streams` is true if the harness requests streamed replies, `in_time` if it was
     sent the first word of a reply before the rest was sampled."""
 
     result: SessionResult
     samples: Sequence[Sample]
     turns: Sequence[TurnView]
-    calls: Sequence[ModelCall]
+    calls: Sequence[ScriptedCall]
     streams: bool
     in_time: bool
 
 
-def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
+def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
     """Return the verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
     result = evidence.result
     forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
@@ -136,7 +136,7 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
     )
 
 
-def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str]:
+def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None) -> Iterator[str]:
     """Yield the faults of a session, the most informative first."""
     result, tokens = evidence.result, evidence.result.tokens
     if result.error is not None:
@@ -173,7 +173,7 @@ def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str
             yield f"its sub-agent's calls were taken for {', '.join(sorted(kinds))}"
 
 
-def sample_faults(samples: Sequence[Sample], calls: Sequence[ModelCall]) -> list[str]:
+def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> list[str]:
     """Return the faults of one session's samples, in words. `calls` are all of its generations."""
     found = []
     for sample in samples:

@@ -48,7 +48,7 @@ PAIRS = "/pairs"
 COPY = f"cp -r {PAIRS}/base/. ."
 
 
-class Pair(NamedTuple):
+class ReleasePair(NamedTuple):
     """Two releases. `folder` is the package's folder in the distribution; `asks` describes the fix of the newer
     release."""
 
@@ -60,14 +60,14 @@ class Pair(NamedTuple):
 
 
 RELEASES = (
-    Pair(
+    ReleasePair(
         "tomlkit",
         "0.12.1",
         "0.12.2",
         "tomlkit",
         "True division of a TOML integer (`item / 2`) must give a TOML float item; at the moment it does not.",
     ),
-    Pair(
+    ReleasePair(
         "sqlparse",
         "0.5.0",
         "0.5.1",
@@ -76,7 +76,7 @@ RELEASES = (
         "was: line breaks and blanks around a removed comment are lost or doubled, and optimizer hints (`/*+ ... */`) "
         "must not be removed.",
     ),
-    Pair(
+    ReleasePair(
         "jinja2",
         "3.1.2",
         "3.1.3",
@@ -98,7 +98,7 @@ def release_pair_examples(
     cache = cache_home().absolute() / "release-pairs"
     tools = build_once(cache / f"tools-{FORMAT}", lambda draft: pip("install", *TOOLS, "--target", str(draft)))
 
-    def example(pair: Pair) -> Example:
+    def example(pair: ReleasePair) -> Example:
         place = cache / f"{pair.name}-{pair.new}-{FORMAT}"
         if not place.exists():
             note(f"making a task of {pair.name} {pair.old} and {pair.new}")
@@ -111,7 +111,7 @@ def release_pair_examples(
         return list(threads.map(example, RELEASES[:limit]))
 
 
-def make(pair: Pair, draft: Path, tools: Path) -> None:
+def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
     """Write `base/`, the older release, and `row.json` into the folder."""
     with ThreadPoolExecutor(2) as threads:
         before, after = threads.map(partial(source_of, pair), (pair.old, pair.new))
@@ -140,7 +140,9 @@ def make(pair: Pair, draft: Path, tools: Path) -> None:
     (draft / "row.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
 
 
-async def statuses(pair: Pair, place: Path, tools: Path, command: str, patches: tuple[str, ...]) -> dict[str, str]:
+async def statuses(
+    pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
+) -> dict[str, str]:
     """Return the status of each test with the patches applied, as swebench reads it."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
@@ -179,7 +181,7 @@ async def statuses(pair: Pair, place: Path, tools: Path, command: str, patches: 
     return found
 
 
-def runtime_of(pair: Pair, place: Path, tools: Path) -> dict[str, Any]:
+def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
     """Return the `runtime` of a pair's task, whose repository is in `place`."""
     library = pair.folder if pair.folder == "src" else "."
     return {
@@ -192,7 +194,7 @@ def runtime_of(pair: Pair, place: Path, tools: Path) -> dict[str, Any]:
     }
 
 
-def source_of(pair: Pair, version: str) -> dict[str, bytes]:
+def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
     """Return the files of a source distribution, with paths relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
         # Not `:all:`, which would build the build tools from source as well.

@@ -23,7 +23,7 @@ ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
 
 
-class Action(msgspec.Struct, frozen=True, kw_only=True):
+class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     """An action of the model, with a shell `command`. For a harness without a tool for commands, the action is a tool
     call that writes a file (`write` is its name and text) or reads the file `read`."""
 
@@ -32,11 +32,11 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     read: str | None = None
 
 
-WRITE_HELLO = Action(command="echo hello > out.txt", write=("out.txt", "hello\n"))
-READ_HELLO = Action(command="cat out.txt", read="out.txt")
+WRITE_HELLO = ModelAction(command="echo hello > out.txt", write=("out.txt", "hello\n"))
+READ_HELLO = ModelAction(command="cat out.txt", read="out.txt")
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
 
     `subagent` is a task for a sub-agent. `wait` calls a tool that waits for the sub-agent, if there is such a tool.
@@ -46,7 +46,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str = ""
     think: str = ""
-    actions: tuple[Action, ...] = ()
+    actions: tuple[ModelAction, ...] = ()
     style: Literal["plain", "spaced", "escaped"] = "plain"
     subagent: str = ""
     wait: bool = False
@@ -55,127 +55,144 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     stall: bool = False
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
     """A task. `steps` are the model's replies; the last is repeated if the harness requests more. `check` is a shell
     command that succeeds if the actions were carried out. `needs` is a feature that a harness may lack; the row is then
     not tried. `files` are in the sandbox at the start, by name."""
 
     name: str
     what: str
-    steps: tuple[Step, ...]
+    steps: tuple[ScriptedStep, ...]
     check: str = '[ "$(cat out.txt)" = hello ]'
     needs: Literal["subagent", "stream"] | None = None
     files: dict[str, str] = {}
 
 
-WRITE_HELPED = Action(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
-SUBAGENT_STEPS = (Step(actions=(WRITE_HELPED,)), Step(text="The helper is done."))
+WRITE_HELPED = ModelAction(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
+SUBAGENT_STEPS = (ScriptedStep(actions=(WRITE_HELPED,)), ScriptedStep(text="The helper is done."))
 """The model's replies to a sub-agent."""
 
-WRITE_TWO = Action(command="echo two > two.txt", write=("two.txt", "two\n"))
-READ_TWO = Action(command="cat two.txt", read="two.txt")
-DONE = Step(text="All done.")
+WRITE_TWO = ModelAction(command="echo two > two.txt", write=("two.txt", "two\n"))
+READ_TWO = ModelAction(command="cat two.txt", read="two.txt")
+DONE = ScriptedStep(text="All done.")
 
 ROWS = (
-    Row(
+    CertificationRow(
         name="three-turns",
         what="write a file, read it, say so",
-        steps=(Step(text="I will write the file.", actions=(WRITE_HELLO,)), Step(actions=(READ_HELLO,)), DONE),
+        steps=(
+            ScriptedStep(text="I will write the file.", actions=(WRITE_HELLO,)),
+            ScriptedStep(actions=(READ_HELLO,)),
+            DONE,
+        ),
     ),
-    Row(
+    CertificationRow(
         name="streaming",
         what="the first word reaches the program before the reply is over",
         steps=(
-            Step(text=f"{FIRST_WORD} is what I say first, then I write the file.", actions=(WRITE_HELLO,), stall=True),
+            ScriptedStep(
+                text=f"{FIRST_WORD} is what I say first, then I write the file.", actions=(WRITE_HELLO,), stall=True
+            ),
             DONE,
         ),
         needs="stream",
     ),
-    Row(
+    CertificationRow(
         name="reasoning",
         what="thinking before the text and before a call",
         steps=(
-            Step(think="First write,\nthen look.", text="Writing.", actions=(WRITE_HELLO,)),
-            Step(think="Now look.", actions=(READ_HELLO,)),
-            Step(think="Good.", text="All done."),
+            ScriptedStep(think="First write,\nthen look.", text="Writing.", actions=(WRITE_HELLO,)),
+            ScriptedStep(think="Now look.", actions=(READ_HELLO,)),
+            ScriptedStep(think="Good.", text="All done."),
         ),
     ),
-    Row(
+    CertificationRow(
         name="json-spacing",
         what="calls whose JSON has odd spaces and line breaks",
         steps=(
-            Step(actions=(WRITE_HELLO,), style="spaced"),
-            Step(text="And again.", actions=(READ_HELLO,), style="spaced"),
+            ScriptedStep(actions=(WRITE_HELLO,), style="spaced"),
+            ScriptedStep(text="And again.", actions=(READ_HELLO,), style="spaced"),
             DONE,
         ),
     ),
-    Row(
+    CertificationRow(
         name="unicode",
         what="accents, other scripts and emoji in text, calls and results; escaped in JSON and not",
         steps=(
-            Step(
+            ScriptedStep(
                 text=f"I write {ACCENTS}.",
-                actions=(Action(command=f"printf %s '{ACCENTS}' > out.txt", write=("out.txt", ACCENTS)),),
+                actions=(ModelAction(command=f"printf %s '{ACCENTS}' > out.txt", write=("out.txt", ACCENTS)),),
             ),
-            Step(actions=(Action(command=f"cat out.txt; echo '{ACCENTS}'", read="out.txt"),), style="escaped"),
-            Step(text=f"{ACCENTS} is done."),
+            ScriptedStep(
+                actions=(ModelAction(command=f"cat out.txt; echo '{ACCENTS}'", read="out.txt"),), style="escaped"
+            ),
+            ScriptedStep(text=f"{ACCENTS} is done."),
         ),
         check=f"[ \"$(cat out.txt)\" = '{ACCENTS}' ]",
     ),
-    Row(
+    CertificationRow(
         name="whitespace",
         what="text that begins and ends with blanks and empty lines",
         steps=(
-            Step(text="  Two blanks before, three after.   ", actions=(WRITE_HELLO,)),
-            Step(text="\n\n\tA tab.\n\n", actions=(Action(command="cat out.txt; printf '  \\n\\n '", read="out.txt"),)),
-            Step(text="All done. \n\n"),
+            ScriptedStep(text="  Two blanks before, three after.   ", actions=(WRITE_HELLO,)),
+            ScriptedStep(
+                text="\n\n\tA tab.\n\n",
+                actions=(ModelAction(command="cat out.txt; printf '  \\n\\n '", read="out.txt"),),
+            ),
+            ScriptedStep(text="All done. \n\n"),
         ),
     ),
-    Row(
+    CertificationRow(
         name="long-output",
         what="a result of 190 kB and a reply of 20 kB",
         steps=(
-            Step(actions=(WRITE_HELLO,)),
-            Step(actions=(Action(command="cat long.txt", read="long.txt"),)),
-            Step(text="A long story. " * 1400, actions=(READ_HELLO,)),
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(actions=(ModelAction(command="cat long.txt", read="long.txt"),)),
+            ScriptedStep(text="A long story. " * 1400, actions=(READ_HELLO,)),
             DONE,
         ),
         files={"long.txt": LONG},
     ),
-    Row(
+    CertificationRow(
         name="parallel-calls",
         what="two calls in one reply",
-        steps=(Step(text="Both at once.", actions=(WRITE_HELLO, WRITE_TWO)), Step(actions=(READ_TWO,)), DONE),
+        steps=(
+            ScriptedStep(text="Both at once.", actions=(WRITE_HELLO, WRITE_TWO)),
+            ScriptedStep(actions=(READ_TWO,)),
+            DONE,
+        ),
         check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
     ),
-    Row(
+    CertificationRow(
         name="tool-error",
         what="a command that fails and one that does not exist",
         steps=(
-            Step(
+            ScriptedStep(
                 actions=(
-                    Action(command="echo hello > out.txt; echo complaint >&2; (exit 3)", write=("out.txt", "hello\n")),
+                    ModelAction(
+                        command="echo hello > out.txt; echo complaint >&2; (exit 3)", write=("out.txt", "hello\n")
+                    ),
                 )
             ),
-            Step(actions=(Action(command="no-such-program-anywhere", read="no-such-file-anywhere"),)),
+            ScriptedStep(actions=(ModelAction(command="no-such-program-anywhere", read="no-such-file-anywhere"),)),
             DONE,
         ),
     ),
-    Row(
+    CertificationRow(
         name="unknown-tool",
         what="a call of a tool that the harness does not have",
         steps=(
-            Step(actions=(WRITE_HELLO,)),
-            Step(raw='<tool_call>\n{"name": "no_such_tool", "arguments": {"x": 1}}\n</tool_call>'),
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(raw='<tool_call>\n{"name": "no_such_tool", "arguments": {"x": 1}}\n</tool_call>'),
             DONE,
         ),
     ),
-    Row(
+    CertificationRow(
         name="malformed-call",
         what="a call whose JSON breaks off: the harness is given it as text",
         steps=(
-            Step(actions=(WRITE_HELLO,)),
-            Step(
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(
                 text="Now look.",
                 raw='\n<tool_call>\n{"name": "bash", "arguments": {"command": \n</tool_call>',
                 malformed=1,
@@ -183,13 +200,13 @@ ROWS = (
             DONE,
         ),
     ),
-    Row(
+    CertificationRow(
         name="sub-agent",
         what="an agent of the harness's own does a part",
         steps=(
-            Step(actions=(WRITE_HELLO,)),
-            Step(text="A helper shall do it.", subagent="Write helped.txt."),
-            Step(text="It has its part.", wait=True),
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(text="A helper shall do it.", subagent="Write helped.txt."),
+            ScriptedStep(text="It has its part.", wait=True),
             DONE,
         ),
         check='[ "$(cat out.txt helped.txt)" = "hello\nhelped" ]',
@@ -198,5 +215,5 @@ ROWS = (
 )
 
 
-def row_named(name: str) -> Row | None:
+def row_named(name: str) -> CertificationRow | None:
     return next((row for row in ROWS if row.name == name), None)

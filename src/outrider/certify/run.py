@@ -14,8 +14,8 @@ from pathlib import Path
 
 from outrider.api.server import serving
 from outrider.certify.gateway_tap import tapped
-from outrider.certify.judge import Certificate, Evidence, RowVerdict, Subject, holds, judge
-from outrider.certify.rows import FIRST_WORD, MARK, Row
+from outrider.certify.judge import Certificate, RowEvidence, RowVerdict, Subject, holds, judge
+from outrider.certify.rows import FIRST_WORD, MARK, CertificationRow
 from outrider.certify.scripted_model import ScriptedModel
 from outrider.certify.users_paths import allowing
 from outrider.client import AsyncClient
@@ -35,7 +35,7 @@ TURNS = 24
 
 async def certify(
     subject: Subject,
-    rows: Sequence[Row],
+    rows: Sequence[CertificationRow],
     *,
     agent_seconds: float = 180,
     watch: Callable[[RowVerdict], None] = lambda _: None,
@@ -73,7 +73,7 @@ async def certify(
                 [session] = group.sessions  # a row is a group of one session
                 assert session.result is not None
                 key = f"{session.id}-{session.result.attempt}"
-                evidence = Evidence(
+                evidence = RowEvidence(
                     result=session.result,
                     samples=group.samples or (),
                     turns=await client.turns(session.id),
@@ -96,7 +96,7 @@ async def certify(
     )
 
 
-def _task(row: Row, subject: Subject, agent_seconds: float) -> GroupSpec:
+def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
     # A program that exits with an error must fail its row, with its log, and not be graded.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [Write(write=text, to=name) for name, text in row.files.items()]

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from outrider.certify.rows import FIRST_WORD, MARK, SUBAGENT_MARK, SUBAGENT_STEPS, Action, Step, row_named
-from outrider.certify.tool_finder import TaskTools, Tool, find_subagent, find_tools, find_waiter
+from outrider.certify.rows import FIRST_WORD, MARK, SUBAGENT_MARK, SUBAGENT_STEPS, ModelAction, ScriptedStep, row_named
+from outrider.certify.tool_finder import FoundTool, TaskTools, find_subagent, find_tools, find_waiter
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.harnesses.presets import Certify
@@ -52,13 +52,13 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ToolSpec, ...] = ()
 
 
-class ModelCall(msgspec.Struct, kw_only=True):
+class ScriptedCall(msgspec.Struct, kw_only=True):
     """One generation: the prompt's state, the step of the reply, the prompt's ids of shape (prompt length,), and the
     ids handed out so far."""
 
     session_key: str
     state: PromptState
-    step: Step
+    step: ScriptedStep
     prompt: Ids
     output: list[int]
 
@@ -81,7 +81,7 @@ class ScriptedModel:
         workdir: str,
         wait_until_sent: Callable[[str], Awaitable[bool]],
     ) -> None:
-        self.calls: list[ModelCall] = []
+        self.calls: list[ScriptedCall] = []
         self._tokenizer = tokenizer
         self._folder = folder
         self._hint = hint
@@ -107,12 +107,12 @@ class ScriptedModel:
         state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
         row = row_named(state.row) if state.row else None
         if row is None or not (state.tools or state.subagent):
-            step = Step(raw=TITLE + END)
+            step = ScriptedStep(raw=TITLE + END)
         else:  # the next step; after the last step, the last step again
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         ids = self._tokenizer.encode(self._reply(step, state))
-        call = ModelCall(
+        call = ScriptedCall(
             session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
         )
         self.calls.append(call)
@@ -131,7 +131,7 @@ class ScriptedModel:
             if first and step.stall:
                 await self._wait_until_sent(FIRST_WORD)
 
-    def _reply(self, step: Step, state: PromptState) -> str:
+    def _reply(self, step: ScriptedStep, state: PromptState) -> str:
         """Return the text of a reply, its end included."""
         if step.raw.endswith(END):
             return step.raw
@@ -149,7 +149,7 @@ class ScriptedModel:
             calls.append(f"<tool_call>\n{text}\n</tool_call>")
         return thinking + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
 
-    def _tool_calls(self, step: Step, state: PromptState) -> list[tuple[Tool, dict[str, Any]]]:
+    def _tool_calls(self, step: ScriptedStep, state: PromptState) -> list[tuple[FoundTool, dict[str, Any]]]:
         tools = find_tools(state.tools, self._hint)
         calls = [call for action in step.actions if (call := choose_call(action, tools, self._workdir)) is not None]
         if step.subagent and (starter := find_subagent(state.tools, self._hint)):
@@ -163,7 +163,7 @@ class ScriptedModel:
         return calls
 
 
-def choose_call(action: Action, tools: TaskTools, workdir: str) -> tuple[Tool, dict[str, Any]] | None:
+def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
     """Return the tool for an action, with the arguments, None if no tool can do it. A tool for commands comes first."""
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)

@@ -110,7 +110,7 @@ ARGUMENT_LISTS = ("args", "arguments", "argv")
 """Names of a parameter for the arguments of the program in a parameter `command` beside it."""
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool and how to call it. `arguments` are the names of the role's parameters, in their order. `before` are the
     elements before the first argument's value if that argument is a list, None if it is a text. `fixed` are other
     required arguments. `absolute` is true if the tool takes absolute paths."""
@@ -130,9 +130,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
     """A harness's tools for a row's actions, None for a missing kind."""
 
-    shell: Tool | None
-    writer: Tool | None
-    reader: Tool | None
+    shell: FoundTool | None
+    writer: FoundTool | None
+    reader: FoundTool | None
 
 
 def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
@@ -142,17 +142,17 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
     )
 
 
-def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
     """Return the tool for shell commands, None if there is none. The tool named by the hint comes first."""
     return _find(tools, COMMAND, hint.shell, {})
 
 
-def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
     """Return the tool that starts a sub-agent with a prompt, None if there is none."""
     return _find(tools, SUBAGENT, hint.subagent, hint.subagent_arguments)
 
 
-def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
     """Return the tool that waits for a sub-agent by id, None unless the hint names one."""
     return _find(tools, WAITER, hint.wait, {})
 
@@ -167,8 +167,8 @@ def describe(tools: Iterable[ToolSpec]) -> str:
     return "; ".join(shown) or "none"
 
 
-def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Mapping[str, Any]) -> Tool | None:
-    found: list[tuple[int, Tool]] = []
+def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Mapping[str, Any]) -> FoundTool | None:
+    found: list[tuple[int, FoundTool]] = []
     for tool in tools:
         function = tool["function"]
         hinted = hint is not None and function.get("name") == hint
@@ -205,7 +205,7 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
     return 10 if words & role.possible else 0
 
 
-def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, Tool] | None:
+def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, FoundTool] | None:
     """Return how well the tool's parameters fit the role, and how to call the tool; None if it lacks a parameter."""
     properties = _properties(function)
     arguments: list[str] = []
@@ -228,7 +228,7 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
     fixed = {name: given.get(name, _filler(name, properties.get(name), role)) for name in wanted}
     if role is COMMAND and arguments[0] in ARGUMENT_LISTS and "command" in properties:
         before, fixed["command"] = SHELL_LINE[1:], SHELL_LINE[0]
-    return fit, Tool(
+    return fit, FoundTool(
         name=str(function.get("name", "")),
         arguments=tuple(arguments),
         before=before,

@@ -16,7 +16,7 @@ from outrider.cli.terminal import Terminal, terminal_of
 from outrider.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
-    from outrider.demo.summary import Rollouts, Summary
+    from outrider.demo.summary import RolloutSummary, Summary
 
 
 def demo(
@@ -89,7 +89,7 @@ def demo(
     raise typer.Exit(0 if summary.good else 1)
 
 
-def _print(terminal: Terminal, rollouts: Rollouts, summary: Summary) -> None:
+def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> None:
     from outrider.demo.summary import best_session, tallies
 
     session = best_session(rollouts)

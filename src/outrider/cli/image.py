@@ -19,7 +19,7 @@ from outrider.rootfs.build import Builder, Reuse
 from outrider.rootfs.dockerfile import DOCKERFILE
 from outrider.rootfs.pull import pull
 from outrider.rootfs.recipe import load_recipe
-from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.store import ImageStore, RootImage
 from outrider.sandboxes.image_build import RUN_SECONDS
 from outrider.sandboxes.image_build import build_image as build_dockerfile
 
@@ -32,7 +32,7 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str
-    image: Image
+    image: RootImage
 
 
 class Images(msgspec.Struct, frozen=True):

@@ -169,11 +169,11 @@ def _cluster(
 
     async def work(stop: Stop) -> None:
         from outrider.nodes.elsewhere import OWN
-        from outrider.nodes.ray_machines import Place, RayFleet
+        from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
         fleet = RayFleet(
             # Without settings that are not set: the number of processes depends on the machine.
-            Place(
+            JoinTarget(
                 url=url,
                 token=token,
                 ca=ca,

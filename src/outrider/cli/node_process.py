@@ -27,9 +27,9 @@ from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import encode
 from outrider.errors import OutriderError
-from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, Leave, Ready, Setup
+from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, LeaveService, NodeSetup, Ready
 from outrider.nodes.pipe import Pipe
-from outrider.nodes.service_end import ServiceEnd
+from outrider.nodes.service_end import ServiceProxy
 from outrider.nodes.spawning import END_SECONDS
 from outrider.rootfs.store import ImageStore
 
@@ -64,7 +64,7 @@ def _end_with_the_service(end: int) -> None:
 async def _serve(end: socket.socket) -> None:
     pipe = await Pipe.over(end)
     told = TO_PROCESS.decode(await pipe.receive())
-    if isinstance(told, Setup):
+    if isinstance(told, NodeSetup):
         sys.path[:] = told.path
         _log(told)
         with suppress(OutriderError):  # already sent to the service
@@ -76,7 +76,7 @@ async def _serve(end: socket.socket) -> None:
         await _join(told, Starter(pipe))
 
 
-def _log(setup: Setup) -> None:
+def _log(setup: NodeSetup) -> None:
     log = logging.StreamHandler()
     log.setFormatter(LogFormatter(process=setup.name))
     logging.basicConfig(level=setup.level, handlers=[log])
@@ -87,12 +87,12 @@ class Starter:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._service: ServiceEnd | None = None
+        self._service: ServiceProxy | None = None
         self._leaving = False
         self.ending = asyncio.Event()
         """Set when a signal ends this process and its sandboxes together."""
 
-    async def note_work(self, service: ServiceEnd) -> None:
+    async def note_work(self, service: ServiceProxy) -> None:
         """Report that the process has begun to work for a service."""
         self._service = service
         if self._leaving:
@@ -107,7 +107,7 @@ class Starter:
         """Return when the program hangs up, or orders this process to leave before any work has begun."""
         with suppress(Disconnected):
             while True:
-                assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
+                assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)
                 self.leave()
                 if self._service is None:
                     return
@@ -150,7 +150,7 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(dialled.open())
             told = TO_NODE.decode(await dialled.socket.receive())
-            assert isinstance(told, Setup)
+            assert isinstance(told, NodeSetup)
             setup = await stack.enter_async_context(setup_here(told, join.own))
             await _work(setup, dialled.socket, join.url, starter)
     except OutriderError as error:
@@ -159,11 +159,11 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
         log.warning("the service is gone: %s", end)
 
 
-async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None = None) -> None:
+async def _work(setup: NodeSetup, socket: Socket, url: str, starter: Starter | None = None) -> None:
     """Run attempts until the service hangs up. `url` is the address of a service on another machine. Raises the error
     that keeps the node from starting, after sending it to the service."""
     images = None if starter is None else ImageStore().names
-    service = ServiceEnd(
+    service = ServiceProxy(
         socket,
         setup.capacity,
         images=images,
@@ -182,7 +182,7 @@ async def _work(setup: Setup, socket: Socket, url: str, starter: Starter | None 
 
 
 async def _run(
-    setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
+    setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
 ) -> None:
     # Imported here, with the service's module search path.
     from outrider.api.server import serving_gateway

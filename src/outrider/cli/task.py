@@ -199,7 +199,7 @@ class Bad(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
 
 
-class Checked(msgspec.Struct, frozen=True):
+class CheckedTasks(msgspec.Struct, frozen=True):
     """The number of tasks checked, the number of good tasks, and the bad tasks."""
 
     tasks: int
@@ -251,7 +251,7 @@ def check(
     reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
     bad = tuple(Bad(report.id, report.problems) for report in reports if report.problems)
     if terminal.json:
-        terminal.write_json(Checked(tasks=len(reports), ok=len(reports) - len(bad), bad=bad))
+        terminal.write_json(CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad))
     else:
         for one in bad:
             terminal.out.print(table((one.id,), [(printable(problem),) for problem in one.problems]))

@@ -90,10 +90,10 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     from outrider.service.assembly import open_store
     from outrider.service.audit import AuditEntry, AuditLog
     from outrider.service.principals import OPERATOR
-    from outrider.service.tokens import Tokens
+    from outrider.service.tokens import TokenRegistry
 
     async with open_store(config) as store:
-        new = await Tokens(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))
+        new = await TokenRegistry(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))
     entry = AuditEntry(
         at=new.token.created,
         who=OPERATOR.name,

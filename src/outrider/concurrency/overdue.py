@@ -18,7 +18,7 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Wait:
+class SessionWait:
     """One wait of a session, possibly in several stretches, such as the chunks of a reply.
 
     `allowance` is the allowed number of seconds for all stretches together; it may grow meanwhile. `since` is the start
@@ -77,7 +77,7 @@ class Overdue:
         self.in_vain = 0.0
         """Seconds of the calls that the session has given up since an engine last finished a reply."""
         self._clock = clock
-        self._open: dict[Wait, None] = {}  # in order of their start
+        self._open: dict[SessionWait, None] = {}  # in order of their start
         self._seconds = 0.0
         self._before_run = 0.0
         self._longest = 0.0
@@ -107,17 +107,17 @@ class Overdue:
         """Return the overdue seconds since the agent's run began."""
         return self.seconds() - self._before_run
 
-    def add(self, wait: Wait) -> None:
+    def add(self, wait: SessionWait) -> None:
         self._count(self._clock())
         self._open[wait] = None
 
-    def before_end(self, wait: Wait, now: float) -> None:
+    def before_end(self, wait: SessionWait, now: float) -> None:
         """Count until now. Call before the end of a stretch that may be overdue."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
 
-    def remove(self, wait: Wait) -> None:
+    def remove(self, wait: SessionWait) -> None:
         """Stop counting the wait, which is over. Idempotent."""
         if wait in self._open:
             self.before_end(wait, self._clock())
@@ -128,7 +128,7 @@ class Overdue:
                 later = later or other is wait
             del self._open[wait]
 
-    def behind(self, wait: Wait) -> float:
+    def behind(self, wait: SessionWait) -> float:
         """Return the time of the last delivery to an earlier request of the session to the same engine. Until then the
         engine may have kept this wait in its queue."""
         latest = wait.behind
@@ -162,7 +162,7 @@ class Overdue:
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
         """Count a wait of one stretch while the block runs."""
-        wait = Wait(what, allowance, queued=queued)
+        wait = SessionWait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)
         try:

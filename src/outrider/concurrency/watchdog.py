@@ -45,7 +45,7 @@ class StallKind(StrEnum):
     STARVED = "starved"
 
 
-class Evidence(NamedTuple):
+class StallEvidence(NamedTuple):
     """Measurements of a stall of `stalled` seconds. The loop's thread `waited` seconds in the kernel's run queue for a
     processor (None if the kernel does not report the time). All threads together `worked` seconds of processor time.
     The sampling thread took `looks` samples."""
@@ -56,7 +56,7 @@ class Evidence(NamedTuple):
     looks: int
 
 
-def kind_of(seen: Evidence) -> StallKind:
+def kind_of(seen: StallEvidence) -> StallKind:
     """Return the kind of a stall, by the first rule that applies:
 
     - This process worked most of the time: something in the process held the loop, the interpreter or the processors
@@ -162,7 +162,7 @@ class Watchdog:
         self._note_now(now, worked)
         if stalled >= STALL:
             waited = None if before is None or self._waited is None else self._waited - before
-            evidence = Evidence(stalled, waited, self._process_worked - process_worked, self._looked - looked)
+            evidence = StallEvidence(stalled, waited, self._process_worked - process_worked, self._looked - looked)
             kind = kind_of(evidence)
             seen = self.stalls
             self.stalls = StallStats(

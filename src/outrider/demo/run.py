@@ -16,7 +16,7 @@ from outrider.api.server import serving
 from outrider.client import AsyncClient, Watch
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.demo.dialogue import POLICY, RENDERER
-from outrider.demo.summary import Rollouts
+from outrider.demo.summary import RolloutSummary
 from outrider.demo.task import Episode, group_spec, make_task
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
@@ -29,7 +29,7 @@ LANES = LanesConfig(init=8, run=32, eval=8)
 """All sessions run at once, because the embedded engine serves 32 requests together about 7 times as fast."""
 
 
-async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> Rollouts:
+async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
     without it the database is deleted. `watch` is called with the groups as they progress. `policy` is the model's
     folder.
@@ -58,4 +58,4 @@ async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, poli
             seconds = time.monotonic() - started
             groups = [await client.group(group.id, samples=True) for group in submitted]
             turns = {session.id: await client.turns(session.id) for group in groups for session in group.sessions}
-    return Rollouts(groups=tuple(groups), turns=turns, seconds=seconds)
+    return RolloutSummary(groups=tuple(groups), turns=turns, seconds=seconds)

@@ -17,14 +17,14 @@ import torch
 from outrider.demo.dialogue import END, Script, tool_output
 from outrider.demo.task import MAX_TOKENS, TURNS, Episode, score
 from outrider.engines.base import GenerateRequest, SamplingParams
-from outrider.engines.embedded.batch import Batch
+from outrider.engines.embedded.batch import SequenceBatch
 from outrider.engines.embedded.model import Llama
 from outrider.engines.embedded.sequence import TokenSequence
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
-class Rollout(msgspec.Struct):
+class SimulatedSession(msgspec.Struct):
     """A session so far. `spoken` is True for each sampled id; `logprobs` has one value for each sampled id."""
 
     episode: Episode
@@ -42,21 +42,21 @@ class Simulator:
     """Runs episodes, 128 at once, at temperature 1. `model` may be trained between two runs."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
-        self._batch = Batch(model, slots=128, context=256)
+        self._batch = SequenceBatch(model, slots=128, context=256)
         self._tokenizer = tokenizer
         self._script = script
         self._stop_ids = tuple(tokenizer.encode(END))
         self._seeds = random.Random(seed)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
-    def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
+    def run(self, episodes: Sequence[Episode]) -> list[SimulatedSession]:
         """One rollout for each episode, in their order."""
         # The trainer has changed the weights in place: prefixes cached under the old ones must not be reused.
         self._batch.update(None, self._batch.version + 1)
         rollouts = []
         for episode in episodes:
             prompt = self._tokenizer.encode(self._script.prompt(episode.question))
-            rollouts.append(Rollout(episode, prompt, [False] * len(prompt), [], []))
+            rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
         going = {self._ask(rollout): rollout for rollout in rollouts}
         while going:
             for output in self._batch.step():
@@ -70,7 +70,7 @@ class Simulator:
                         going[self._ask(rollout)] = rollout
         return rollouts
 
-    def _ask(self, rollout: Rollout) -> TokenSequence:
+    def _ask(self, rollout: SimulatedSession) -> TokenSequence:
         seed = self._seeds.getrandbits(48)
         request = GenerateRequest(
             request_id="simulated",
@@ -82,7 +82,7 @@ class Simulator:
         self._batch.add(sequence)
         return sequence
 
-    def _answer(self, rollout: Rollout, start: int) -> bool:
+    def _answer(self, rollout: SimulatedSession, start: int) -> bool:
         """Add the turn whose ids begin at `start` to the transcript, and the sandbox's output if the turn is a call
         that the sandbox can run. Returns False when the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)

@@ -22,7 +22,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
 
 
-class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's groups, done and with samples, and the turns of every session by session id."""
 
     groups: tuple[GroupView, ...]
@@ -104,7 +104,7 @@ def tallies(groups: Iterable[GroupView]) -> list[Tally]:
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
 
 
-def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
+def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
     """Write samples.jsonl, samples.parquet (where pyarrow is installed) and summary.json. Raises InvalidField."""
     jsonl = folder / "samples.jsonl"
     _write_samples(rollouts, jsonl, SampleFormat.JSONL)
@@ -135,7 +135,7 @@ def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Seque
     return summary
 
 
-def best_session(rollouts: Rollouts) -> SessionView:
+def best_session(rollouts: RolloutSummary) -> SessionView:
     """The session to print: the first with the most turns among the sessions with the highest reward."""
 
     def merit(session: SessionView) -> tuple[float, int]:
@@ -147,7 +147,7 @@ def best_session(rollouts: Rollouts) -> SessionView:
     return max((session for group in rollouts.groups for session in group.sessions), key=merit)
 
 
-def _write_samples(rollouts: Rollouts, path: Path, kind: SampleFormat) -> None:
+def _write_samples(rollouts: RolloutSummary, path: Path, kind: SampleFormat) -> None:
     with sample_file(path, kind) as writer:
         for group in rollouts.groups:
             writer.write(group.samples or ())
@@ -158,7 +158,7 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(listed) if listed else 0.0
 
 
-def sample_faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
+def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
     """Faults of the samples, in words; empty if there are none. Every trained text must be the text of a sampled turn:
     the ids are decoded again."""
     found: list[str] = []

@@ -21,7 +21,7 @@ from outrider.runtimes.node_host import Host
 from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 
-Aside = Callable[[], AbstractAsyncContextManager[None]]
+OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
 """Type of `Outcome.aside`."""
 
 
@@ -93,7 +93,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ask_frozen: AskFrozen = no_model
     host: Host | None = None
     bucket: str = ""
-    aside: Aside = nullcontext
+    aside: OffTheClock = nullcontext
 
 
 class Evaluator(Protocol):

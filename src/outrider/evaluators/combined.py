@@ -27,7 +27,7 @@ RUN_PROGRAMS = ("code", "swebench")
 """Kinds that give a slow candidate reward 0 instead of an error."""
 
 
-class Part(NamedTuple):
+class EvaluatorPart(NamedTuple):
     spec: EvaluatorSpec
     evaluator: Evaluator
 
@@ -77,7 +77,7 @@ class AllEvaluator:
         return _whole(float(passed), verdicts, {})
 
 
-def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
+def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, EvaluatorPart]:
     if whole.kind not in KINDS:  # under another name, the allow-list would not check the parts
         raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
     specs, programs = {}, {}
@@ -96,11 +96,11 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
-            made[name] = Part(spec, make_evaluator(spec, endpoints))
+            made[name] = EvaluatorPart(spec, make_evaluator(spec, endpoints))
     return made
 
 
-def _by_part(numbers: dict[str, float], parts: dict[str, Part], option: str) -> dict[str, float]:
+def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option: str) -> dict[str, float]:
     """Return a number for each part, by default 1."""
     if unknown := numbers.keys() - parts.keys():
         raise InvalidField(
@@ -111,14 +111,14 @@ def _by_part(numbers: dict[str, float], parts: dict[str, Part], option: str) -> 
     return dict.fromkeys(parts, 1.0) | numbers
 
 
-async def _check_specs(parts: dict[str, Part], host: Host) -> None:
+async def _check_specs(parts: dict[str, EvaluatorPart], host: Host) -> None:
     for name, part in parts.items():
         if isinstance(part.evaluator, ChecksSpec):
             with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
                 await part.evaluator.check_spec(host)
 
 
-async def _verdicts(parts: dict[str, Part], outcome: Outcome) -> dict[str, Verdict]:
+async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
     """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part, or a part's own
     exception."""
     verdicts = {}

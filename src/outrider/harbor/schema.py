@@ -92,7 +92,7 @@ class Package(Table):
         return value
 
 
-class Agent(Network):
+class HarborAgent(Network):
     timeout_sec: float | None = None
     user: str | int | None = None
 
@@ -163,7 +163,7 @@ class Environment(EnvironmentNetwork):
         return data
 
 
-class Collect(Table):
+class HarborCollect(Table):
     command: str
     service: Service = MAIN
     timeout_sec: float = 60.0
@@ -176,7 +176,7 @@ class Verifier(Network):
     user: str | int | None = None
     environment_mode: Literal["shared", "separate"] | None = None
     environment: Environment | None = None
-    collect: list[Collect] = []
+    collect: list[HarborCollect] = []
 
     @model_validator(mode="after")
     def _shared_or_own(self) -> Self:
@@ -190,7 +190,7 @@ class Verifier(Network):
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
-class Artifact(Table):
+class HarborArtifact(Table):
     """A path of the agent's sandbox. `destination` is Harbor's path for it on the host. `exclude` are patterns of tar
     for files of a folder to leave out."""
 
@@ -219,15 +219,15 @@ def of_a_path(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
-Artifacts = list[Annotated[Artifact, BeforeValidator(of_a_path)]]
+Artifacts = list[Annotated[HarborArtifact, BeforeValidator(of_a_path)]]
 
 
-class Step(Table):
+class HarborStep(Table):
     """A step of a task. `min_reward` is the minimum of "reward", or the minimum of each key, for starting the next
     step."""
 
     name: str
-    agent: Agent = Agent()
+    agent: HarborAgent = HarborAgent()
     verifier: Verifier = Verifier()
     min_reward: float | dict[str, float] | None = None
     healthcheck: Healthcheck | None = None
@@ -257,12 +257,12 @@ class TaskToml(Table):
     task: Package | None = None
     metadata: dict[str, Any] = {}
     verifier: Verifier = Verifier()
-    agent: Agent = Agent()
+    agent: HarborAgent = HarborAgent()
     environment: Environment = Environment()
     solution: Solution = Solution()
     source: str | None = None
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
-    steps: list[Step] | None = None
+    steps: list[HarborStep] | None = None
     artifacts: Artifacts = []
 
     @model_validator(mode="before")
@@ -274,7 +274,7 @@ class TaskToml(Table):
 
     @field_validator("steps")
     @classmethod
-    def _distinct(cls, value: list[Step] | None) -> list[Step] | None:
+    def _distinct(cls, value: list[HarborStep] | None) -> list[HarborStep] | None:
         names = [unicodedata.normalize("NFC", step.name).casefold() for step in value or ()]
         for name in names:
             if names.count(name) > 1:
@@ -336,7 +336,7 @@ def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
         yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
 
 
-def of_phase(phase: Agent | Verifier, at: str) -> Iterator[Unsupported]:
+def of_phase(phase: HarborAgent | Verifier, at: str) -> Iterator[Unsupported]:
     yield from of_network(phase.network_mode, at)
     if phase.user not in USERS:
         yield Unsupported(f"{at}.user", "users other than root")

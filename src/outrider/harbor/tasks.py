@@ -21,7 +21,7 @@ from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.examples import Example, Gold
 from outrider.harbor.files import check_links, files_below, instruction_in, written
-from outrider.harbor.schema import Artifacts, Environment, Healthcheck, Step, TaskToml, unsupported
+from outrider.harbor.schema import Artifacts, Environment, HarborStep, Healthcheck, TaskToml, unsupported
 from outrider.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
 from outrider.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.rootfs.store import ImageStore
@@ -94,7 +94,7 @@ def build_contexts(root: Path) -> list[Path]:
     found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
-        steps: Sequence[Step | None] = config.steps or [None]
+        steps: Sequence[HarborStep | None] = config.steps or [None]
         for step in steps:
             verifier = separate_verifier(config, folder, step)
             context = None if verifier is None or verifier.image else verifier.context
@@ -144,7 +144,7 @@ class HarborFolder:
             task["limits"] = limits([each or AGENT_SECONDS for each in seconds])
         return Example(id=name, task=task, gold=self.gold())
 
-    def _later(self, step: Step, runtime: dict[str, Any], *, after: Step) -> dict[str, Any]:
+    def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
         """Make a step in `task.then`. It removes the remains of the previous step's grading, as Harbor does."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
@@ -157,21 +157,21 @@ class HarborFolder:
             "needs": needs if isinstance(needs, dict) else {} if needs is None else {"reward": needs},
         }
 
-    def _step_folder(self, step: Step | None) -> Path:
+    def _step_folder(self, step: HarborStep | None) -> Path:
         return self._folder if step is None else self._folder / "steps" / step.name
 
-    def _instruction(self, step: Step | None) -> str:
+    def _instruction(self, step: HarborStep | None) -> str:
         return instruction_in(self._step_folder(step), self._folder)
 
-    def _agent_seconds(self, step: Step | None) -> float | None:
+    def _agent_seconds(self, step: HarborStep | None) -> float | None:
         own = None if step is None else step.agent.timeout_sec
         return self._config.agent.timeout_sec if own is None else own
 
-    def _collect(self, step: Step | None) -> list[dict[str, Any]]:
+    def _collect(self, step: HarborStep | None) -> list[dict[str, Any]]:
         hooks = [*self._config.verifier.collect, *(step.verifier.collect if step is not None else ())]
         return [{"run": hook.command, "seconds": hook.timeout_sec} for hook in hooks]
 
-    def _step_files(self, step: Step) -> list[dict[str, Any]]:
+    def _step_files(self, step: HarborStep) -> list[dict[str, Any]]:
         """Return prepare steps for the files that a step adds to the working directory, for its setup.sh, and for its
         health check."""
         folder = self._step_folder(step) / "workdir"
@@ -182,7 +182,7 @@ class HarborFolder:
             prepare.append(health_step(step.healthcheck))
         return prepare
 
-    def runtime(self, first: Step | None = None) -> dict[str, Any]:
+    def runtime(self, first: HarborStep | None = None) -> dict[str, Any]:
         """Return the spec of the agent's sandbox."""
         environment = self._config.environment
         runtime = self._sandbox(environment, "environment", self._image_of_agents(), self._loose_files())
@@ -250,7 +250,7 @@ class HarborFolder:
             runtime["workdir"] = workdir
         return runtime
 
-    def evaluator(self, step: Step | None, runtime: dict[str, Any]) -> dict[str, Any]:
+    def evaluator(self, step: HarborStep | None, runtime: dict[str, Any]) -> dict[str, Any]:
         """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's."""
         config = self._config
         separate = separate_verifier(config, self._folder, step)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from outrider.harbor.schema import Environment, Step, TaskToml
+from outrider.harbor.schema import Environment, HarborStep, TaskToml
 from outrider.rootfs.dockerfile import DOCKERFILE
 
 COMPOSE = "docker-compose.yaml"
@@ -29,12 +29,12 @@ class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     image: str | None = None
 
 
-def mode(config: TaskToml, step: Step | None) -> Literal["shared", "separate"]:
+def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separate"]:
     """Return the verifier's mode. A step's own mode takes precedence over the task's."""
     return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
 
 
-def separate_verifier(config: TaskToml, folder: Path, step: Step | None) -> SeparateVerifier | None:
+def separate_verifier(config: TaskToml, folder: Path, step: HarborStep | None) -> SeparateVerifier | None:
     """Return the sandbox of a separate verifier, or None for a verifier that runs in the agent's sandbox."""
     if mode(config, step) == "shared":
         return None

@@ -18,7 +18,7 @@ from outrider.concurrency.build_once import locked, sync_file_system
 MARKER = ".outrider-sealed.json"
 
 
-class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
+class BuildInputs(msgspec.Struct, frozen=True, omit_defaults=True):
     """The inputs of a folder's build, recorded in the marker: a folder with other inputs counts as incomplete."""
 
     packages: tuple[str, ...]
@@ -27,10 +27,10 @@ class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
     after: tuple[tuple[str, ...], ...] = ()
 
 
-def is_complete(folder: Path, contents: Contents) -> bool:
+def is_complete(folder: Path, contents: BuildInputs) -> bool:
     """Return True if the folder was built completely from `contents`."""
     try:
-        return msgspec.json.decode((folder / MARKER).read_bytes(), type=Contents) == contents
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=BuildInputs) == contents
     except (OSError, msgspec.MsgspecError):
         return False
 
@@ -40,7 +40,7 @@ def invalidate(folder: Path) -> None:
     (folder / MARKER).unlink(missing_ok=True)
 
 
-def build_in_place(folder: Path, contents: Contents, build: Callable[[], None]) -> None:
+def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
     """Return once `folder` is complete, after a build if necessary. `build` starts with an empty folder. The folder is
     removed if `build` raises. Blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)

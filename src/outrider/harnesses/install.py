@@ -19,7 +19,7 @@ import msgspec
 
 from outrider.environment import cache_home, environment
 from outrider.errors import HarnessUnavailable, InvalidField
-from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
+from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
 from outrider.harnesses.presets import Install, Preset, load_preset
@@ -127,12 +127,12 @@ def _prefix(name: str, version: str) -> Path:
     return cache_home().absolute() / "harnesses" / f"{name}-{version}"
 
 
-def _contents(recipe: Install) -> Contents:
-    return Contents(recipe.packages, recipe.node, recipe.python, recipe.after)
+def _contents(recipe: Install) -> BuildInputs:
+    return BuildInputs(recipe.packages, recipe.node, recipe.python, recipe.after)
 
 
-def _node_contents(version: str) -> Contents:
-    return Contents((f"{NODE_PACKAGE}=={version}",))
+def _node_contents(version: str) -> BuildInputs:
+    return BuildInputs((f"{NODE_PACKAGE}=={version}",))
 
 
 def _node_binary(prefix: Path) -> Path:

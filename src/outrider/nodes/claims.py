@@ -65,7 +65,7 @@ ENDS = GRADED | {StopReason.SESSION_TIMEOUT, StopReason.ERROR}
 T = TypeVar("T")
 
 
-class Rule(NamedTuple, Generic[T]):
+class ClaimRule(NamedTuple, Generic[T]):
     """One check: `what` must be `bound`, in words. `holds` tests a value against the service's records of the
     attempt."""
 
@@ -182,35 +182,37 @@ def _is_short(result: SessionResult, given: Given) -> bool:
     )
 
 
-RESULT_RULES: tuple[Rule[SessionResult], ...] = (
-    Rule(
+RESULT_RULES: tuple[ClaimRule[SessionResult], ...] = (
+    ClaimRule(
         "session, group, sample, attempt, labels, `regrades`", "those of the attempt that the node was given", _is_same
     ),
-    Rule(
+    ClaimRule(
         "`stop_reason`",
         "an end of an agent's run, `session_timeout` or `error`; an `error` record exactly with `error`",
         lambda result, given: (
             result.stop_reason in ENDS and (result.error is None) == (result.stop_reason is not StopReason.ERROR)
         ),
     ),
-    Rule(
+    ClaimRule(
         "verdict",
         "only with an end that is graded",
         lambda result, given: result.verdict is None or result.stop_reason in GRADED,
     ),
-    Rule(
+    ClaimRule(
         "rewards",
         f"finite, between -{MAX_REWARD:g} and {MAX_REWARD:g}; of turns and rows that the session has",
         _rewards_turns,
     ),
-    Rule("metrics", f"finite; {MAX_METRICS:,} at most", _metrics_fit),
-    Rule("`turns`, `frozen`", "with a verdict, exactly the turns that are stored; without one, no more", _counts_turns),
-    Rule(
+    ClaimRule("metrics", f"finite; {MAX_METRICS:,} at most", _metrics_fit),
+    ClaimRule(
+        "`turns`, `frozen`", "with a verdict, exactly the turns that are stored; without one, no more", _counts_turns
+    ),
+    ClaimRule(
         "`tokens`",
         "sampled = trained + masked + dropped; with a verdict, exactly the tokens of the stored turns",
         _counts_tokens,
     ),
-    Rule(
+    ClaimRule(
         "all other numbers",
         "finite, 0 or more, below 2^53; no more rows than turns",
         lambda result, given: (
@@ -218,13 +220,13 @@ RESULT_RULES: tuple[Rule[SessionResult], ...] = (
             and result.samples <= result.turns
         ),
     ),
-    Rule("`policy`", "uses no more of a kind of branch than the task does", _uses_no_more),
-    Rule(
+    ClaimRule("`policy`", "uses no more of a kind of branch than the task does", _uses_no_more),
+    ClaimRule(
         "`artifact_bytes`",
         "no more than was kept for the attempt",
         lambda result, given: not given.kept_here or result.artifact_bytes <= given.kept_bytes,
     ),
-    Rule(
+    ClaimRule(
         "texts and tables",
         f"a verdict's reason {MAX_REASON:,} characters, an answer {MAX_ANSWER:,}, a table {MAX_LINES} lines;"
         " errors and logs are cut",
@@ -283,18 +285,20 @@ def _within_limits(call: AddTurn, given: Given) -> bool:
     return not counted or sampled <= given.task.limits.response_tokens
 
 
-TURN_RULES: tuple[Rule[AddTurn], ...] = (
-    Rule("model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.vocabularies),
-    Rule("`index`, `parent`, `forked_from`", f"0 to {MAX_TURNS:,}; a parent comes before its child", _links_back),
-    Rule("ids, log-probabilities, versions", "of matching lengths; versions cover the output", _fits_together),
-    Rule("ids, log-probabilities", "[as those of any engine](engines.md#what-is-not-believed)", _could_be_sampled),
-    Rule(
+TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
+    ClaimRule(
+        "model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.vocabularies
+    ),
+    ClaimRule("`index`, `parent`, `forked_from`", f"0 to {MAX_TURNS:,}; a parent comes before its child", _links_back),
+    ClaimRule("ids, log-probabilities, versions", "of matching lengths; versions cover the output", _fits_together),
+    ClaimRule("ids, log-probabilities", "[as those of any engine](engines.md#what-is-not-believed)", _could_be_sampled),
+    ClaimRule(
         "`step`",
         "one of the task's",
         lambda call, given: 0 <= call.turn.step < len(steps_of(given.task)),
     ),
-    Rule("tokens of all turns", "the task's `response_tokens` at most", _within_limits),
-    Rule(
+    ClaimRule("tokens of all turns", "the task's `response_tokens` at most", _within_limits),
+    ClaimRule(
         "all other numbers",
         "finite, 0 or more, below 2^53",
         lambda call, given: _all_counts(
@@ -307,7 +311,7 @@ TURN_RULES: tuple[Rule[AddTurn], ...] = (
             )
         ),
     ),
-    Rule(
+    ClaimRule(
         "names",
         f"{MAX_NAME} characters",
         lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
@@ -331,14 +335,16 @@ def _lists_few(call: KeepIndex, given: Given) -> bool:
     )
 
 
-INDEX_RULES: tuple[Rule[KeepIndex], ...] = (
-    Rule("files", "kept for this attempt, of these sizes", _lists_what_is_kept),
-    Rule("lines", f"{LIMITS.matches:,} for each pattern of the task; paths of {MAX_PATH:,} characters", _lists_few),
+INDEX_RULES: tuple[ClaimRule[KeepIndex], ...] = (
+    ClaimRule("files", "kept for this attempt, of these sizes", _lists_what_is_kept),
+    ClaimRule(
+        "lines", f"{LIMITS.matches:,} for each pattern of the task; paths of {MAX_PATH:,} characters", _lists_few
+    ),
 )
 """Rules for the list of an attempt's artifacts."""
 
 
-def check(thing: T, rules: tuple[Rule[T], ...], given: Given) -> None:
+def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
     """Raise Nonsense with the first rule that does not hold."""
     for rule in rules:
         if not rule.holds(thing, given):

@@ -31,7 +31,7 @@ from outrider.errors import (
     Unauthorized,
 )
 from outrider.nodes.elsewhere import host_id
-from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Hello, Join
+from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.nodes.resumable import ResumableSocket
 from outrider.relay.client_socket import ClientSocket
@@ -124,7 +124,7 @@ class Dialled:
             socket = ClientSocket(websocket)
             try:
                 replaced = self.socket.take_over()
-                hello = Hello(
+                hello = NodeHello(
                     version=version("outrider"),
                     instance=self._instance,
                     machine=join.machine,

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from outrider.config import CallbacksConfig, Config, FrozenConfig, ModelConfig
-from outrider.nodes.messages import Setup
+from outrider.nodes.messages import NodeSetup
 from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
 
@@ -36,7 +36,7 @@ OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 """Settings that are the machine's own."""
 
 
-def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
+def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> NodeSetup:
     """Return the service's settings without secrets, and the files of its tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
@@ -52,7 +52,7 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
         ),
     }
-    return Setup(
+    return NodeSetup(
         name=name,
         config=config.model_copy(update=changes).model_dump_json().encode(),
         capacity=capacity,
@@ -66,7 +66,7 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> Setup:
 
 
 @asynccontextmanager
-async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
+async def setup_here(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists while
     the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))

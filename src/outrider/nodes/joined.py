@@ -24,10 +24,10 @@ from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
 from outrider.errors import UNREADABLE, ErrorRecord, storable
 from outrider.nodes.elsewhere import host_id, setup_elsewhere
-from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, Hello, Welcome
+from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, NodeHello, NodeWelcome
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
-from outrider.nodes.telling import Telling
+from outrider.nodes.telling import PoolPublisher
 from outrider.redaction import redacted
 from outrider.schemas import RefusedNode
 from outrider.sessions.attempt import Node
@@ -48,7 +48,7 @@ class JoinedNodes:
     """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own`
     are the names of the service's own nodes, which joining nodes cannot use."""
 
-    def __init__(self, config: Config, parts: ServiceParts, telling: Telling, *, own: Collection[str]) -> None:
+    def __init__(self, config: Config, parts: ServiceParts, telling: PoolPublisher, *, own: Collection[str]) -> None:
         self.added = Feed[Node]()
         """Publishes each node that begins to run attempts."""
         self.removed = Feed[Node]()
@@ -62,7 +62,7 @@ class JoinedNodes:
         self._own = own
         self.refused: deque[RefusedNode] = deque(maxlen=MAX_REFUSED)
         """The nodes that were recently cut off for an invalid message."""
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, JoinedNode] = {}
         self._machines: dict[str, NodeResources] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -129,18 +129,18 @@ class JoinedNodes:
             return
         await member.carry(socket, hello.received)
 
-    def _admit(self, name: str, hello: Hello, owner: str) -> Member:
+    def _admit(self, name: str, hello: NodeHello, owner: str) -> JoinedNode:
         resources = self._machines.setdefault(hello.machine, NodeResources(hello.capacity))
         parts = msgspec.structs.replace(self._parts, resources=resources)
         elsewhere = not hello.host or hello.host != host_id()
         node = RemoteNode(name, hello.machine, parts, elsewhere=elsewhere, dialled=True)
         node.room.subscribe(self.room.publish)
-        member = Member(node, hello, owner)
+        member = JoinedNode(node, hello, owner)
         self._members[name] = member
         member.serving = self._tasks.create_task(self._serve(member, resources.capacity), name=f"node {name}")
         return member
 
-    async def _serve(self, member: Member, capacity: Capacity) -> None:
+    async def _serve(self, member: JoinedNode, capacity: Capacity) -> None:
         node = member.node
 
         def ready(error: ErrorRecord | None) -> None:
@@ -191,11 +191,11 @@ class JoinedNodes:
                 self._machines.pop(node.machine, None)
 
 
-class Member:
+class JoinedNode:
     """A node that has joined, and its present connections: the next may arrive before the loss of the last was
     noticed."""
 
-    def __init__(self, node: RemoteNode, hello: Hello, owner: str) -> None:
+    def __init__(self, node: RemoteNode, hello: NodeHello, owner: str) -> None:
         self.node = node
         self.hello = hello
         self.owner = owner
@@ -215,7 +215,7 @@ class Member:
         self._connections += 1
         self.node.set_reachable(True)
         try:
-            await socket.send(encode(Welcome(self.socket.received)))
+            await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
             if end.code == Close.NONSENSE:  # where the socket itself found the error, the peer has not seen it
                 await socket.close(end.code, close_reason(end.reason))

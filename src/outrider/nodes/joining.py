@@ -18,7 +18,7 @@ from outrider.config import Config
 from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import encode
 from outrider.errors import ErrorRecord, InvalidField, error_from
-from outrider.nodes.messages import TO_STARTER, Join, Leave
+from outrider.nodes.messages import TO_STARTER, Join, LeaveService
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
 from outrider.sessions.resources import Capacity
@@ -96,7 +96,7 @@ class JoiningMachine:
         self._leaving.set()
         for process in list(self._processes.values()):
             with suppress(Disconnected):
-                await process.pipe.send(encode(Leave()))
+                await process.pipe.send(encode(LeaveService()))
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
         """Exchange messages with a process until it hangs up."""
@@ -113,7 +113,7 @@ class JoiningMachine:
                     return
                 self._joined(name)
                 if self._leaving.is_set():  # the machine began to leave before the process had joined
-                    await process.pipe.send(encode(Leave()))
+                    await process.pipe.send(encode(LeaveService()))
         except Disconnected:
             pass
         finally:

@@ -1,7 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Each `Call` of a node, to store a turn or to set resources aside, gets one `Answer` with the same number, unless the
-node gives the call back first. No other message gets an `Answer`.
+Each `Call` of a node, to store a turn or to set resources aside, gets one `CallReply` with the same number, unless the
+node gives the call back first. No other message gets an `CallReply`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.engines.relay.decoding import SMALL, check_cost
 from outrider.engines.relay.messages import Beat, Nonsense, encode
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
-from outrider.rootfs.store import Image
+from outrider.rootfs.store import RootImage
 from outrider.schemas import ArtifactList, NodeStats
 from outrider.sessions.attempt import RESERVED_PRIORITY
 from outrider.sessions.resources import Capacity, ResourceAmount
@@ -44,7 +44,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 ModelName = Name | None
 
 
-class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
+class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
     is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level.
     `file` is the path of the settings file on the node's machine, "" for none. `folders` are the contents of the
@@ -60,21 +60,21 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """Sent in place of `Setup` to a process that is to join a service on another machine: the service's address, and
-    this machine's settings in `own`. `machine` is a random name of the process's starter."""
+    """Sent in place of `NodeSetup` to a process that is to join a service on another machine: the service's address,
+    and this machine's settings in `own`. `machine` is a random name of the process's starter."""
 
     url: str
     token: str | None
     ca: str | None
     machine: str
-    own: Setup
+    own: NodeSetup
 
 
-class Leave(msgspec.Struct, tag="leave", frozen=True):
+class LeaveService(msgspec.Struct, tag="leave", frozen=True):
     """Sent to a process that has joined: take no new sessions, and exit when the present sessions have ended."""
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
+class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """The first message on each connection of a joining node. `version` is Outrider's version; `instance` is a random
     name of the node's process, `machine` of the process's starter; `host` identifies the machine and its network
     (`host_id`); `capacity` is the machine's capacity for all its nodes; `received` is the number of pieces received
@@ -88,8 +88,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     received: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The service's answer to `Hello`. On the first connection the `Setup` follows. `received` is as in `Hello`."""
+class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The service's reply to `NodeHello`. On the first connection the `NodeSetup` follows. `received` is as in
+    `NodeHello`."""
 
     received: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -108,7 +109,7 @@ class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
     loads: dict[str, float]
 
 
-class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
+class RunAttempt(msgspec.Struct, tag="run", frozen=True, kw_only=True):
     """Run an attempt. `task` is the JSON of its TaskSpec. The node sends `Ran` at the end, also after a
     cancellation."""
 
@@ -138,7 +139,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
     name: str
 
 
-class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
+class CallReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
     """The answer to a `Call`: the raised `error`, or the returned value in the field for this kind of call."""
 
     call: int
@@ -208,7 +209,7 @@ class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
     """The result of a `Pull`: the image, or the error."""
 
     pull: Number
-    image: Image | None = None
+    image: RootImage | None = None
     error: ErrorRecord | None = None
 
 
@@ -286,7 +287,7 @@ class Leaving(msgspec.Struct, tag="leaving", frozen=True):
     """The node takes no new attempts. The service closes the connection when the present attempts have ended."""
 
 
-class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
+class ForwardGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     """Generate on an engine that only the service can reach. `input_ids` are int32. Either `sampling`, with ids, or
     `chat` is set."""
 
@@ -300,7 +301,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     chat: ChatRequest | None = None
 
 
-class Abort(msgspec.Struct, tag="abort", frozen=True):
+class AbortForwarded(msgspec.Struct, tag="abort", frozen=True):
     """Stop a forwarded generation."""
 
     generation: Number
@@ -325,7 +326,7 @@ OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
 """Calls for an attempt that the node must have."""
 
 Call = OfAttempt | ReadCarried | Take
-ToNode = Setup | Follow | Loads | Run | EndOutlived | Cancel | Pull | Answer | Generated | Beat
+ToNode = NodeSetup | Follow | Loads | RunAttempt | EndOutlived | Cancel | Pull | CallReply | Generated | Beat
 ToService = (
     Ready
     | Report
@@ -342,13 +343,15 @@ ToService = (
     | Take
     | GiveBack
     | Leaving
-    | Generate
-    | Abort
+    | ForwardGeneration
+    | AbortForwarded
     | Beat
 )
 TO_NODE: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
-TO_PROCESS: msgspec.msgpack.Decoder[Setup | Join | Leave] = msgspec.msgpack.Decoder(Setup | Join | Leave)
+TO_PROCESS: msgspec.msgpack.Decoder[NodeSetup | Join | LeaveService] = msgspec.msgpack.Decoder(
+    NodeSetup | Join | LeaveService
+)
 TO_STARTER = msgspec.msgpack.Decoder(Ready)
-HELLO = msgspec.msgpack.Decoder(Hello)
-WELCOME = msgspec.msgpack.Decoder(Welcome)
+HELLO = msgspec.msgpack.Decoder(NodeHello)
+WELCOME = msgspec.msgpack.Decoder(NodeWelcome)

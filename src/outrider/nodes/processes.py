@@ -18,7 +18,7 @@ from typing import Any, Self
 from outrider.concurrency.cancellation import shielded
 from outrider.config import CallbacksConfig, Config
 from outrider.errors import ErrorRecord, ServiceError, error_from
-from outrider.nodes.messages import Setup
+from outrider.nodes.messages import NodeSetup
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.spawning import NodeProcess, one_after_another
 from outrider.sessions.resources import Capacity
@@ -95,7 +95,7 @@ class NodeProcesses:
         await one_after_another(node.name, live, ended, self._parts.failures)
 
 
-def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setup:
+def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> NodeSetup:
     """Return the settings of node `number`: its part of the lanes and warm sandboxes that `config.processes` nodes
     divide."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
@@ -117,7 +117,7 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Setu
         "task_key": None,
         "callbacks": CallbacksConfig(),
     }
-    return Setup(
+    return NodeSetup(
         name=name,
         config=config.model_copy(update=changes).model_dump_json().encode(),
         path=tuple(sys.path),

@@ -28,7 +28,7 @@ LOOK_SECONDS = 2.0
 """Seconds between two looks for machines that came or went."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The service to join, the JSON of a machine's settings for it, and the path of the settings file, "" for none."""
 
     url: str
@@ -43,7 +43,7 @@ class RayMachine:
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
         logging.getLogger().setLevel(level)  # passed on to the machine's processes
-        found = msgspec.convert(place, Place)
+        found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
         self._seconds = config.stop_seconds
@@ -82,7 +82,7 @@ class RayFleet:
     of a machine. `note` is called with a line for each arrival and departure of a machine."""
 
     def __init__(
-        self, place: Place, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]
+        self, place: JoinTarget, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]
     ) -> None:
         try:
             import ray

@@ -51,22 +51,23 @@ from outrider.nodes.claims import (
 )
 from outrider.nodes.messages import (
     TO_SERVICE,
-    Abort,
+    AbortForwarded,
     AddTurn,
-    Answer,
     Call,
+    CallReply,
     Cancel,
     Doubt,
     EndOutlived,
     Follow,
+    ForwardGeneration,
     Gate,
-    Generate,
     Generated,
     GiveBack,
     KeepArtifact,
     KeepIndex,
     Leaving,
     Loads,
+    NodeSetup,
     OfAttempt,
     Pull,
     Pulled,
@@ -75,14 +76,13 @@ from outrider.nodes.messages import (
     ReadTurns,
     Ready,
     Report,
-    Run,
+    RunAttempt,
     SetState,
-    Setup,
     Take,
     ToService,
     framed,
 )
-from outrider.rootfs.store import Image, has_image
+from outrider.rootfs.store import RootImage, has_image
 from outrider.schemas import NodeStats
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.sessions.priority_semaphore import Slot
@@ -139,7 +139,7 @@ class RemoteNode:
         self._elsewhere = elsewhere
         self._dialled = dialled
         self._parts = parts
-        self._connection: Connection | None = None
+        self._connection: NodeConnection | None = None
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
         self._reachable = True
@@ -151,7 +151,7 @@ class RemoteNode:
     async def serve(
         self,
         socket: Socket,
-        setup: Setup,
+        setup: NodeSetup,
         *,
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
@@ -172,7 +172,7 @@ class RemoteNode:
                 taken=taken,
                 stranger=self._dialled,
             )
-            self._connection = connection = Connection(self.name, link, self._parts, tasks, dialled=self._dialled)
+            self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
                 self.tell(model, pool.state())
@@ -215,7 +215,7 @@ class RemoteNode:
             raise NodeLost(f"node {self.name} is gone")
         return await self._connection.run_attempt(attempt)
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         if self._connection is None:
             raise ServiceError(f"node {self.name} is gone")
         return await self._connection.pull_image(reference, name)
@@ -245,7 +245,7 @@ def _without_local(state: PoolState) -> PoolState:
     return msgspec.structs.replace(state, engines=tuple(engines))
 
 
-class Connection:
+class NodeConnection:
     """One connection to a node. `tasks` runs the node's calls."""
 
     def __init__(
@@ -263,10 +263,10 @@ class Connection:
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
         self._by_number: dict[int, Given] = {}
-        """Running attempts by the number of their `Run`."""
+        """Running attempts by the number of their `RunAttempt`."""
         self.outlived: dict[str, int] = {}
         """See `Node.outlived`."""
-        self._pulls: dict[int, asyncio.Future[Image]] = {}
+        self._pulls: dict[int, asyncio.Future[RootImage]] = {}
         self._asked = -1
         """The number of the node's last call or generation. The numbers must rise."""
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -327,7 +327,7 @@ class Connection:
         if attempt.goes_on:
             self.outlived.pop(session.id, None)
         self.link.send(
-            Run(
+            RunAttempt(
                 attempt=number,
                 session=session,
                 task=task,
@@ -364,9 +364,9 @@ class Connection:
         if self.outlived.pop(session_id, None) is not None:
             self.link.send(EndOutlived(session_id))
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         number = next(self._numbers)
-        pulled: asyncio.Future[Image] = asyncio.get_running_loop().create_future()
+        pulled: asyncio.Future[RootImage] = asyncio.get_running_loop().create_future()
         self._pulls[number] = pulled
         self.link.send(Pull(pull=number, reference=reference, name=name))
         try:
@@ -397,10 +397,10 @@ class Connection:
                     slot.release()
                 elif (take := self._takes.get(message.call)) is not None:
                     take.cancel()  # the call still waits
-            case Generate():
+            case ForwardGeneration():
                 self._check_generation(message)
                 self._start(self._generations, message.generation, self._generate(message, size=self.link.size))
-            case Abort():
+            case AbortForwarded():
                 if (generation := self._generations.get(message.generation)) is not None:
                     generation.cancel()
             case Ran():
@@ -480,7 +480,7 @@ class Connection:
             case _:
                 pass
 
-    def _check_generation(self, asked: Generate) -> None:
+    def _check_generation(self, asked: ForwardGeneration) -> None:
         """Raise Nonsense for a request that no engine may be given."""
         self._pool(asked.model)
         if (asked.chat is None) == (asked.sampling is None) or len(asked.input_ids) % 4:
@@ -507,7 +507,7 @@ class Connection:
     async def _do(self, call: Call) -> None:
         """Carry out a call of the node and send the answer. Raises Nonsense."""
         store, artifacts = self._parts.store, self._parts.artifacts
-        answer = Answer(call=call.call)
+        answer = CallReply(call=call.call)
         try:
             given = None
             if isinstance(call, OfAttempt) and (given := self._running.get((call.session_id, call.attempt))) is None:
@@ -527,15 +527,15 @@ class Connection:
                     await store.set_state(call.session_id, call.attempt, call.state)
                 case ReadTurns(frozen=True):
                     frozen = await store.frozen_turns(call.session_id, call.attempt)
-                    answer = Answer(call=call.call, frozen={model: tuple(turns) for model, turns in frozen.items()})
+                    answer = CallReply(call=call.call, frozen={model: tuple(turns) for model, turns in frozen.items()})
                 case ReadTurns():
                     turns = await store.turns(call.session_id, call.attempt, images=call.images)
-                    answer = Answer(call=call.call, turns=tuple(turns))
+                    answer = CallReply(call=call.call, turns=tuple(turns))
                 case KeepArtifact():
                     assert given is not None
                     digest = await artifacts.keep(call.session_id, call.attempt, call.data)
                     given.kept[digest] = len(call.data)
-                    answer = Answer(call=call.call, digest=digest)
+                    answer = CallReply(call=call.call, digest=digest)
                 case KeepIndex():
                     assert given is not None
                     # All of these become paths: session and attempt are taken from the call, and digests are checked.
@@ -548,25 +548,25 @@ class Connection:
                         run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded
                     ):
                         raise Conflict(f"no run of session {call.session_id} is graded again on this node")
-                    answer = Answer(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
+                    answer = CallReply(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
                 case Take():
                     share = await self._parts.resources.take(call.amount, call.priority, call.tenant)
                     self._slots[call.call] = share
-                    answer = Answer(call=call.call, gpus=share.gpus)
+                    answer = CallReply(call=call.call, gpus=share.gpus)
         except Nonsense:
             raise
         except Exception as error:
             if not isinstance(error, OutriderError):
                 log.exception("what node %s asked for failed", self._name)
-            answer = Answer(call=call.call, error=record_of(error))
+            answer = CallReply(call=call.call, error=record_of(error))
         try:
             frame = framed(answer)
         except ServiceError as error:
-            frame = framed(Answer(call=call.call, error=error.record()))
+            frame = framed(CallReply(call=call.call, error=error.record()))
         await self.link.room()
         self.link.send_encoded(frame)
 
-    async def _generate(self, asked: Generate, *, size: int) -> None:
+    async def _generate(self, asked: ForwardGeneration, *, size: int) -> None:
         """Forward a generation to an engine that only this process can reach."""
         number = asked.generation
         self._generation_bytes += size

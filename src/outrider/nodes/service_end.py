@@ -28,16 +28,16 @@ from outrider.errors import OutriderError, ServiceError, error_from, record_of
 from outrider.lifecycle import SessionState, StopReason
 from outrider.nodes.messages import (
     TO_NODE,
-    Abort,
+    AbortForwarded,
     AddTurn,
-    Answer,
     Call,
+    CallReply,
     Cancel,
     Doubt,
     EndOutlived,
     Follow,
+    ForwardGeneration,
     Gate,
-    Generate,
     Generated,
     GiveBack,
     KeepArtifact,
@@ -45,6 +45,7 @@ from outrider.nodes.messages import (
     Leaving,
     Loads,
     ModelUses,
+    NodeSetup,
     Pull,
     Pulled,
     Ran,
@@ -52,9 +53,8 @@ from outrider.nodes.messages import (
     ReadTurns,
     Ready,
     Report,
-    Run,
+    RunAttempt,
     SetState,
-    Setup,
     Take,
     ToNode,
     framed,
@@ -63,7 +63,7 @@ from outrider.nodes.remote_node import HEARTBEAT_SECONDS
 from outrider.schemas import ArtifactList
 from outrider.sessions.attempt import Attempt, NodeLost, session_result
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, Share
+from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, ResourceShare
 from outrider.spec import TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
@@ -92,7 +92,7 @@ Followers = Mapping[str | None, PoolFollower]
 """The node's engine pools by model. The policy's key is None."""
 
 
-class ServiceEnd:
+class ServiceProxy:
     """The node's proxy for the service. `service.run(...)` runs the service's attempts. While the connection lasts, the
     parts of the node use `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` returns the names of
     this machine's images, if the service is on another machine. `ending` is set when this process and its sandboxes are
@@ -114,7 +114,7 @@ class ServiceEnd:
         self.artifacts = RemoteArtifacts(self)
         self.resources = SharedResources(self, capacity)
         self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[CallReply]] = {}
         self._generations: dict[int, asyncio.Queue[Generated]] = {}
         self._attempts: dict[int, asyncio.Task[SessionResult | None]] = {}
         self._early: list[ToNode] = []
@@ -192,13 +192,13 @@ class ServiceEnd:
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
 
-    async def call(self, make: Callable[[int], Call]) -> Answer:
+    async def call(self, make: Callable[[int], Call]) -> CallReply:
         """Send a call, made by `make` from its number, and return the answer. Raises the service's error, and
         ServiceError if the service is gone."""
         if self._ended:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
         frame = framed(make(number), elsewhere=self._elsewhere)
         self._calls[number] = answer
         self._link.send_encoded(frame)
@@ -210,7 +210,7 @@ class ServiceEnd:
             raise error_from(found.error)
         return found
 
-    async def generated(self, ask: Callable[[int], Generate]) -> AsyncGenerator[Chunk | ChatChunk, None]:
+    async def generated(self, ask: Callable[[int], ForwardGeneration]) -> AsyncGenerator[Chunk | ChatChunk, None]:
         """Yield the chunks of a generation on an engine that only the service can reach. `ask` makes the request from
         its number."""
         if self._ended:
@@ -234,7 +234,7 @@ class ServiceEnd:
         finally:
             del self._generations[number]
             if not finished:
-                self._link.send(Abort(number))
+                self._link.send(AbortForwarded(number))
 
     def _end(self) -> None:
         """Fail all calls and generations: the connection is gone."""
@@ -251,15 +251,15 @@ class ServiceEnd:
             node.note_stall(silent)
         self._heard = time.monotonic()
         match message:
-            case Answer():
+            case CallReply():
                 if (call := self._calls.get(message.call)) is not None and not call.done():
                     call.set_result(message)
             case Generated():
                 if (parts := self._generations.get(message.generation)) is not None:
                     parts.put_nowait(message)
-            case Run() if self._ending:
+            case RunAttempt() if self._ending:
                 pass  # the end of the connection reports the loss
-            case Run():
+            case RunAttempt():
                 task = attempts.create_task(
                     self._run(node, message), name=f"session {message.session.id}", chore="sessions"
                 )
@@ -277,10 +277,10 @@ class ServiceEnd:
                 pools[message.model].follow(message.state)
             case Loads():
                 pools[message.model].pool.weigh(message.loads)
-            case Setup() | Beat():
+            case NodeSetup() | Beat():
                 pass
 
-    async def _run(self, node: LocalNode, message: Run) -> SessionResult | None:
+    async def _run(self, node: LocalNode, message: RunAttempt) -> SessionResult | None:
         try:
             # In a thread: validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
@@ -307,7 +307,7 @@ class ServiceEnd:
                 log.exception("image %s cannot be had", asked.name)
             self._link.send(Pulled(pull=asked.pull, error=record_of(error)))
 
-    def _note_end(self, run: Run, task: asyncio.Task[SessionResult | None]) -> None:
+    def _note_end(self, run: RunAttempt, task: asyncio.Task[SessionResult | None]) -> None:
         del self._attempts[run.attempt]
         result = None if task.cancelled() else task.result()
         if self._ending_together is not None and result is not None and result.error is not None:
@@ -316,7 +316,7 @@ class ServiceEnd:
         else:
             self._tell_end(run, result)
 
-    def _tell_end(self, run: Run, result: SessionResult | None) -> None:
+    def _tell_end(self, run: RunAttempt, result: SessionResult | None) -> None:
         if self._ending_together is not None and self._ending_together.is_set():
             result = None
         try:
@@ -343,7 +343,7 @@ def _failed(session: SessionRow, error: Exception) -> SessionResult:
 class RemoteStore:
     """The service's store, as a `sessions.attempt.AttemptStore`."""
 
-    def __init__(self, service: ServiceEnd) -> None:
+    def __init__(self, service: ServiceProxy) -> None:
         self._service = service
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
@@ -372,7 +372,7 @@ class RemoteStore:
 class RemoteArtifacts:
     """The service's artifact store, as a `store.artifacts.KeepsArtifacts`."""
 
-    def __init__(self, service: ServiceEnd) -> None:
+    def __init__(self, service: ServiceProxy) -> None:
         self._service = service
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
@@ -398,11 +398,11 @@ class RemoteArtifacts:
 class SharedResources(NodeResources):
     """The machine's resources, which the service gives out to all nodes on the machine."""
 
-    def __init__(self, service: ServiceEnd, capacity: Capacity) -> None:
+    def __init__(self, service: ServiceProxy, capacity: Capacity) -> None:
         super().__init__(capacity)
         self._service = service
 
-    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> Share:
+    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
         if not any(amount.quantities):
             return await super().take(amount, priority, tenant)
         asked: list[int] = []
@@ -419,9 +419,9 @@ class SharedResources(NodeResources):
         except asyncio.CancelledError:
             give_back()
             raise
-        return Share(give_back, answer.gpus)
+        return ResourceShare(give_back, answer.gpus)
 
-    def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
+    def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
         """Return None for every amount except zero: optional resources do not wait for the service."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
@@ -429,7 +429,7 @@ class SharedResources(NodeResources):
 class ModelLeader:
     """The `engines.pool.followed_policy.Leader` of one model's pool."""
 
-    def __init__(self, service: ServiceEnd, model: str | None) -> None:
+    def __init__(self, service: ServiceProxy, model: str | None) -> None:
         self._service = service
         self._model = model
 
@@ -444,7 +444,7 @@ class ForwardedEngine:
     """The proxy for an engine that only the service can reach: an `Engine` and `ChatEngine`. Only the service pauses
     the engine."""
 
-    def __init__(self, service: ServiceEnd, model: str | None, state: EngineState) -> None:
+    def __init__(self, service: ServiceProxy, model: str | None, state: EngineState) -> None:
         self.name = state.name
         self.mode = state.mode
         self.logprob_kind = state.logprob_kind
@@ -477,7 +477,7 @@ class ForwardedEngine:
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Any, None]:
         return self._service.generated(
-            lambda number: Generate(
+            lambda number: ForwardGeneration(
                 generation=number,
                 model=self._model,
                 engine=self.name,
@@ -490,5 +490,5 @@ class ForwardedEngine:
 
     def chat(self, request: ChatRequest) -> AsyncGenerator[Any, None]:
         return self._service.generated(
-            lambda number: Generate(generation=number, model=self._model, engine=self.name, chat=request)
+            lambda number: ForwardGeneration(generation=number, model=self._model, engine=self.name, chat=request)
         )

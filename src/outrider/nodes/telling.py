@@ -18,7 +18,7 @@ LOADS_SECONDS = 0.1
 """Seconds between two messages to each node about the load that other nodes put on the engines."""
 
 
-class Telling:
+class PoolPublisher:
     """Publisher of pool states and loads. `async with Telling(pools) as telling`: within the block all of
     `telling.nodes` receive them."""
 

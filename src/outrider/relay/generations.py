@@ -15,7 +15,7 @@ import numpy as np
 
 from outrider.engines.base import Engine, GenerateRequest
 from outrider.engines.relay.link import Link
-from outrider.engines.relay.messages import Failed, Generate, ToWorker, Welcome, encode, tokens_of
+from outrider.engines.relay.messages import Failed, StartGeneration, ToWorker, WorkerWelcome, encode, tokens_of
 from outrider.errors import EngineMisbehaved, EngineUnavailable, OutriderError
 from outrider.plugins import plugin_code
 
@@ -36,7 +36,7 @@ class _Generation:
 
 class Generations:
     """The generations of one worker. `link` is the connection for sending, None while there is none; the windows are
-    the ones in `Welcome`."""
+    the ones in `WorkerWelcome`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -49,7 +49,7 @@ class Generations:
     def held(self) -> tuple[int, ...]:
         return tuple(self._generations)
 
-    def start(self, message: Generate, tasks: asyncio.TaskGroup) -> None:
+    def start(self, message: StartGeneration, tasks: asyncio.TaskGroup) -> None:
         if message.generation in self._generations:
             return
         generation = _Generation(message.generation)
@@ -92,7 +92,7 @@ class Generations:
         for number in self.held:
             self.abort(number)
 
-    def attach(self, link: Link[ToWorker], welcome: Welcome) -> None:
+    def attach(self, link: Link[ToWorker], welcome: WorkerWelcome) -> None:
         """Continue over a new connection: resend the messages that the service has not received, and end the
         generations that the service no longer has."""
         self._window, self._total_window = welcome.window, welcome.total_window

@@ -34,16 +34,16 @@ from outrider.engines.relay.messages import (
     MAX_TO_WORKER,
     PROTOCOL,
     TO_WORKER,
-    Abort,
+    AbortGeneration,
     Acknowledge,
-    Answer,
-    Call,
     Close,
-    Hello,
     Nonsense,
     ToWorker,
     Version,
-    Welcome,
+    WorkerCall,
+    WorkerHello,
+    WorkerReply,
+    WorkerWelcome,
     encode,
     pack_ids,
 )
@@ -130,8 +130,8 @@ class Worker:
         self._reconnecting = reconnecting
         self._instance = uuid4().hex
         self._generations = Generations(self.engine)
-        self._answers: OrderedDict[int, Answer | None] = OrderedDict()
-        self._welcome: Welcome | None = None
+        self._answers: OrderedDict[int, WorkerReply | None] = OrderedDict()
+        self._welcome: WorkerWelcome | None = None
         self._link: Link[ToWorker] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._attached: Future[None] = Future()
@@ -283,7 +283,7 @@ class Worker:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
                 welcome = TO_WORKER.decode(await socket.receive())
-            if not isinstance(welcome, Welcome):
+            if not isinstance(welcome, WorkerWelcome):
                 raise Nonsense("the service's first message is no welcome")
             if self._forget is not None:
                 self._forget.cancel()
@@ -301,9 +301,9 @@ class Worker:
             self._generations.detach()
             await shielded(partial(socket.close, code, ""))
 
-    async def _hello(self) -> Hello:
+    async def _hello(self) -> WorkerHello:
         health = await self.engine.health()
-        return Hello(
+        return WorkerHello(
             protocol=PROTOCOL,
             instance=self._instance,
             name=self.name,
@@ -319,13 +319,13 @@ class Worker:
         )
 
     def _handle(self, message: ToWorker, tasks: asyncio.TaskGroup) -> None:
-        if isinstance(message, messages.Generate):
+        if isinstance(message, messages.StartGeneration):
             self._generations.start(message, tasks)
         elif isinstance(message, Acknowledge):
             self._generations.acknowledge(message.generation, message.number)
-        elif isinstance(message, Abort):
+        elif isinstance(message, AbortGeneration):
             self._generations.abort(message.generation)
-        elif isinstance(message, Call):
+        elif isinstance(message, WorkerCall):
             # The service repeats a call when the connection broke before the reply: the call may be done or running.
             if message.call not in self._answers:
                 self._answers[message.call] = None
@@ -337,18 +337,18 @@ class Worker:
         else:
             raise Nonsense("a second welcome")
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: WorkerCall) -> None:
         try:
             with plugin_code():
                 answer = await self._done(call)
         except Exception as error:  # the engine may be third-party code
             record = record_of(error if isinstance(error, OutriderError) else EngineMisbehaved(f"{error!r}"))
-            answer = Answer(call=call.call, error=record)
+            answer = WorkerReply(call=call.call, error=record)
         self._answers[call.call] = answer
         if self._link is not None:
             self._link.send(answer)
 
-    async def _done(self, call: Call) -> Answer:
+    async def _done(self, call: WorkerCall) -> WorkerReply:
         if call.action == "pause":
             self._paused = True  # set before the reply, which may never reach the service
             await self.engine.pause(call.mode)
@@ -356,7 +356,7 @@ class Worker:
             await self.engine.resume()
             self._paused = False
         elif call.action == "health":
-            return Answer(call=call.call, health=await self.engine.health())
+            return WorkerReply(call=call.call, health=await self.engine.health())
         elif call.action == "set_version":
             if not isinstance(self.engine, SetsVersion):
                 raise EngineRejected(f"the engine of worker {self.name!r} cannot be told its version")
@@ -365,8 +365,8 @@ class Worker:
             await self._update_weights(call.weights, call.version)
         elif isinstance(self.engine, TokenizesText):
             ids = await self.engine.token_check(call.text)
-            return Answer(call=call.call, ids=None if ids is None else pack_ids(ids))
-        return Answer(call=call.call)
+            return WorkerReply(call=call.call, ids=None if ids is None else pack_ids(ids))
+        return WorkerReply(call=call.call)
 
     async def _update_weights(self, weights: str, version: int) -> None:
         """Load weights, one update at a time: a service that has given up on one update may request the next."""

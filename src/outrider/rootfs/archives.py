@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
-from outrider.rootfs.unpack import UNREADABLE, BadImage, Member, check_expansion
+from outrider.rootfs.unpack import UNREADABLE, ArchiveMember, BadImage, check_expansion
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def layered(path: Path) -> Iterator[Layered]:
         yield _oci(below)
         return
     try:
-        opened = tarfile.open(path, tarinfo=Member)  # noqa: SIM115  # not to catch errors of a `with` body
+        opened = tarfile.open(path, tarinfo=ArchiveMember)  # noqa: SIM115  # not to catch errors of a `with` body
     except (*UNREADABLE, OSError) as error:
         raise BadImage(f"{path} is no tar archive: {error}") from error
     with opened as archive:

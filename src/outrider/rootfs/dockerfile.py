@@ -19,7 +19,7 @@ import msgspec
 
 from outrider.errors import InvalidField, NotFound
 from outrider.rootfs.archives import digest_of
-from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.store import ImageStore, RootImage
 from outrider.rootfs.unpack import is_tar
 from outrider.text_files import read_text_file
 
@@ -57,7 +57,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     mode: str | None = None
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class RunInstruction(msgspec.Struct, frozen=True, kw_only=True):
     """Runs `argv` in `workdir`, with `env` added to the variables of the base."""
 
     line: int
@@ -71,16 +71,16 @@ class MakeFolder(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-BuildStep = Copy | Run | MakeFolder
+BuildStep = Copy | RunInstruction | MakeFolder
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of an image's build from `base`, whose name is `base_name`. `env` and `workdir` are the image's
     settings. `digest` is the plan's key in the form of a digest."""
 
     file: Path
     base_name: str
-    base: Image
+    base: RootImage
     steps: tuple[BuildStep, ...]
     env: dict[str, str]
     workdir: str
@@ -112,7 +112,7 @@ def built_name(context: Path, store: ImageStore) -> str:
     return plan.name
 
 
-def read_dockerfile(context: Path, store: ImageStore) -> Plan:
+def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
     """Return the plan of a folder's Dockerfile. Reads the copied files for their digests. Raises InvalidField."""
     file, ignore = context / DOCKERFILE, context / ".dockerignore"
     text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
@@ -129,7 +129,7 @@ class Reader:
         self._file = file
         self._context = file.parent.resolve()
         self._store = store
-        self._base: tuple[str, Image] | None = None
+        self._base: tuple[str, RootImage] | None = None
         self._early: dict[str, str] = {}
         """The ARGs before FROM."""
         self._args: dict[str, str] = {}
@@ -137,7 +137,7 @@ class Reader:
         self._workdir = "/"
         self._steps: list[BuildStep] = []
 
-    def plan(self, text: str) -> Plan:
+    def plan(self, text: str) -> BuildPlan:
         readers: dict[str, Callable[[Instruction], None]] = {
             "FROM": self.read_from,
             "ARG": self.read_arg,
@@ -167,7 +167,7 @@ class Reader:
             if isinstance(step, Copy):
                 fields["sources"] = [(source.name, digest_of(source)) for source in step.sources]
             said.append([type(step).__name__, fields])
-        return Plan(
+        return BuildPlan(
             file=self._file,
             base_name=name,
             base=base,
@@ -271,7 +271,7 @@ class Reader:
         if not one.text:
             raise self._refusal(one.line, "RUN needs a command")
         env = {**self._args, **self._env}
-        self._steps.append(Run(line=one.line, argv=argv, env=env, workdir=self._workdir))
+        self._steps.append(RunInstruction(line=one.line, argv=argv, env=env, workdir=self._workdir))
 
     def read_copy(self, one: Instruction) -> None:
         self._no_here_document(one)

@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 
 from outrider.errors import InvalidField, RuntimeUnavailable
-from outrider.rootfs.store import Image, ImageStore, checked_name
+from outrider.rootfs.store import ImageStore, RootImage, checked_name
 from outrider.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 
 
-async def pull(reference: str, name: str, store: ImageStore) -> Image:
+async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's output if it fails."""

@@ -30,7 +30,7 @@ from outrider.rootfs.unpack import UNREADABLE, BadImage, unpack
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
 
 
-class Image(msgspec.Struct, frozen=True, kw_only=True):
+class RootImage(msgspec.Struct, frozen=True, kw_only=True):
     """The description of an image. `digest` identifies its source. `env` and `workdir` are the image's settings.
     `created` is the time of import, in seconds since the epoch. `bytes` is the size of its files. `left_out` is the
     number of devices, sockets and pipes left out."""
@@ -51,7 +51,7 @@ class ImageStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or cache_home() / "images"
 
-    def import_(self, source: Path, name: str) -> Image:
+    def import_(self, source: Path, name: str) -> RootImage:
         """Make an image from an archive and give it a name (see `give`). Content that was imported before is not
         unpacked again. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable without the tool
         that the archive needs."""
@@ -65,14 +65,14 @@ class ImageStore:
         self.give(name, image)
         return image
 
-    def make(self, digest: str, name: str, put: Callable[[Path], Image]) -> Image:
+    def make(self, digest: str, name: str, put: Callable[[Path], RootImage]) -> RootImage:
         """Make an image of the content with this digest and give it a name. `put` fills the empty root if the image
         does not exist."""
         image = self._made(digest, put)
         self.give(name, image)
         return image
 
-    def give(self, name: str, image: Image) -> None:
+    def give(self, name: str, image: RootImage) -> None:
         """Give an image a name. An earlier image with this name loses the name. Raises InvalidField for the name."""
         checked_name(name)
         place = self._name(name)
@@ -84,7 +84,7 @@ class ImageStore:
             os.fsync(handle)
         os.replace(draft, place)  # other readers see the old content or the new, never a part
 
-    def images(self) -> dict[str, Image]:
+    def images(self) -> dict[str, RootImage]:
         """Return the images by name."""
         found = {}
         for path in sorted(self._names.glob("[!.]*")):
@@ -96,7 +96,7 @@ class ImageStore:
         """Return the names of all images without reading the images."""
         return frozenset(unquote(path.name) for path in self._names.glob("[!.]*"))
 
-    def image(self, name: str) -> Image:
+    def image(self, name: str) -> RootImage:
         """Return the image with this name. Raises NotFound."""
         checked_name(name)
         try:
@@ -107,7 +107,7 @@ class ImageStore:
             raise NotFound(f"no image {name!r} on this node", hint="`outrider image import FILE` makes one")
         return image
 
-    def root(self, image: Image) -> Path:
+    def root(self, image: RootImage) -> Path:
         return self._folder / _hex(image.digest) / "root"
 
     def remove(self, name: str) -> bool:
@@ -126,27 +126,27 @@ class ImageStore:
             remove_tree(gone)
         return True
 
-    def _import_sif(self, source: Path) -> Image:
+    def _import_sif(self, source: Path) -> RootImage:
         digest = f"sha256:{digest_of_file(source.open('rb'))}"
 
-        def put(root: Path) -> Image:
+        def put(root: Path) -> RootImage:
             unpack_sif(source, root)
             entries = size = 0
             for folder, folders, files in os.walk(root):
                 entries += len(folders) + len(files)
                 size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
-            return Image(digest=digest, source=str(source), created=time.time(), bytes=size, entries=entries)
+            return RootImage(digest=digest, source=str(source), created=time.time(), bytes=size, entries=entries)
 
         return self._made(digest, put)
 
-    def _import_layers(self, source: Path) -> Image:
+    def _import_layers(self, source: Path) -> RootImage:
         with layered(source) as found:
 
-            def put(root: Path) -> Image:
+            def put(root: Path) -> RootImage:
                 contents = unpack(found.layers(), root)
                 if not contents.entries:
                     raise BadImage(f"{source} is empty")
-                return Image(
+                return RootImage(
                     digest=found.digest,
                     source=str(source),
                     created=time.time(),
@@ -159,7 +159,7 @@ class ImageStore:
 
             return self._made(found.digest, put)
 
-    def _made(self, digest: str, put: Callable[[Path], Image]) -> Image:
+    def _made(self, digest: str, put: Callable[[Path], RootImage]) -> RootImage:
         """Return the image with this digest. `put` fills its root if the image does not exist."""
 
         def build(draft: Path) -> None:
@@ -167,11 +167,11 @@ class ImageStore:
             (draft / "image.json").write_bytes(msgspec.json.encode(put(draft / "root")))
 
         place = build_once(self._folder / _hex(digest), build)
-        return msgspec.json.decode((place / "image.json").read_bytes(), type=Image)
+        return msgspec.json.decode((place / "image.json").read_bytes(), type=RootImage)
 
-    def _image(self, content: str) -> Image | None:
+    def _image(self, content: str) -> RootImage | None:
         try:
-            return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=Image)
+            return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=RootImage)
         except FileNotFoundError:
             return None
 
@@ -197,7 +197,7 @@ def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
     return True
 
 
-def known_image(name: str) -> Image:
+def known_image(name: str) -> RootImage:
     """Return the image with this name. Raises InvalidField for the task's field."""
     try:
         return ImageStore().image(name)

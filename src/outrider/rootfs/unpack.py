@@ -71,7 +71,7 @@ UNREADABLE = (
 """Exceptions from reading a broken archive, besides OSError."""
 
 
-class Member(tarfile.TarInfo):
+class ArchiveMember(tarfile.TarInfo):
     """An entry with checked sizes: tarfile itself seeks back for a negative size, and reads a header of any size into
     memory."""
 
@@ -87,7 +87,7 @@ class Member(tarfile.TarInfo):
 def is_tar(path: Path) -> bool:
     """Return True if a file is a tar archive, compressed or not."""
     try:
-        with tarfile.open(path, tarinfo=Member):
+        with tarfile.open(path, tarinfo=ArchiveMember):
             return True
     except (*UNREADABLE, OSError):
         return False
@@ -163,7 +163,7 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
             with layer:
                 room.add_archive(layer.seek(0, os.SEEK_END))
                 layer.seek(0)
-                with tarfile.open(fileobj=layer, mode="r|*", tarinfo=Member) as archive:
+                with tarfile.open(fileobj=layer, mode="r|*", tarinfo=ArchiveMember) as archive:
                     _Layer(target, contents, room).put(archive)
         except OSError as error:
             raise BadImage(f"layer {number} cannot be unpacked: {error}") from error

@@ -51,7 +51,7 @@ class Gpu(msgspec.Struct, frozen=True):
         return name == self.name or (name.startswith("GPU-") and self.uuid.startswith(name))
 
 
-class Shown(msgspec.Struct, frozen=True):
+class GpuFiles(msgspec.Struct, frozen=True):
     """Pairs (path on this machine, path in the sandbox) of device files and of the driver's libraries."""
 
     devices: tuple[tuple[str, str], ...] = ()
@@ -97,9 +97,9 @@ class NvidiaDriver:
             chosen += found
         return tuple(chosen)
 
-    def shown(self, names: Sequence[str]) -> Shown:
+    def shown(self, names: Sequence[str]) -> GpuFiles:
         """Return the files to show a sandbox for the GPUs of these names. Blocks. Raises RuntimeUnavailable."""
-        return Shown(self._devices(names), self._libraries()) if names else Shown()
+        return GpuFiles(self._devices(names), self._libraries()) if names else GpuFiles()
 
     def _devices(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Return the device files of these GPUs, and the device files needed with any GPU."""

@@ -40,7 +40,7 @@ SHOWN = {
 """Folders of the host shown to each sandbox of a kind, whatever the task."""
 
 
-class Rule(NamedTuple):
+class HostPathRule(NamedTuple):
     """Files that tasks may not read. `below`: folders below them may not be named either. `shown`: they may not lie in
     the folders shown to every sandbox either."""
 
@@ -50,16 +50,16 @@ class Rule(NamedTuple):
 
 
 KEPT = {
-    "settings": Rule("the settings file", below=True, shown=True),
-    "data": Rule("the data folder", below=True, shown=True),
-    "key": Rule("the key of the TLS certificate", below=True, shown=True),
-    "home": Rule("the home folder of the service's user", below=False, shown=False),
-    "temporary": Rule("the folder in which nodes keep their sandboxes", below=False, shown=False),
-    "proc": Rule("the kernel's /proc", below=True, shown=False),
-    "sys": Rule("the kernel's /sys", below=True, shown=False),
-    "dev": Rule("the machine's devices", below=False, shown=False),
-    "etc": Rule("the machine's own settings", below=False, shown=False),
-    "run": Rule("the sockets of the machine's services", below=False, shown=False),
+    "settings": HostPathRule("the settings file", below=True, shown=True),
+    "data": HostPathRule("the data folder", below=True, shown=True),
+    "key": HostPathRule("the key of the TLS certificate", below=True, shown=True),
+    "home": HostPathRule("the home folder of the service's user", below=False, shown=False),
+    "temporary": HostPathRule("the folder in which nodes keep their sandboxes", below=False, shown=False),
+    "proc": HostPathRule("the kernel's /proc", below=True, shown=False),
+    "sys": HostPathRule("the kernel's /sys", below=True, shown=False),
+    "dev": HostPathRule("the machine's devices", below=False, shown=False),
+    "etc": HostPathRule("the machine's own settings", below=False, shown=False),
+    "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
 """Rules for the folders of `files` and `sandboxes.allow`, which may neither be nor hold an entry of this table.
 docs/security.md has the same table."""
@@ -85,7 +85,7 @@ class Named(NamedTuple):
 
 class Kept(NamedTuple):
     path: Path
-    rule: Rule
+    rule: HostPathRule
     at: Located
 
 

@@ -23,8 +23,8 @@ from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import OutriderError, RuntimeFailure
 from outrider.pythons.portable import PORTABLE_AT
-from outrider.rootfs.dockerfile import BuildStep, Copy, MakeFolder, Plan, Run, read_dockerfile
-from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.dockerfile import BuildPlan, BuildStep, Copy, MakeFolder, RunInstruction, read_dockerfile
+from outrider.rootfs.store import ImageStore, RootImage
 from outrider.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, unpack
 from outrider.runtimes.base import Runtime, SavesLayers
 from outrider.runtimes.guest.filesystem.layers import OPAQUE_HEADER
@@ -50,14 +50,14 @@ def build_image(
     name: str | None = None,
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
-) -> Image:
+) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
     gets the name used by Harbor tasks, and `name`. `seconds` bounds each RUN; `note` is called with a line before each
     step. Blocks; call it outside of an event loop. Raises InvalidField for the Dockerfile, BadImage naming the line
     that failed, and RuntimeUnavailable."""
     plan = read_dockerfile(context, store)
 
-    def put(root: Path) -> Image:
+    def put(root: Path) -> RootImage:
         with tempfile.TemporaryDirectory(prefix="outrider-build-", dir=root.parent) as drafts:
             saved, layer = Path(drafts, "saved"), Path(drafts, "layer")
             asyncio.run(save_build(plan, saved, seconds=seconds, note=note))
@@ -68,7 +68,7 @@ def build_image(
             unpack([layer.open("rb")], root)
         sizes = [os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(root) for name in names]
         entries = sum(len(folders) for _, folders, _ in os.walk(root)) + len(sizes)
-        return Image(
+        return RootImage(
             digest=plan.digest,
             source=str(plan.file),
             created=time.time(),
@@ -84,7 +84,7 @@ def build_image(
     return image
 
 
-async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
+async def save_build(plan: BuildPlan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
     """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
     failure: OutriderError | None = None
     async with (
@@ -117,7 +117,7 @@ async def save_build(plan: Plan, target: Path, *, seconds: float, note: Callable
 async def carry_out(runtime: Runtime, step: BuildStep, *, seconds: float) -> None:
     """Raises RuntimeFailure."""
     match step:
-        case Run():
+        case RunInstruction():
             done = await runtime.exec(step.argv, env=step.env, cwd=step.workdir, merged=True, seconds=seconds)
             if done.exit_code != 0:
                 ended = f"exited with {done.exit_code}" if done.exit_code is not None else f"took over {seconds:g} s"

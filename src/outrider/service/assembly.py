@@ -27,7 +27,7 @@ from outrider.evaluators.endpoints import Endpoints
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
-from outrider.nodes.telling import Telling
+from outrider.nodes.telling import PoolPublisher
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.warm_pool import WarmLimits
@@ -128,7 +128,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
         parts = ServiceParts(store, artifacts, models.pools, resources, failures)
-        telling = await stack.enter_async_context(Telling(models.pools, failures))
+        telling = await stack.enter_async_context(PoolPublisher(models.pools, failures))
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(

@@ -58,7 +58,7 @@ class _Machine:
 
 
 @dataclass(eq=False)
-class _Place(Generic[N]):
+class _NodeSlots(Generic[N]):
     """A node, and the number of sessions placed on it."""
 
     node: N
@@ -73,14 +73,14 @@ class _Place(Generic[N]):
         return fits(needs, room)
 
 
-class Places(Generic[N]):
+class NodePlacement(Generic[N]):
     """Nodes by name. Evaluations that wait come first for the fraction `evaluation_share` of the run slots."""
 
     def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
         """Names of nodes that take no new sessions."""
         self._machines: dict[str, _Machine] = {}
-        self._places: dict[str, _Place[N]] = {}
+        self._places: dict[str, _NodeSlots[N]] = {}
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
@@ -92,7 +92,7 @@ class Places(Generic[N]):
 
     def add(self, node: N) -> None:
         """Add a node, replacing any node of the same name."""
-        self._places[node.name] = _Place(node, self._machines.setdefault(node.machine, _Machine()))
+        self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: N) -> None:
         """Remove a node. The sessions placed on it are still to be given back."""
@@ -156,7 +156,7 @@ class Places(Generic[N]):
                 for machine in {place.machine for place in able}:
                     machine.waiting.append(needs.quantities)
 
-        def fitness(place: _Place[N]) -> tuple[bool, bool, bool, int]:
+        def fitness(place: _NodeSlots[N]) -> tuple[bool, bool, bool, int]:
             resources = place.node.stats().resources
             free, images = needs.within(free_of(resources)), all(map(place.node.has_image, runtimes))
             return free, images, bool(needs.gpus or not resources.gpus), self._slots(place)
@@ -187,10 +187,10 @@ class Places(Generic[N]):
 
         return give_back
 
-    def _open(self) -> list[_Place[N]]:
+    def _open(self) -> list[_NodeSlots[N]]:
         return [place for name, place in self._places.items() if name not in self.drained]
 
-    def _slots(self, place: _Place[N]) -> int:
+    def _slots(self, place: _NodeSlots[N]) -> int:
         if place.node.name in self.drained:
             return 0
         return max(0, place.node.stats().capacity - place.sessions)

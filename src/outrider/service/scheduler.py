@@ -36,7 +36,7 @@ from outrider.errors import (
 )
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
-from outrider.service.placing import Places
+from outrider.service.placing import NodePlacement
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.sessions.resources import ResourceAmount
@@ -69,7 +69,7 @@ LOOK_SECONDS = 30.0
 
 
 @dataclass(eq=False)
-class _Placement:
+class _RunningAttempt:
     """An attempt on a node. `task` is set while the node runs the attempt; only then is there anything to interrupt."""
 
     node: Node
@@ -85,7 +85,7 @@ class _Placement:
 
 class Scheduler:
     """Run `run` in a task group; call `wake` when sessions were queued. `on_done` is called when a group is done,
-    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` returns the version
+    `on_session_done` when a session is. `evaluation_share`: see `NodePlacement`. `policy_version` returns the version
     recorded for groups whose first session starts now."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._failures = failures or Failures()
-        self._places = Places(nodes, evaluation_share=evaluation_share)
+        self._places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
         self._policy_version = policy_version
@@ -111,7 +111,7 @@ class Scheduler:
         self._ended = asyncio.Event()
         """Set whenever an attempt has ended."""
         self._stopping = False
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, _RunningAttempt] = {}
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
         self._specs: dict[str, StoredGroupSpec] = {}
@@ -166,11 +166,11 @@ class Scheduler:
         return self._places.stats()
 
     def machines(self) -> list[Node]:
-        """See `Places`."""
+        """See `NodePlacement`."""
         return self._places.machines()
 
     def may_fit(self, needs: ResourceAmount, *, others: bool) -> bool:
-        """See `Places`."""
+        """See `NodePlacement`."""
         return self._places.may_fit(needs, others=others)
 
     def add_node(self, node: Node) -> None:
@@ -312,7 +312,7 @@ class Scheduler:
             return
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved, goes_on=goes_on)
-        placement = _Placement(node, attempt, give_back, graded[session.sample_index] if graded else None)
+        placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
@@ -340,7 +340,7 @@ class Scheduler:
                 ) from error
         return self._specs[session.group_id].task
 
-    async def _run(self, placement: _Placement) -> None:
+    async def _run(self, placement: _RunningAttempt) -> None:
         session = placement.attempt.session
         started = time.monotonic()
         lost = False
@@ -373,7 +373,7 @@ class Scheduler:
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0), self._failures)
             await retry_store(partial(self._retake, time.time(), wait=wait), self._failures)
 
-    async def _outcome(self, placement: _Placement) -> SessionResult | None:
+    async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
         """Run the attempt on its node. Returns the result, or None for an attempt interrupted for the reason in
         `ending`. A cancellation may come before the node has the attempt; after the attempt's end it has no effect.
         Raises NodeLost."""
@@ -407,7 +407,7 @@ class Scheduler:
             placement.task = None
         return None
 
-    async def _settle(self, placement: _Placement, outcome: SessionResult | None) -> SessionResult:
+    async def _settle(self, placement: _RunningAttempt, outcome: SessionResult | None) -> SessionResult:
         """Requeue or finish the session. Returns the stored result."""
         session, task = placement.attempt.session, placement.attempt.task
         try:
@@ -446,7 +446,7 @@ class Scheduler:
                 await self._finish(session.id, session.attempt, result, under_way=under_way, of_all_turns=True)
                 return result
 
-    async def _requeue_or_finish(self, placement: _Placement, result: SessionResult) -> None:
+    async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
         """Requeue a session whose failure is worth another attempt; finish any other."""
         session, error = placement.attempt.session, result.error
         failures = session.attempt - session.recovered  # the loss of a node is not a failure of its sessions

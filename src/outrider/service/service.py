@@ -53,10 +53,10 @@ from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
-from outrider.service.tokens import Tokens
+from outrider.service.tokens import TokenRegistry
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
-from outrider.sessions.calls.body_limits import LARGE, MAX_VALUES, Capacity
+from outrider.sessions.calls.body_limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.resources import session_needs
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
@@ -122,7 +122,7 @@ class Service:
         that do this work, and large requests occupy them for a while."""
         self.store = store
         self.artifacts = artifacts
-        self.tokens = Tokens(store, config.token)
+        self.tokens = TokenRegistry(store, config.token)
         self.audit = AuditLog(config.data, failures)
         self._allow_lists = AllowLists(config)
         self._endpoints = Endpoints(config.graders, [model.name for model in config.frozen])
@@ -208,7 +208,7 @@ class Service:
         def steps() -> Steps[S]:
             if len(body) > LARGE:
                 try:
-                    yield from Capacity(None, images=True).checking(body)
+                    yield from BodyCapacity(None, images=True).checking(body)
                 except ContextOverflow as error:  # raised for too many values, also without a context
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)

@@ -32,7 +32,7 @@ class RevokedMeanwhile(Exception):
     """The token of a call that is under way was revoked."""
 
 
-class Tokens:
+class TokenRegistry:
     """The tokens of a service. `operator` is the token in the settings.
 
     Tokens are compared by their SHA-256. A slow hash is not needed: a token is 32 random bytes, which cannot be

@@ -158,7 +158,7 @@ class Cause(StrEnum):
     NO_CALL = "harness_error (no model call)"
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule fits a stage and an end if all facts in `when` are true. `reason` is the stop reason of a graded or
     ungraded attempt; None for the run's own, or the limit's. `maybe_agent`: the error is the agent's excess if it came
     from inside the sandbox, and the model had replied."""
@@ -184,7 +184,7 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 RULES = (
     # What says that the infrastructure failed comes first. The order of these is that of errors.Boundary, and decides
     # only which error is reported.
-    Rule(
+    BlameRule(
         name="node died",
         stages=RUN,
         ends=ANY,
@@ -193,7 +193,7 @@ RULES = (
         cause=Cause.NODE_LOST,
         why="the death of the node may have ended the run",
     ),
-    Rule(
+    BlameRule(
         name="turn not stored",
         stages=RUN,
         ends=ANY,
@@ -202,7 +202,7 @@ RULES = (
         cause=Cause.UNRECORDED,
         why="samples would lack the turn",
     ),
-    Rule(
+    BlameRule(
         name="engine failed",
         stages=RUN,
         ends=ANY,
@@ -211,7 +211,7 @@ RULES = (
         cause=Cause.ENGINE,
         why="the policy was not there to decide what the agent does, and the broken reply may have used up a limit",
     ),
-    Rule(
+    BlameRule(
         name="service stalled",
         stages=RUN,
         ends=ANY,
@@ -220,7 +220,7 @@ RULES = (
         cause=Cause.STALL,
         why="the agent's client may have given up meanwhile",
     ),
-    Rule(
+    BlameRule(
         name="overdue",
         stages=RUN,
         ends=ANY,
@@ -229,7 +229,7 @@ RULES = (
         cause=Cause.OVERDUE,
         why="the agent's client may have given up meanwhile",
     ),
-    Rule(
+    BlameRule(
         name="waited in vain",
         stages=RUN,
         ends=ANY,
@@ -238,7 +238,7 @@ RULES = (
         cause=Cause.IN_VAIN,
         why="an agent that gave a call up may end as if all were well",
     ),
-    Rule(
+    BlameRule(
         name="other error",
         stages=(*WORKING, Stage.GRADE),
         ends=(End.ERROR,),
@@ -246,7 +246,7 @@ RULES = (
         cause=Cause.RAISED,
         why="an engine, the store, the service or a plugin failed",
     ),
-    Rule(
+    BlameRule(
         name="sandbox failed",
         stages=WORKING,
         ends=(End.SANDBOX, End.EVALUATOR),
@@ -256,7 +256,7 @@ RULES = (
         why="the agent could not work in it, whatever limit it had reached",
     ),
     # How the run ended, by its strongest reason.
-    Rule(
+    BlameRule(
         name="model refused",
         stages=RUN,
         ends=(End.REFUSED,),
@@ -265,7 +265,7 @@ RULES = (
         reason=StopReason.NONZERO_EXIT,
         why="the agent had used up a frozen model, or wrote it too long a prompt",
     ),
-    Rule(
+    BlameRule(
         name="prompt too long, out of time",
         stages=RUN,
         ends=(End.AGENT_CLOCK,),
@@ -274,7 +274,7 @@ RULES = (
         reason=StopReason.CONTEXT_OVERFLOW,
         why="the agent could only wait after that",
     ),
-    Rule(
+    BlameRule(
         name="agent out of time",
         stages=RUN,
         ends=(End.AGENT_CLOCK,),
@@ -283,7 +283,7 @@ RULES = (
         reason=StopReason.AGENT_TIMEOUT,
         why="what the agent did by then is its outcome",
     ),
-    Rule(
+    BlameRule(
         name="limit",
         stages=RUN,
         ends=(End.RETURNED, End.AGENT_CLOCK, End.SESSION_CLOCK, End.TIMEOUT, End.LIMIT, End.EXITED, End.PROGRAM),
@@ -291,7 +291,7 @@ RULES = (
         blame=Blame.GRADE,
         why="the session had used up its turns or tokens, whatever the program made of the refusal",
     ),
-    Rule(
+    BlameRule(
         name="prompt too long",
         stages=RUN,
         ends=(End.RETURNED, End.EXITED, End.PROGRAM),
@@ -300,7 +300,7 @@ RULES = (
         reason=StopReason.CONTEXT_OVERFLOW,
         why="the agent wrote the prompt",
     ),
-    Rule(
+    BlameRule(
         name="completed",
         stages=RUN,
         ends=(End.RETURNED,),
@@ -309,7 +309,7 @@ RULES = (
         reason=StopReason.COMPLETED,
         why="the run came to its end",
     ),
-    Rule(
+    BlameRule(
         name="exit code",
         stages=RUN,
         ends=(End.EXITED,),
@@ -318,7 +318,7 @@ RULES = (
         reason=StopReason.NONZERO_EXIT,
         why="with a model that replies, the exit is the agent's outcome",
     ),
-    Rule(
+    BlameRule(
         name="session out of time",
         stages=WORKING,
         ends=(End.SESSION_CLOCK,),
@@ -326,7 +326,7 @@ RULES = (
         reason=StopReason.SESSION_TIMEOUT,
         why="the bound covers sandboxes and prepare steps, too, so that its end says nothing about the policy",
     ),
-    Rule(
+    BlameRule(
         name="timed out by itself",
         stages=WORKING,
         ends=(End.TIMEOUT,),
@@ -335,7 +335,7 @@ RULES = (
         maybe_agent=True,
         why="a plugin let out a timeout of its own",
     ),
-    Rule(
+    BlameRule(
         name="no reply",
         stages=RUN,
         ends=(End.AGENT_CLOCK,),
@@ -344,7 +344,7 @@ RULES = (
         maybe_agent=True,
         why="the agent never had a model",
     ),
-    Rule(
+    BlameRule(
         name="no call",
         stages=RUN,
         ends=(End.RETURNED,),
@@ -353,7 +353,7 @@ RULES = (
         maybe_agent=True,
         why="the harness is set up wrongly: a program that never calls its model shows nothing about the policy",
     ),
-    Rule(
+    BlameRule(
         name="program failed",
         stages=WORKING,
         ends=(End.LIMIT, End.REFUSED, End.EXITED, End.PROGRAM),
@@ -363,7 +363,7 @@ RULES = (
         why="the program failed before its model had replied, or could not be run",
     ),
     # Failures of the grading. A grading that returns a verdict needs no decision.
-    Rule(
+    BlameRule(
         name="grading failed",
         stages=(Stage.GRADE,),
         ends=(End.SANDBOX, End.EVALUATOR, End.PROGRAM, End.EXITED, End.LIMIT, End.REFUSED, End.TIMEOUT),
@@ -372,7 +372,7 @@ RULES = (
         maybe_agent=True,
         why="without a verdict there is no reward",
     ),
-    Rule(
+    BlameRule(
         name="no verdict without an agent",
         stages=(Stage.CONFIRM,),
         ends=(End.EVALUATOR,),
@@ -381,7 +381,7 @@ RULES = (
         reason=StopReason.AGENT_EXCESS,
         why="the sandbox had failed, and an untouched one works; evaluators may need what an agent makes",
     ),
-    Rule(
+    BlameRule(
         name="not confirmed",
         stages=(Stage.CONFIRM,),
         ends=ANY,
@@ -393,7 +393,7 @@ RULES = (
 """The first rule that fits decides."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Ruling(msgspec.Struct, frozen=True, kw_only=True):
     """See Rule for `reason` and `cause`. `maybe_agent`: the agent is to blame if the failure came from inside."""
 
     rule: str
@@ -403,9 +403,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     maybe_agent: bool
 
 
-def decide(facts: Facts, rules: Sequence[Rule] = RULES) -> Decision:
+def decide(facts: Facts, rules: Sequence[BlameRule] = RULES) -> Ruling:
     """Apply the first rule that fits. Raises StopIteration for an end that a stage cannot have."""
     rule = next(rule for rule in rules if rule.fits(facts))
     maybe_agent = rule.maybe_agent and facts.replied
     blame = Blame.AGENT if maybe_agent and facts.inside else rule.blame
-    return Decision(rule=rule.name, blame=blame, reason=rule.reason, cause=rule.cause, maybe_agent=maybe_agent)
+    return Ruling(rule=rule.name, blame=blame, reason=rule.reason, cause=rule.cause, maybe_agent=maybe_agent)

@@ -32,8 +32,8 @@ from outrider.errors import (
 )
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
-from outrider.sessions.calls.body_limits import LARGE, Body, Capacity
-from outrider.sessions.calls.call import Call, ModelBackend, Step
+from outrider.sessions.calls.body_limits import LARGE, Body, BodyCapacity
+from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.failed_calls import FailedCalls
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
@@ -168,11 +168,11 @@ class Conversation:
         self.turns = self.step_turns = len(turns)
         self.replies = sum(turn.reply is not None for turn in turns)
 
-    async def capacity(self) -> Capacity:
+    async def capacity(self) -> BodyCapacity:
         """Return the limits of a call's body. Raises RunEnded and EngineError."""
         assigned = await self._assigned()
         context = self.backend.context_tokens or assigned.context_tokens
-        return Capacity(context, images=assigned.mode is not TokenMode.TOKENS)
+        return BodyCapacity(context, images=assigned.mode is not TokenMode.TOKENS)
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive a request. Raises as `Body.received`, and for a LARGE body RunEnded and EngineError."""
@@ -397,10 +397,10 @@ class Conversation:
             if on_limit is not None:
                 on_limit()
 
-    async def _begin(self, request: ModelRequest, dialect: str) -> Call:
+    async def _begin(self, request: ModelRequest, dialect: str) -> EngineCall:
         assigned = await self.backend.pool.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
-        Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
+        BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_constraint(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
             messages = await self.backend.offload.run_steps(parse_messages(request.messages))
@@ -542,7 +542,7 @@ async def _raise(error: OutriderError) -> None:
 
 
 def _parsing(
-    dialect: Dialect, call: WireCall, body: bytes, memory: Memory, capacity: Capacity | None
+    dialect: Dialect, call: WireCall, body: bytes, memory: Memory, capacity: BodyCapacity | None
 ) -> Steps[ModelRequest]:
     """Check a body against its capacity, if a capacity is given, and parse the body."""
     if capacity is not None:

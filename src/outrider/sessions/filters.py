@@ -20,7 +20,7 @@ CUT_OFF = frozenset(
 REPEATS = 4
 
 
-class Run(msgspec.Struct, frozen=True):
+class EndedRun(msgspec.Struct, frozen=True):
     """The input of filters: why the agent's run ended, its model calls, and its patch if a patch is carried."""
 
     reason: StopReason
@@ -28,7 +28,7 @@ class Run(msgspec.Struct, frozen=True):
     patch: bytes | None
 
 
-def filtered(run: Run, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
+def filtered(run: EndedRun, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
     """Return the verdict, and the upper bound for the use of the session's rows. Each matching filter is named in the
     verdict's metrics, as `filter_NAME`, and in its reason."""
     matching = [each for each in filters if MATCHES[each.when](run, each)]
@@ -47,16 +47,16 @@ def filtered(run: Run, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Ver
     return verdict, BranchPolicy.MASK if "mask" in fates else BranchPolicy.TRAIN
 
 
-def _cut_off(run: Run, each: Filter) -> bool:
+def _cut_off(run: EndedRun, each: Filter) -> bool:
     return run.reason in CUT_OFF or (bool(run.turns) and run.turns[-1].finish is FinishReason.LENGTH)
 
 
-def _repeated(run: Run, each: Filter) -> bool:
+def _repeated(run: EndedRun, each: Filter) -> bool:
     calls = ((call.name, call.arguments) for turn in run.turns if turn.reply for call in turn.reply.tool_calls)
     return any(len(list(same)) >= (each.limit or REPEATS) for _, same in groupby(calls))
 
 
-MATCHES: Mapping[FilterKind, Callable[[Run, Filter], bool]] = {
+MATCHES: Mapping[FilterKind, Callable[[EndedRun, Filter], bool]] = {
     "not_completed": lambda run, each: run.reason is not StopReason.COMPLETED,
     "truncated": _cut_off,
     "over_long": lambda run, each: sum(len(turn.output_ids) // 4 for turn in run.turns) > (each.limit or 0),

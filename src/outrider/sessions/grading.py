@@ -28,7 +28,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
-from outrider.evaluators.base import Aside, Evaluator, Outcome
+from outrider.evaluators.base import Evaluator, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
@@ -408,7 +408,7 @@ class Grading:
 
 
 @asynccontextmanager
-async def _off_the_clock(clock: asyncio.Timeout, aside: Aside) -> AsyncIterator[None]:
+async def _off_the_clock(clock: asyncio.Timeout, aside: OffTheClock) -> AsyncIterator[None]:
     """Stop the clock during a block of `aside`."""
     now = asyncio.get_running_loop().time
     end = clock.when()

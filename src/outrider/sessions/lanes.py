@@ -35,7 +35,7 @@ class Lane:
         )
 
 
-class Place:
+class HeldSlot:
     """A session's slot of a lane for an `async with` block. The session may give the slot up for a while within the
     block."""
 

@@ -17,7 +17,7 @@ from outrider.dialects.base import AskedSampling, Completion, Dialect, ModelRequ
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError, ServiceError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
-from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
+from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, BodyCapacity
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.trajectory import Turn
 
@@ -49,7 +49,7 @@ class SessionModels:
         if not self._frozen:
             return await self.policy.receive(body, parts)
 
-        async def any_capacity() -> Capacity:
+        async def any_capacity() -> BodyCapacity:
             """Return no limit: the body names the model, and is not complete yet."""
             return _ANY
 
@@ -180,4 +180,4 @@ async def completed(
     raise EngineUnavailable("the model call ended without a reply")
 
 
-_ANY = Capacity(None, images=True)
+_ANY = BodyCapacity(None, images=True)

@@ -26,7 +26,7 @@ from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
 from outrider.rootfs.pull import pull
-from outrider.rootfs.store import Image, ImageStore, has_image
+from outrider.rootfs.store import ImageStore, RootImage, has_image
 from outrider.runtimes.node_host import Host, survives
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.kept_run import PULSE_SECONDS, Outlived, note_pulse, outlived
@@ -181,7 +181,7 @@ class LocalNode:
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image)
 
-    async def pull_image(self, reference: str, name: str) -> Image:
+    async def pull_image(self, reference: str, name: str) -> RootImage:
         return await pull(reference, name, ImageStore())
 
     def keeps_runs(self) -> bool:

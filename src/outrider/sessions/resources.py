@@ -70,7 +70,7 @@ def required(resources: Resources) -> ResourceAmount:
     return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0, gpus=resources.gpus)
 
 
-class Share(Slot):
+class ResourceShare(Slot):
     """Resources set aside. `gpus` are the names of the GPUs reserved for this share until its release."""
 
     def __init__(self, give_back: Callable[[], None] = lambda: None, gpus: tuple[str, ...] = ()) -> None:
@@ -107,11 +107,11 @@ class NodeResources:
         self._taken = PrioritySemaphore(*self.total.quantities)
         self._free_gpus = set(capacity.gpus)
 
-    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> Share:
+    async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
         """Set an amount aside. An empty amount never waits. Raises RuntimeUnavailable for more than the total."""
         quantities = amount.quantities
         if not any(quantities):
-            return Share()
+            return ResourceShare()
         if not amount.within(self.total):
             raise RuntimeUnavailable(
                 f"the sandbox needs {amount.in_words()}; the node has {self.total.in_words()}",
@@ -120,14 +120,14 @@ class NodeResources:
             )
         return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
-    def try_take(self, amount: ResourceAmount, tenant: str = "") -> Share | None:
+    def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
         """Return None if not enough is free, or if others wait for resources: for optional uses."""
         if not any(quantities := amount.quantities):
-            return Share()
+            return ResourceShare()
         slot = self._taken.try_take(quantities, tenant)
         return None if slot is None else self._share(slot, amount.gpus)
 
-    def _share(self, slot: Slot, number: int) -> Share:
+    def _share(self, slot: Slot, number: int) -> ResourceShare:
         """Assign `number` free GPUs. The slot guarantees that enough are free."""
         gpus = tuple([name for name in self.capacity.gpus if name in self._free_gpus][:number])
         self._free_gpus.difference_update(gpus)
@@ -136,7 +136,7 @@ class NodeResources:
             self._free_gpus.update(gpus)  # before the next in line is served, who may get these GPUs
             slot.release()
 
-        return Share(give_back, gpus)
+        return ResourceShare(give_back, gpus)
 
     def stats(self) -> ResourceStats:
         millicpus, memory_mb, gpus = self._taken.taken

@@ -38,7 +38,7 @@ from outrider.errors import (
     record_of,
     storable,
 )
-from outrider.evaluators.base import Aside, Evaluator, FrozenReply, NothingKept, Outcome
+from outrider.evaluators.base import Evaluator, FrozenReply, NothingKept, OffTheClock, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
@@ -59,9 +59,9 @@ from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, waited_in_vain
-from outrider.sessions.filters import Run, filtered
+from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.grading import Grade, Grading, came_from_inside
-from outrider.sessions.lanes import Lanes, Place
+from outrider.sessions.lanes import HeldSlot, Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
@@ -203,7 +203,7 @@ class Rollout:
         session, store, stored = self._session, self._node.store, self._attempt.stored
         turns, verdict, fate = await self._turns(), ending.verdict, BranchPolicy.TRAIN
         if verdict is not None and ending.reason is not StopReason.AGENT_EXCESS:
-            verdict, fate = filtered(Run(ending.reason, turns, ending.patch), verdict, self._task.filters)
+            verdict, fate = filtered(EndedRun(ending.reason, turns, ending.patch), verdict, self._task.filters)
         forks = {cause.value: number for cause, number in self.conversation.tree.forks.items()}
         build = partial(
             session_result,
@@ -273,7 +273,7 @@ class Rollout:
             if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
                 return Ending(reason=ended.reason)
 
-            place = await held.enter_async_context(Place(lanes.eval, *line))
+            place = await held.enter_async_context(HeldSlot(lanes.eval, *line))
             run.release()
             self._stopwatch.lap("eval_wait")
 
@@ -579,7 +579,7 @@ class Rollout:
         grading: Grading,
         sandbox: Sandbox,
         ended: AgentRun,
-        aside: Aside = nullcontext,
+        aside: OffTheClock = nullcontext,
     ) -> Ending:
         self._graded = ended
         outcome = await self._outcome(sandbox.runtime, ended, aside)
@@ -606,7 +606,7 @@ class Rollout:
         async with AsyncExitStack() as held:
             share = await self._node.resources.take(session_needs(self._task), *line)
             await held.enter_async_context(share)
-            place = await held.enter_async_context(Place(self._node.lanes.eval, *line))
+            place = await held.enter_async_context(HeldSlot(self._node.lanes.eval, *line))
             self._stopwatch.lap("queued")
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)
@@ -615,7 +615,7 @@ class Rollout:
             carried = fetch if stored.carried else None
             return _graded(ended, await grading.grade_again(outcome, carried, gpus=share.gpus))
 
-    async def _outcome(self, runtime: Runtime, ended: AgentRun, aside: Aside) -> Outcome:
+    async def _outcome(self, runtime: Runtime, ended: AgentRun, aside: OffTheClock) -> Outcome:
         turns = await self._turns(images=True)
         policy = policy_of(self._task.branches)
         said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))

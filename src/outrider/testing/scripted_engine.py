@@ -56,7 +56,7 @@ def scripted_logprob(position: int, token_id: int) -> float:
     return -((position * 2654435761 + token_id * 40503) % 4096 + 1) / 1024
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
 
     With `when` the entry is a rule, used for every prompt with `when` in its decoded tail; otherwise the entry is the
@@ -76,7 +76,7 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The script's options. `replies` without `when` are given in order to each session's turns; the last one repeats.
     `chunk_tokens` is the number of tokens per chunk."""
 
-    replies: list[str | Reply] = []
+    replies: list[str | ScriptedReply] = []
     chunk_tokens: int = 1
     context_tokens: int = 32768
     version: int = 0
@@ -91,7 +91,7 @@ class _Plan(msgspec.Struct, frozen=True):
     stop_match: int | str | None
     failure: str | None
     stall: int | None
-    script: tuple[Reply, list[int]]
+    script: tuple[ScriptedReply, list[int]]
 
 
 class ScriptedEngine:
@@ -130,7 +130,7 @@ class ScriptedEngine:
         self._gate = PauseGate()
         self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
-        self._cut: OrderedDict[tuple[str, bytes], tuple[Reply, list[int]]] = OrderedDict()
+        self._cut: OrderedDict[tuple[str, bytes], tuple[ScriptedReply, list[int]]] = OrderedDict()
         """The rest of each aborted reply, by session and the ids before the rest."""
         self._changed = asyncio.Event()
 
@@ -307,8 +307,8 @@ class _Run:
 class _Script:
     """Selects the reply of each request."""
 
-    def __init__(self, replies: list[str | Reply], tokenizer: Tokenizer | None) -> None:
-        entries = [Reply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
+    def __init__(self, replies: list[str | ScriptedReply], tokenizer: Tokenizer | None) -> None:
+        entries = [ScriptedReply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
         if tokenizer is None and any(entry.ids is None and (entry.reply or entry.when) for entry in entries):
             raise InvalidField("a script with texts needs a tokenizer folder", field="tokenizer")
         self._tokenizer = tokenizer
@@ -317,7 +317,7 @@ class _Script:
         self._lines = [(entry, ids) for entry, ids in encoded if entry.when is None]
         self._turns: OrderedDict[str, int] = OrderedDict()
 
-    def next(self, request: GenerateRequest) -> tuple[Reply, list[int]]:
+    def next(self, request: GenerateRequest) -> tuple[ScriptedReply, list[int]]:
         """Return the reply for a request. Raises EngineRejected when the script has no reply for this prompt."""
         if self._rules and self._tokenizer is not None:
             tail = self._tokenizer.decode(request.input_ids[-TAIL_TOKENS:].tolist())
@@ -334,7 +334,7 @@ class _Script:
             self._turns.popitem(last=False)
         return self._lines[min(turn, len(self._lines) - 1)]
 
-    def _encode(self, entry: Reply) -> list[int]:
+    def _encode(self, entry: ScriptedReply) -> list[int]:
         if entry.ids is not None:
             return list(entry.ids)
         return self._tokenizer.encode(entry.reply) if self._tokenizer else []

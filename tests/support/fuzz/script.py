@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 
-from outrider.testing.scripted_engine import Reply
+from outrider.testing.scripted_engine import ScriptedReply
 from support.fuzz.grammar import NAMES, arguments, json_object, json_value, text
 
 END = "<|im_end|>"
@@ -17,17 +17,17 @@ VOCABULARY = 452
 """Of the tests' tokenizer: an engine that samples other ids is refused."""
 
 
-def replies(dice: random.Random, count: int) -> list[Reply]:
+def replies(dice: random.Random, count: int) -> list[ScriptedReply]:
     return [_reply(dice) for _ in range(count)]
 
 
-def _reply(dice: random.Random) -> Reply:
+def _reply(dice: random.Random) -> ScriptedReply:
     share = dice.random()
     if share < 0.03:
-        return Reply(ids=tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 30))))
+        return ScriptedReply(ids=tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 30))))
     if share < 0.05:
-        return Reply(reply=_said(dice), fail="rejected", after=dice.randrange(6))
-    return Reply(reply=_said(dice))
+        return ScriptedReply(reply=_said(dice), fail="rejected", after=dice.randrange(6))
+    return ScriptedReply(reply=_said(dice))
 
 
 def _said(dice: random.Random) -> str:

@@ -37,7 +37,7 @@ ERROR_TYPES = {
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopFields(msgspec.Struct, frozen=True):
     """The end of a reply in the API's words."""
 
     stop_reason: str
@@ -84,17 +84,17 @@ def message_head(id: str, model: str) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
-def stopped(request: ModelRequest, completion: Completion) -> Stop:
+def stopped(request: ModelRequest, completion: Completion) -> StopFields:
     """The reason why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for an abort, and
     clients read `end_turn` as a complete reply. If the engine does not report which stop sequence ended the reply, the
     reason is `end_turn`."""
     if completion.finish is not FinishReason.STOP:
-        return Stop("max_tokens")
+        return StopFields("max_tokens")
     if completion.reply.tool_calls:
-        return Stop("tool_use")
+        return StopFields("tool_use")
     if completion.stop_match in request.sampling.stop:
-        return Stop("stop_sequence", str(completion.stop_match))
-    return Stop("end_turn")
+        return StopFields("stop_sequence", str(completion.stop_match))
+    return StopFields("end_turn")
 
 
 def usage(completion: Completion) -> dict[str, int]:

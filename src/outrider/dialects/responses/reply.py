@@ -21,7 +21,7 @@ import msgspec
 from outrider.dialects.base import Completion, Opening
 from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.round_trip import custom_call, seal
-from outrider.dialects.responses.tools import Tool
+from outrider.dialects.responses.tools import ResponsesTool
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
@@ -39,13 +39,13 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     echo: dict[str, Any]
-    table: dict[str, Tool]
+    table: dict[str, ResponsesTool]
     keep: Callable[[str, list[dict[str, Any]]], None] | None
     summary: bool
     encrypted: bool
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of a response."""
 
     status: str = "in_progress"
@@ -55,7 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     incomplete: dict[str, Any] | None = None
 
 
-def response_object(context: ResponsesContext, about: Opening | Completion, outcome: Outcome) -> dict[str, Any]:
+def response_object(context: ResponsesContext, about: Opening | Completion, outcome: ResponseOutcome) -> dict[str, Any]:
     """The response in any state, ready to encode."""
     return {
         "id": response_id(about.id),
@@ -72,11 +72,11 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
     }
 
 
-def finished(completion: Completion, output: list[dict[str, Any]]) -> Outcome:
+def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOutcome:
     """The state of a response whose call ended. An aborted response is `incomplete` as if by its limit: the dialect
     has no word for an abort, and clients read `completed` as a complete reply."""
     whole = completion.finish is FinishReason.STOP
-    return Outcome(
+    return ResponseOutcome(
         status="completed" if whole else "incomplete",
         output=output,
         usage=usage(completion),

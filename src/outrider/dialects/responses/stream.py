@@ -17,7 +17,7 @@ from outrider.dialects import sse
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.reply import (
-    Outcome,
+    ResponseOutcome,
     ResponsesContext,
     call_item,
     failure,
@@ -97,7 +97,7 @@ class ResponsesStream:
 
     def open(self, opening: Opening) -> bytes:
         self._about = opening
-        begun = {"response": response_object(self._context, opening, Outcome())}
+        begun = {"response": response_object(self._context, opening, ResponseOutcome())}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
@@ -130,7 +130,7 @@ class ResponsesStream:
         self._ended = True
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
-        outcome = Outcome(status="failed", output=self._items, error=failure(error))
+        outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
         failed = {"response": response_object(self._context, self._about, outcome)}
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 

@@ -35,7 +35,7 @@ that.)"""
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ResponsesTool(msgspec.Struct, frozen=True):
     """One tool: its specification for the model, and the client's name for it."""
 
     spec: ToolSpec
@@ -48,7 +48,7 @@ class Tools(msgspec.Struct, frozen=True):
     """A request's tools by the model's name for each. `raw` is the bytes that determine the tools. `in_force` is the
     client's own JSON of the tools passed to the model, for the reply. `hosted` are the kinds of the other tools."""
 
-    table: dict[str, Tool] = {}
+    table: dict[str, ResponsesTool] = {}
     raw: bytes = b""
     in_force: msgspec.Raw = msgspec.Raw(b"[]")
     hosted: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: 
 
 
 def _read(lists: list[ToolList], raw: bytes) -> Tools:
-    table: dict[str, Tool] = {}
+    table: dict[str, ResponsesTool] = {}
     in_force: list[Any] = []
     hosted: list[str] = []
     for part in lists:
@@ -120,7 +120,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
     return Tools(table, raw, msgspec.Raw(msgspec.json.encode(in_force)), tuple(hosted))
 
 
-def _tools_of(spec: dict[str, Any], where: str) -> Iterator[Tool]:
+def _tools_of(spec: dict[str, Any], where: str) -> Iterator[ResponsesTool]:
     """The tools in one entry: the entry itself, or the tools of a namespace."""
     if spec.get("type") != "namespace":
         yield _tool(spec, None, where)
@@ -142,7 +142,7 @@ def _tools_of(spec: dict[str, Any], where: str) -> Iterator[Tool]:
         yield tool
 
 
-def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
+def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> ResponsesTool:
     kind = spec.get("type")
     if kind not in ("function", "custom"):
         refuse(f"{where}.type", f"a tool of type {quoted(str(kind))} is not supported: send a function or custom tool")
@@ -150,7 +150,7 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
     flat = flat_name(namespace, spec["name"])
     if kind == "function":
         function = {key: flat if key == "name" else value for key, value in spec.items() if key not in _NOT_TOLD}
-        return Tool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
+        return ResponsesTool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
     text = {"type": "string"}
     form, at = spec.get("format"), f"{where}.format"
     if form is not None and form != {"type": "text"}:  # free text needs no description
@@ -163,4 +163,4 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
         text["description"] = f"Text that this {syntax} grammar accepts:\n{definition}"
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     function = {"name": flat, "description": spec.get("description") or "", "parameters": parameters}
-    return Tool({"type": "function", "function": function}, spec["name"], namespace, custom=True)
+    return ResponsesTool({"type": "function", "function": function}, spec["name"], namespace, custom=True)

@@ -19,7 +19,7 @@ from outrider.engines.base import Chunk, PauseMode
 from outrider.engines.embedded.kv_cache import KeyValueCache, SlotTable
 from outrider.engines.embedded.model import Llama
 from outrider.engines.embedded.sampler import SampledToken, sample
-from outrider.engines.embedded.sequence import NONE, RequestChecker, Stop, TokenSequence
+from outrider.engines.embedded.sequence import NONE, RequestChecker, SequenceStop, TokenSequence
 from outrider.engines.embedded.weights import StateDict, apply_weights
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason
@@ -35,7 +35,7 @@ class BatchOutput(msgspec.Struct, frozen=True):
     chunk: Chunk
 
 
-class Batch:
+class SequenceBatch:
     """Sequences over one model. Not thread-safe: one thread makes every call, under `torch.inference_mode`.
 
     `slots` sequences of at most `context` tokens run at once. The others wait, first come, first served.
@@ -79,7 +79,7 @@ class Batch:
         self.paused = mode
         if mode != "abort":
             return []
-        return [self._end(sequence, Stop(FinishReason.ABORT), []) for sequence in list(self.running)]
+        return [self._end(sequence, SequenceStop(FinishReason.ABORT), []) for sequence in list(self.running)]
 
     def resume(self) -> None:
         self.paused = None
@@ -162,7 +162,7 @@ class Batch:
                 states.append(hidden[:, -1])
         return ready, states
 
-    def _end(self, sequence: TokenSequence, stop: Stop, sampled: list[SampledToken]) -> BatchOutput:
+    def _end(self, sequence: TokenSequence, stop: SequenceStop, sampled: list[SampledToken]) -> BatchOutput:
         self._leave(sequence)
         chunk = Chunk(
             ids=[each.token for each in sampled],

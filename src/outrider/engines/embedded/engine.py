@@ -21,7 +21,7 @@ from outrider.errors import EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
 if TYPE_CHECKING:
-    from outrider.engines.embedded.batch import Batch, BatchOutput
+    from outrider.engines.embedded.batch import BatchOutput, SequenceBatch
     from outrider.engines.embedded.model_thread import ModelThread
     from outrider.engines.embedded.sequence import TokenSequence
 
@@ -168,14 +168,14 @@ class EmbeddedEngine:
         return self._running().checker.encode(text)
 
     async def stats(self) -> EngineStats:
-        def read(batch: Batch) -> EngineStats:
+        def read(batch: SequenceBatch) -> EngineStats:
             return EngineStats(running=len(batch.running), waiting=len(batch.waiting), free_slots=batch.free_slots)
 
         return await self._running().call(read)
 
-    def _load(self) -> Batch:
+    def _load(self) -> SequenceBatch:
         """Load the model. Runs in the model's thread."""
-        from outrider.engines.embedded.batch import Batch
+        from outrider.engines.embedded.batch import SequenceBatch
         from outrider.engines.embedded.weights import load_model
         from outrider.tokens.rendering.tokenizer import Tokenizer
 
@@ -187,7 +187,7 @@ class EmbeddedEngine:
             )
         has_tokenizer = (self._tokenizer / "tokenizer.json").is_file()
         tokenizer = Tokenizer.load(self._tokenizer) if has_tokenizer else None
-        return Batch(model, slots=self._options.slots, context=context, tokenizer=tokenizer)
+        return SequenceBatch(model, slots=self._options.slots, context=context, tokenizer=tokenizer)
 
     def _running(self) -> ModelThread:
         if self._end is not None:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 
 from outrider.engines.base import PauseMode
-from outrider.engines.embedded.batch import Batch, BatchOutput
+from outrider.engines.embedded.batch import BatchOutput, SequenceBatch
 from outrider.engines.embedded.sequence import RequestChecker
 from outrider.errors import EngineUnavailable, OutriderError
 
 T = TypeVar("T")
 
-Command = Callable[[Batch], None]
+Command = Callable[[SequenceBatch], None]
 
 
 class ModelThread:
@@ -37,7 +37,7 @@ class ModelThread:
 
     def __init__(
         self,
-        load: Callable[[], Batch],
+        load: Callable[[], SequenceBatch],
         *,
         threads: int,
         name: str,
@@ -70,12 +70,12 @@ class ModelThread:
         """Run `command` before the next step, in order. `command` must not raise."""
         self._inbox.put(command)
 
-    async def call(self, command: Callable[[Batch], T]) -> T:
+    async def call(self, command: Callable[[SequenceBatch], T]) -> T:
         """Run `command` before the next step and return its result. Raises the command's OutriderError, and
         EngineUnavailable once the thread has ended."""
         future: asyncio.Future[T] = self._future()
 
-        def run(batch: Batch) -> None:
+        def run(batch: SequenceBatch) -> None:
             try:
                 result = command(batch)
             except OutriderError as error:
@@ -87,7 +87,7 @@ class ModelThread:
         return await future
 
     async def pause(self, mode: PauseMode) -> None:
-        """Call `Batch.pause`. "finish" then waits until no sequence runs or another call changes the mode."""
+        """Call `SequenceBatch.pause`. "finish" then waits until no sequence runs or another call changes the mode."""
         await self.call(lambda batch: self._emit(batch.pause(mode)))
         if mode == "finish":
             drained: asyncio.Future[None] = self._future()
@@ -114,7 +114,7 @@ class ModelThread:
             end = EngineUnavailable(f"the embedded engine failed: {type(error).__name__}: {error}")
         self._tell(self._ended, end)
 
-    def _serve(self, batch: Batch) -> None:
+    def _serve(self, batch: SequenceBatch) -> None:
         while True:
             while not batch.has_work or not self._inbox.empty():
                 command = self._inbox.get()  # blocks while there is nothing to compute
@@ -125,7 +125,7 @@ class ModelThread:
             self._emit(batch.step())
             self._check_drained(batch)
 
-    def _check_drained(self, batch: Batch) -> None:
+    def _check_drained(self, batch: SequenceBatch) -> None:
         if self._draining and (not batch.running or batch.paused != "finish"):
             for future in self._draining:
                 self._tell(_succeed, future, None)

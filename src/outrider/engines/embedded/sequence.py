@@ -21,7 +21,7 @@ from outrider.trajectory import FinishReason, Ids, VersionSpan
 NONE = -1
 
 
-class Stop(msgspec.Struct, frozen=True):
+class SequenceStop(msgspec.Struct, frozen=True):
     """The end of a sequence. `match` is the stop id or stop string, None for every other reason."""
 
     reason: FinishReason
@@ -43,20 +43,20 @@ class StopChecker:
         self._tail = ""
         self._keep = max((len(string) for string in params.stop), default=1) - 1
 
-    def push(self, token: int) -> Stop | None:
+    def push(self, token: int) -> SequenceStop | None:
         """Take the next token. Returns the stop if this token ends the output."""
         self._left -= 1
         if token in self._ids:
-            return Stop(FinishReason.STOP, token)
+            return SequenceStop(FinishReason.STOP, token)
         if self._text is not None:
             seen = self._tail + self._text.push([token])
             found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
             if found:
-                return Stop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
+                return SequenceStop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
             # A stop string may span several tokens, so the tail kept has one character less than the longest stop
             # string.
             self._tail = seen[-self._keep :] if self._keep else ""
-        return Stop(FinishReason.LENGTH) if self._left == 0 else None
+        return SequenceStop(FinishReason.LENGTH) if self._left == 0 else None
 
 
 class TokenSequence:
@@ -72,7 +72,7 @@ class TokenSequence:
         self._stops = stops
         self._versions: list[int] = []
 
-    def accept(self, sampled: SampledToken, version: int) -> Stop | None:
+    def accept(self, sampled: SampledToken, version: int) -> SequenceStop | None:
         """Take the next token, sampled under policy `version`. Returns the stop if this token ends the sequence."""
         self.last = sampled.token
         self._versions.append(version)
@@ -80,7 +80,7 @@ class TokenSequence:
         stop = self._stops.push(sampled.token)
         grammar = self.sampling.grammar
         if stop is None and grammar is not None and grammar.finished:
-            return Stop(FinishReason.ABORT if grammar.failed else FinishReason.STOP)
+            return SequenceStop(FinishReason.ABORT if grammar.failed else FinishReason.STOP)
         return stop
 
     def version_spans(self) -> tuple[VersionSpan, ...]:

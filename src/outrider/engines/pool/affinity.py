@@ -78,7 +78,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST
 
 
-class Member:
+class EngineRecord:
     """The pool's record of one engine. The pool closes `owned` engines. `suspect` describes the impossible reply of a
     suspect engine, and is None for others. `misbehaved` counts impossible replies. `paused`: the engine was ordered to
     pause and not yet to resume. `behind`: the engine responds but serves no session, because its weights are older than
@@ -263,10 +263,10 @@ class Member:
 
 
 @dataclass
-class _Place:
+class _Assignment:
     """A session's engine, and the length in tokens of the session's context there."""
 
-    member: Member
+    member: EngineRecord
     tokens: int = 0
 
 
@@ -275,11 +275,11 @@ class Affinity:
     neither can serve the other's requests."""
 
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
-        self._members: dict[str, Member] = {}
+        self._places: dict[str, _Assignment] = {}
+        self._members: dict[str, EngineRecord] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
-    def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> Member | None:
+    def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
         """Return the session's own engine while it serves, else assign the least loaded engine. A suspect engine, and
         the engine named `avoid`, are chosen only if there is no other of their kind.
 
@@ -292,7 +292,7 @@ class Affinity:
             if (name := self._heaps[kind].least(avoid)) is not None:
                 member = self._members[name]
                 self.release(session_key)
-                self._places[session_key] = _Place(member)
+                self._places[session_key] = _Assignment(member)
                 member.sessions += 1
                 self.refresh(member)
                 return member
@@ -320,7 +320,7 @@ class Affinity:
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
-    def refresh(self, member: Member) -> None:
+    def refresh(self, member: EngineRecord) -> None:
         """Update the heap. Call it after any change of the member's load or of `takes_sessions`."""
         heap = self._heaps[member.takes_tokens]
         if member.takes_sessions:
@@ -330,12 +330,12 @@ class Affinity:
             del self._members[member.name]
             heap.drop(member.name)
 
-    def context(self, session_key: str, member: Member) -> int:
+    def context(self, session_key: str, member: EngineRecord) -> int:
         """Return the session's tokens of context on that engine."""
         place = self._places.get(session_key)
         return place.tokens if place is not None and place.member is member else 0
 
-    def set_context(self, session_key: str, member: Member, tokens: int) -> None:
+    def set_context(self, session_key: str, member: EngineRecord, tokens: int) -> None:
         """Set the length of the session's context, in tokens, if the session is still assigned to that engine. The
         caller refreshes the member."""
         place = self._places.get(session_key)
@@ -351,7 +351,7 @@ class Affinity:
             place.member.assigned_tokens -= place.tokens
             self.refresh(place.member)
 
-    def leave(self, session_key: str, member: Member) -> None:
+    def leave(self, session_key: str, member: EngineRecord) -> None:
         """End the session's assignment to that engine, if it is assigned there."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:

@@ -30,7 +30,7 @@ def continuable(sampling: SamplingParams) -> bool:
     return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
 
 
-class Continuation:
+class ContinuedGeneration:
     """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
 
     `text` makes a decoder, for stop strings. Without a decoder, a stop string that spans a cut is not found.

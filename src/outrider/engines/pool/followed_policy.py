@@ -15,7 +15,7 @@ from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
 from outrider.errors import EngineError, EngineUnavailable
 
 if TYPE_CHECKING:
-    from outrider.engines.pool.affinity import Member
+    from outrider.engines.pool.affinity import EngineRecord
 
 
 class Leader(Protocol):
@@ -32,10 +32,10 @@ class FollowedPolicy(Policy):
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        members: Mapping[str, EngineRecord],
         *,
-        lost: Callable[[Member, EngineError], None],
-        found: Callable[[Member], None],
+        lost: Callable[[EngineRecord, EngineError], None],
+        found: Callable[[EngineRecord], None],
         leader: Leader,
     ) -> None:
         super().__init__(members, lost=lost, found=found, changed=self._tell_leader)
@@ -70,10 +70,10 @@ class FollowedPolicy(Policy):
     def _holding(self) -> list[HoldsBack]:
         return [member.engine for member in self._members.values() if isinstance(member.engine, HoldsBack)]
 
-    def note_failure(self, member: Member) -> None:
+    def note_failure(self, member: EngineRecord) -> None:
         self._leader.doubted(member.name)
 
-    async def catch_up(self, member: Member, health: EngineHealth) -> int:
+    async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
         """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
         engine now, or its weights are outdated."""
         engine = self._engines.get(member.name)
@@ -85,5 +85,5 @@ class FollowedPolicy(Policy):
             raise outdated
         return max(self.version_of(member.engine, health), engine.version)
 
-    async def leave(self, members: Sequence[Member]) -> None:
+    async def leave(self, members: Sequence[EngineRecord]) -> None:
         """Do nothing: only the leader resumes engines."""

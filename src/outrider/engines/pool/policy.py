@@ -39,7 +39,7 @@ from outrider.errors import (
 from outrider.schemas import PolicyEngine, PolicyPause, PolicyStatus
 
 if TYPE_CHECKING:
-    from outrider.engines.pool.affinity import Member
+    from outrider.engines.pool.affinity import EngineRecord
     from outrider.engines.pool.sharing import GateReport
 
 log = logging.getLogger("outrider.engine")
@@ -231,10 +231,10 @@ class Policy:
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        members: Mapping[str, EngineRecord],
         *,
-        lost: Callable[[Member, EngineError], None],
-        found: Callable[[Member], None],
+        lost: Callable[[EngineRecord, EngineError], None],
+        found: Callable[[EngineRecord], None],
         known: KnownPolicy | None = None,
         keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
         changed: Callable[[], None] = lambda: None,
@@ -266,7 +266,7 @@ class Policy:
             return self._known.version
         return max((member.version for member in self._members.values()), default=0)
 
-    def note_failure(self, member: Member) -> None:
+    def note_failure(self, member: EngineRecord) -> None:
         """Report to the leader that an engine has failed in this process. Does nothing unless the policy follows a
         leader."""
 
@@ -357,7 +357,7 @@ class Policy:
             finally:  # the engines have the weights, whatever fails now
                 await shielded(lambda: self._go_on(known, loaded))
 
-    async def catch_up(self, member: Member, health: EngineHealth) -> int:
+    async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
         """Bring a returning engine to the current policy, and return its version. Raises EngineError on failure."""
         engine = member.engine
         async with self._lock:
@@ -378,11 +378,11 @@ class Policy:
                 member.paused = False
             return version
 
-    async def leave(self, members: Sequence[Member]) -> None:
+    async def leave(self, members: Sequence[EngineRecord]) -> None:
         """Resume the paused engines among `members`, which the pool gives up, without raising errors, within
         `FAREWELL_SECONDS`."""
 
-        async def go_on(member: Member) -> None:
+        async def go_on(member: EngineRecord) -> None:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await cast(Engine, member.engine).resume()
 
@@ -408,7 +408,7 @@ class Policy:
         if known is not None and self._keep is not None:
             await self._keep(known)
 
-    def _reached(self) -> list[Member]:
+    def _reached(self) -> list[EngineRecord]:
         """Return all engines that respond, also engines that are behind."""
         return [member for member in self._members.values() if not member.removed and (member.ok or member.behind)]
 
@@ -424,7 +424,7 @@ class Policy:
         if mode == "abort":
             self.gate.cuts += 1
 
-        async def stop(member: Member) -> None:
+        async def stop(member: EngineRecord) -> None:
             member.paused = True  # before the response: an engine that is lost now may be paused when it comes back
             await cast(Engine, member.engine).pause(mode)
 
@@ -441,11 +441,11 @@ class Policy:
             else:
                 self._lost(failure.member, failure.error)
 
-    async def _load(self, weights: str, version: int) -> list[Member]:
+    async def _load(self, weights: str, version: int) -> list[EngineRecord]:
         """Load the weights on all engines, and return the engines that did. Raises an engine's error if none of them
         did."""
 
-        async def load(member: Member) -> None:
+        async def load(member: EngineRecord) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
 
         reached = self._reached()
@@ -463,7 +463,7 @@ class Policy:
         failed = {failure.member for failure in failures}
         return [member for member in reached if member not in failed]
 
-    async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[Member] | None = None) -> None:
+    async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version, if there is a new one, and resume all engines. An engine that fails is given up. `loaded`,
         if given, are the engines with the version's weights. Any other engine has joined meanwhile, and is given up,
         too."""
@@ -472,12 +472,12 @@ class Policy:
         self._known = known or self._known
         version = None if known is None else known.version
 
-        def catches_up(member: Member) -> bool:
+        def catches_up(member: EngineRecord) -> bool:
             """Whether the engine is behind and will load the weights itself, so that the version reported by the
             trainer does not apply to it yet."""
             return member.behind and loaded is None and bool(known and known.weights and weights_loader(member.engine))
 
-        async def go_on(member: Member) -> None:
+        async def go_on(member: EngineRecord) -> None:
             if loaded is not None and member not in loaded:
                 raise EngineUnavailable(f"engine {member.name!r} has not loaded version {version}")
             if version is not None and isinstance(member.engine, SetsVersion):
@@ -504,7 +504,7 @@ class Policy:
             self.gate.open()
             self._changed()  # also if the gate was open: the version may be new
 
-    def _warn_of_old_keys(self, member: Member) -> None:
+    def _warn_of_old_keys(self, member: EngineRecord) -> None:
         """Warn that the trainer has changed the weights itself, and the engine may reuse keys and values of the old
         weights."""
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
@@ -541,11 +541,11 @@ class Policy:
             self._lock.release()
 
     async def _tell(
-        self, members: Sequence[Member], say: Callable[[Member], Coroutine[Any, Any, None]]
+        self, members: Sequence[EngineRecord], say: Callable[[EngineRecord], Coroutine[Any, Any, None]]
     ) -> list[_Failure]:
         """Send one order to all engines concurrently. Returns the failures."""
 
-        async def failure(member: Member) -> _Failure | None:
+        async def failure(member: EngineRecord) -> _Failure | None:
             try:
                 await _said(member.engine, say(member))
             except EngineError as error:
@@ -557,7 +557,7 @@ class Policy:
 
 
 class _Failure(NamedTuple):
-    member: Member
+    member: EngineRecord
     error: EngineError
 
 

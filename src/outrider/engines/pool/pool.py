@@ -38,8 +38,8 @@ from outrider.engines.base import (
     GenerateRequest,
     ListsEngines,
 )
-from outrider.engines.pool.affinity import Affinity, EngineUse, Member, ServingEngine
-from outrider.engines.pool.continuation import Continuation, continuable
+from outrider.engines.pool.affinity import Affinity, EngineRecord, EngineUse, ServingEngine
+from outrider.engines.pool.continuation import ContinuedGeneration, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.pace import LIMITS, RememberedPace, SilenceLimits
 from outrider.engines.pool.policy import KnownPolicy, Policy
@@ -103,10 +103,10 @@ PROBING = RetryPolicy(first=0.25, longest=15.0)
 class MakesPolicy(Protocol):
     def __call__(
         self,
-        members: Mapping[str, Member],
+        members: Mapping[str, EngineRecord],
         *,
-        lost: Callable[[Member, EngineError], None],
-        found: Callable[[Member], None],
+        lost: Callable[[EngineRecord, EngineError], None],
+        found: Callable[[EngineRecord], None],
     ) -> Policy: ...
 
 
@@ -128,7 +128,7 @@ class PoolReply(Generic[T]):
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
-    def serve(self, member: Member) -> None:
+    def serve(self, member: EngineRecord) -> None:
         """Set the engine of the next chunks (called by the pool). Raises EngineUnavailable if the engine's
         log-probabilities differ in kind from those of the reply so far."""
         if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
@@ -204,7 +204,7 @@ class EnginePool:
         self._probing = probing
         self._look_seconds = look_seconds
         self._remembered = dict(paces)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, EngineRecord] = {}
         self._listings: dict[str, Listing] = {}
         self._departures: set[asyncio.Task[None]] = set()
         self._claimed = set() if claimed is None else claimed
@@ -525,7 +525,7 @@ class EnginePool:
         cuttable = request if isinstance(request, GenerateRequest) and continuable(request.sampling) else None
         whole = cuttable is None
         asked = request
-        earlier: Continuation | None = None
+        earlier: ContinuedGeneration | None = None
         give_up_at: float | None = None
         avoid: str | None = None
         failed = dropped = 0
@@ -578,7 +578,7 @@ class EnginePool:
                 member.failed_probes = 0
                 if cut is None:
                     return
-                earlier = earlier or Continuation(cast(GenerateRequest, request), self._text)
+                earlier = earlier or ContinuedGeneration(cast(GenerateRequest, request), self._text)
                 given = earlier.take(msgspec.structs.replace(cut, finish=None, versions=()), version)
                 yield given
                 if given.finish is not None:
@@ -595,7 +595,7 @@ class EnginePool:
                 give_up_at = give_up_at or clock() + self._patience
                 ended_it = gate.mode is not None or cuts != gate.cuts
                 if (ended_it or (silent and failed <= FAILOVERS)) and cuttable is not None:
-                    earlier = earlier or Continuation(cuttable, self._text)
+                    earlier = earlier or ContinuedGeneration(cuttable, self._text)
                     earlier.cut(cast(TokenCheck, check).ids, None, version)
                 elif begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
@@ -635,7 +635,7 @@ class EnginePool:
 
     async def _engine_for(
         self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
-    ) -> Member:
+    ) -> EngineRecord:
         member = self._affinity.pick(session_key, kinds, avoid)
         if member is not None:
             return member
@@ -658,7 +658,7 @@ class EnginePool:
         with nullcontext() if overdue is None else overdue.held():
             await self.policy.gate.opened()
 
-    def _has_another(self, member: Member) -> bool:
+    def _has_another(self, member: EngineRecord) -> bool:
         """Whether another engine could take this engine's calls."""
         return any(
             other is not member
@@ -668,7 +668,7 @@ class EnginePool:
             for other in self._members.values()
         )
 
-    async def _next_engine(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
+    async def _next_engine(self, session_key: str, kinds: tuple[bool, ...]) -> EngineRecord:
         """Wait until an engine serves, and return the session's engine."""
         while (member := self._affinity.pick(session_key, kinds)) is None:
             await self._changed.wait()
@@ -747,7 +747,7 @@ class EnginePool:
         owned: bool,
         spec: EngineSpec | None = None,
     ) -> EngineStatus:
-        member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves, spec=spec)
+        member = EngineRecord(engine, health, kind=kind, url=url, owned=owned, model=self._serves, spec=spec)
         member.version = self.policy.version_of(engine, health)
         earlier = self._remembered.get(member.name)
         if earlier is not None and (earlier.kind, earlier.url) == (kind, url):
@@ -764,7 +764,7 @@ class EnginePool:
         return member.status()
 
     async def _prove(
-        self, member: Member, request: AnyRequest, seconds: float, *, by_token: bool = False
+        self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
         """Check that an engine generates a token within `seconds`. For an engine whose workers connect to the service,
         the connection suffices unless `by_token` is set: the workers' model may be slow. Returns None if the policy is,
@@ -790,7 +790,7 @@ class EnginePool:
         except Exception as error:  # an engine may be anybody's code
             raise mistake_of(engine.name, error) from error
 
-    def _mark_failed(self, member: Member, error: EngineError) -> None:
+    def _mark_failed(self, member: EngineRecord, error: EngineError) -> None:
         """Assign no more work to the engine, and probe it until it is back."""
         member.failures += 1
         member.detail = error.message
@@ -798,7 +798,7 @@ class EnginePool:
             self._keep_out(member)
             self.policy.note_failure(member)
 
-    def _keep_out(self, member: Member) -> None:
+    def _keep_out(self, member: EngineRecord) -> None:
         member.ok = False
         self._affinity.refresh(member)
         self.changes.publish(None)
@@ -806,7 +806,7 @@ class EnginePool:
             member.probe.cancel()
         member.probe = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: EngineRecord) -> None:
         while not member.ok:
             await wait_for_event(member.probe_now, self._probing.wait(member.failed_probes))
             member.probe_now.clear()
@@ -831,14 +831,14 @@ class EnginePool:
                 member.version = version
                 self._mark_found(member)
 
-    def _mark_found(self, member: Member) -> None:
+    def _mark_found(self, member: EngineRecord) -> None:
         """Mark the engine as serving again."""
         member.ok, member.behind, member.detail, member.silent = True, False, "", None
         member.read_constraints()
         self._affinity.refresh(member)
         self._notify()
 
-    def _mark_suspect(self, member: Member, error: EngineMisbehaved, request: AnyRequest) -> None:
+    def _mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
         """Assign new sessions to the engine only if there is no better engine, and start trials to clear it. The
         session of the bad reply may move."""
         self._affinity.leave(request.session_key, member)
@@ -850,7 +850,7 @@ class EnginePool:
         if member.trial is None and not member.removed:
             member.trial = self._tasks.create_task(self._run_trials(member, request), name=f"trial {member.name}")
 
-    async def _run_trials(self, member: Member, request: AnyRequest) -> None:
+    async def _run_trials(self, member: EngineRecord, request: AnyRequest) -> None:
         """Clear a suspect engine after `GOOD_REPLIES` passed trials in a row. The engine passes a trial if it is
         healthy, sends a good short reply to the request that made it suspect, and misbehaves to no session
         meanwhile."""
@@ -896,7 +896,7 @@ class EnginePool:
         if not finished:
             raise EngineUnavailable(f"engine {engine.name!r} ended its stream before the reply's end")
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> EngineRecord:
         if (member := self._members.get(name)) is None or member.removed:
             raise NotFound(f"no engine {name!r}", field="name")
         return member

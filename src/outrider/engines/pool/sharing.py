@@ -17,7 +17,7 @@ from outrider.schemas import PolicyPause
 from outrider.trajectory import LogprobKind, TokenMode
 
 if TYPE_CHECKING:
-    from outrider.engines.pool.affinity import Member
+    from outrider.engines.pool.affinity import EngineRecord
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     whole: Annotated[int, msgspec.Meta(ge=0)]
 
 
-def state_of(member: Member) -> EngineState:
+def state_of(member: EngineRecord) -> EngineState:
     engine, spec = member.engine, member.spec
     return EngineState(
         name=member.name,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from outrider.concurrency.overdue import Overdue, Wait, loop_time
+from outrider.concurrency.overdue import Overdue, SessionWait, loop_time
 from outrider.engines.base import AnyRequest, ChatChunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.affinity import Member
+from outrider.engines.pool.affinity import EngineRecord
 from outrider.engines.pool.pace import (
     LIMITS,
     MUCH_SLOWER,
@@ -48,7 +48,7 @@ class Flight:
 
     def __init__(
         self,
-        member: Member,
+        member: EngineRecord,
         request: AnyRequest,
         prompt_tokens: int,
         new_tokens: int,
@@ -62,7 +62,7 @@ class Flight:
         self.new_tokens = new_tokens
         self.error: EngineSilent | None = None
         first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
-        self.wait = Wait(f"engine {member.name!r}", first_due, queued=True)
+        self.wait = SessionWait(f"engine {member.name!r}", first_due, queued=True)
         self.began = loop_time()
         self._limits, self._least = limits, limits.least
         self._loop = asyncio.get_running_loop()
@@ -226,10 +226,10 @@ class SilenceWatch:
         limits: SilenceLimits,
         gate: PolicyGate,
         *,
-        check: Callable[[Member, AnyRequest, float], Awaitable[object | None]],
-        ask: Callable[[Member, AnyRequest, float], Awaitable[object | None]],
-        failed: Callable[[Member, EngineError], None],
-        elsewhere: Callable[[Member], bool],
+        check: Callable[[EngineRecord, AnyRequest, float], Awaitable[object | None]],
+        ask: Callable[[EngineRecord, AnyRequest, float], Awaitable[object | None]],
+        failed: Callable[[EngineRecord, EngineError], None],
+        elsewhere: Callable[[EngineRecord], bool],
         start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
         self.limits = limits
@@ -242,13 +242,13 @@ class SilenceWatch:
         self._flying = asyncio.Event()
         self._deaf_until = 0.0
         """No chunk could arrive before this time: the policy was paused, or the event loop stood still."""
-        self._questions: dict[str, Question] = {}
+        self._questions: dict[str, TokenProbe] = {}
         """Questions under way, by engine name."""
         self._start = start
 
     def begin(
         self,
-        member: Member,
+        member: EngineRecord,
         request: AnyRequest,
         prompt_tokens: int,
         new_tokens: int,
@@ -269,15 +269,15 @@ class SilenceWatch:
         member, given_up = flight.member, flight.given_up
         if overdue is None or given_up is None or given_up.waited < UNANSWERED_SECONDS:
             return
-        question: Question | None = None
+        question: TokenProbe | None = None
         if member.last_sign <= given_up.began and not member.removed:
             question = self._questions.get(member.name)
             if question is None and member.serves:
-                question = self._questions[member.name] = Question(member, loop_time())
+                question = self._questions[member.name] = TokenProbe(member, loop_time())
                 asking = self._ask(question, member, probe_request(flight.request))
                 question.task = self._start(asking, f"look at {member.name}")
             elif question is None:
-                question = Question(member, loop_time())
+                question = TokenProbe(member, loop_time())
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
         overdue.doubts.append(partial(_vouch, member.name, given_up, question, overdue.in_vain))
         if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
@@ -338,7 +338,7 @@ class SilenceWatch:
                 EngineSilent(f"engine {member.name!r} has kept a call waiting {overdue:.0f} s longer than usual")
             )
 
-    async def _check_silent(self, member: Member, request: AnyRequest, since: float) -> None:
+    async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
         """Check an engine that sends no chunk to any call, or none to a call that may be lost."""
         asked = loop_time()
         try:
@@ -364,7 +364,7 @@ class SilenceWatch:
         finally:
             member.check = None
 
-    def _check_seconds(self, member: Member) -> float:
+    def _check_seconds(self, member: EngineRecord) -> float:
         """Seconds in which an engine must give one token. The engine may have to read a prompt first. An engine of
         unknown pace may, before its first chunk, have to compile or load a model."""
         known = member.pace.known or member.newest_answered
@@ -374,7 +374,7 @@ class SilenceWatch:
         due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
         return max(seconds, reading, due)
 
-    async def _ask(self, question: Question, member: Member, request: AnyRequest) -> None:
+    async def _ask(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
         """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
         try:
             while await self._token_of(member, request, self._check_seconds(member)) is None:
@@ -391,12 +391,12 @@ class SilenceWatch:
                 del self._questions[member.name]
 
 
-class Question:
+class TokenProbe:
     """A request for one token, made at the time `asked` to an engine that was silent until a call was given up.
     `answered`: seconds until the token came. `sign`: seconds until another call received a chunk, if sooner. `error`:
     why no token came."""
 
-    def __init__(self, member: Member, asked: float) -> None:
+    def __init__(self, member: EngineRecord, asked: float) -> None:
         self.asked = asked
         self.answered: float | None = None
         self.sign: float | None = None
@@ -419,7 +419,7 @@ class GivenUp(msgspec.Struct, frozen=True):
     usual: float | None
 
 
-async def _vouch(engine: str, given_up: GivenUp, question: Question | None, before: float) -> None:
+async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
     """Raise EngineUnavailable if the engine was at fault when a client gave its call up. `before`: total seconds of the
     calls given up in a row before this call."""
     silent = given_up.waited

@@ -18,19 +18,19 @@ from outrider.engines.relay.link import Link
 from outrider.engines.relay.messages import (
     MAX_DETAIL,
     PROTOCOL,
-    Abort,
+    AbortGeneration,
     Acknowledge,
-    Answer,
-    Call,
     Close,
     Failed,
-    Generate,
-    Hello,
     Nonsense,
-    Tokens,
+    StartGeneration,
     ToService,
     Version,
-    Welcome,
+    WorkerCall,
+    WorkerHello,
+    WorkerReply,
+    WorkerTokens,
+    WorkerWelcome,
     chunk_of,
     pack_ids,
     unpack_ids,
@@ -68,7 +68,7 @@ class _Generation:
     """One generation on a worker. `received` and `consumed` are the numbers of the last message received, and of the
     last passed on. `ended`: no more messages are to come. `news` is set when a chunk or the end can be passed on."""
 
-    def __init__(self, number: int, message: Generate, check: TokenCheck) -> None:
+    def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number
         self.message = message
         self.check = check
@@ -88,7 +88,7 @@ class AttachedWorker:
 
     mode = TokenMode.TOKENS
 
-    def __init__(self, hello: Hello, engine: str, options: RelayOptions, numbers: Iterator[int]) -> None:
+    def __init__(self, hello: WorkerHello, engine: str, options: RelayOptions, numbers: Iterator[int]) -> None:
         self.hello = hello
         self.name = f"{engine}/{hello.name}"
         self.logprob_kind: LogprobKind = hello.logprob_kind
@@ -105,7 +105,7 @@ class AttachedWorker:
         self._numbers = numbers
         self._link: Link[ToService] | None = None
         self._generations: dict[int, _Generation] = {}
-        self._calls: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
+        self._calls: dict[int, tuple[WorkerCall, asyncio.Future[WorkerReply]]] = {}
         self._unacknowledged = 0
         """Messages received and not acknowledged, over all generations."""
 
@@ -127,7 +127,7 @@ class AttachedWorker:
     def in_flight(self) -> int:
         return len(self._generations)
 
-    def connect(self, link: Link[ToService], hello: Hello) -> None:
+    def connect(self, link: Link[ToService], hello: WorkerHello) -> None:
         """Continue over a new connection: send the numbers received so far, and resend what may have been lost."""
         if self._link is not None:
             self._link.close(Close.REPLACED, "this worker has connected again")
@@ -144,7 +144,7 @@ class AttachedWorker:
                 lost.append(generation)
         options = self._options
         link.send(
-            Welcome(
+            WorkerWelcome(
                 protocol=PROTOCOL,
                 resumed=resumed,
                 heartbeat=options.heartbeat_seconds,
@@ -193,7 +193,7 @@ class AttachedWorker:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`."""
         number = next(self._numbers)
-        message = Generate(
+        message = StartGeneration(
             generation=number,
             request_id=request.request_id,
             session_key=request.session_key,
@@ -218,14 +218,14 @@ class AttachedWorker:
         finally:
             del self._generations[number]
             self._unacknowledged -= generation.received - generation.acknowledged
-            self._send(Acknowledge(number, generation.received) if generation.ended else Abort(number))
+            self._send(Acknowledge(number, generation.received) if generation.ended else AbortGeneration(number))
 
-    async def call(self, call: Call, *, seconds: float | None = CALL_SECONDS) -> Answer:
+    async def call(self, call: WorkerCall, *, seconds: float | None = CALL_SECONDS) -> WorkerReply:
         """Send a call and return the reply. Raises EngineUnavailable if the worker does not reply in time or is gone,
         and the error in the worker's reply."""
         if self.gone is not None:
             raise EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._calls[call.call] = call, future
         self._send(call)
         try:
@@ -250,24 +250,26 @@ class AttachedWorker:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the worker. This may take as long as the generations in flight do."""
-        await self.call(Call(call=next(self._numbers), action="pause", mode=mode), seconds=None)
+        await self.call(WorkerCall(call=next(self._numbers), action="pause", mode=mode), seconds=None)
 
     async def resume(self) -> None:
-        await self.call(Call(call=next(self._numbers), action="resume"), seconds=self._patience)
+        await self.call(WorkerCall(call=next(self._numbers), action="resume"), seconds=self._patience)
 
     async def set_version(self, version: int) -> None:
-        await self.call(Call(call=next(self._numbers), action="set_version", version=version), seconds=self._patience)
+        await self.call(
+            WorkerCall(call=next(self._numbers), action="set_version", version=version), seconds=self._patience
+        )
         self.version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
-        call = Call(call=next(self._numbers), action="update_weights", weights=weights, version=version)
+        call = WorkerCall(call=next(self._numbers), action="update_weights", weights=weights, version=version)
         await self.call(call, seconds=WEIGHTS_SECONDS)
         self.version = version
 
     async def token_check(self, text: str) -> list[int] | None:
         if not self.hello.tokenizes:
             return None
-        answer = await self.call(Call(call=next(self._numbers), action="tokenize", text=text))
+        answer = await self.call(WorkerCall(call=next(self._numbers), action="tokenize", text=text))
         return None if answer.ids is None else unpack_ids(answer.ids)
 
     async def health(self) -> EngineHealth:
@@ -275,7 +277,7 @@ class AttachedWorker:
         if self._link is None:
             return EngineHealth(ok=False, detail=f"worker {self.name!r} has lost its connection")
         try:
-            health = (await self.call(Call(call=next(self._numbers), action="health"))).health
+            health = (await self.call(WorkerCall(call=next(self._numbers), action="health"))).health
         except EngineError as error:
             return EngineHealth(ok=False, detail=error.message)
         if health is None:
@@ -292,11 +294,11 @@ class AttachedWorker:
 
     def handle(self, message: ToService) -> None:
         """Process one message. Raises Nonsense."""
-        if isinstance(message, Tokens | Failed):
+        if isinstance(message, WorkerTokens | Failed):
             # The service has given up an unknown generation, and the worker has not read the abort yet.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, WorkerReply):
             known = self._calls.get(message.call)
             if known is not None and not known[1].done():
                 if message.ids is not None and len(message.ids) > 4 * MAX_PROBE_IDS:
@@ -309,7 +311,7 @@ class AttachedWorker:
         else:
             raise Nonsense("a second hello")
 
-    def _take(self, generation: _Generation, message: Tokens | Failed) -> None:
+    def _take(self, generation: _Generation, message: WorkerTokens | Failed) -> None:
         if message.number != generation.received + 1 or generation.ended:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
         if generation.received - generation.acknowledged >= self._options.window:

@@ -27,9 +27,9 @@ from outrider.engines.relay.messages import (
     PROTOCOL,
     TO_SERVICE,
     Close,
-    Hello,
     ToService,
     Version,
+    WorkerHello,
     close_reason,
 )
 from outrider.errors import UNREADABLE, EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
@@ -240,7 +240,7 @@ class RelayEngine:
             admission.cancel()
 
     async def _run(
-        self, worker: AttachedWorker, link: Link[ToService], hello: Hello, news: Callable[[], object]
+        self, worker: AttachedWorker, link: Link[ToService], hello: WorkerHello, news: Callable[[], object]
     ) -> None:
         """Serve one connection of a worker, and decide at its end whether the worker is expected back."""
 
@@ -336,7 +336,7 @@ class RelayEngine:
         log.info("relay %s: worker %s is gone: %s", self.name, worker.name, reason)
         worker.give_up(reason)
 
-    def _conflict(self, hello: Hello) -> str | None:
+    def _conflict(self, hello: WorkerHello) -> str | None:
         """Return why a new worker cannot serve together with the attached workers, None if it can."""
         if self._closed:
             return f"engine {self.name!r} was removed"
@@ -405,7 +405,7 @@ class _Refused(Exception):
         self.code = code
 
 
-async def _hello(socket: Socket) -> Hello:
+async def _hello(socket: Socket) -> WorkerHello:
     """Receive a worker's first message. Raises _Refused and Disconnected."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -422,7 +422,7 @@ async def _hello(socket: Socket) -> Hello:
         hello = TO_SERVICE.decode(frame)
     except UNREADABLE as error:
         raise _Refused(Close.NONSENSE, f"the first message is no hello: {error}") from error
-    if not isinstance(hello, Hello):
+    if not isinstance(hello, WorkerHello):
         raise _Refused(Close.NONSENSE, "the first message is no hello")
     return hello
 

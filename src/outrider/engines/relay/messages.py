@@ -53,7 +53,7 @@ class Nonsense(Exception):
     """The peer sent a message that the protocol does not allow. The text becomes the close reason."""
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
+class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """A worker's first message. `instance` is a random name of this worker object, the same on every connection.
     `holds` lists the worker's generations whose end was not acknowledged. `loads`: the worker can load weights.
     `paused`: a service, perhaps an earlier one, has paused the worker and not resumed it."""
@@ -72,7 +72,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     holds: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_HOLDS)] = ()
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
+class WorkerWelcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
     """The service's first message. `resumed` maps each generation that continues to the last sequence number that the
     service received; the worker drops its other generations. Times are in seconds, windows in chunks."""
 
@@ -85,7 +85,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
     total_window: int
 
 
-class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
+class StartGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     generation: int
     request_id: str
     session_key: str
@@ -93,7 +93,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
-class Abort(msgspec.Struct, tag="abort", frozen=True):
+class AbortGeneration(msgspec.Struct, tag="abort", frozen=True):
     """The service needs no more of a generation: the worker ends and drops it."""
 
     generation: int
@@ -106,7 +106,7 @@ class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
     number: int
 
 
-class Call(msgspec.Struct, tag="call", frozen=True, kw_only=True):
+class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
     """An action with a single reply. A worker that receives a call again performs it once, and replies again."""
 
     call: int
@@ -117,7 +117,7 @@ class Call(msgspec.Struct, tag="call", frozen=True, kw_only=True):
     text: str = ""
 
 
-class Tokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defaults=True):
+class WorkerTokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defaults=True):
     """A `Chunk`. `number` counts the messages of its generation, from 1."""
 
     generation: int
@@ -133,14 +133,14 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defau
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
-    """The last message of a generation that failed, numbered like `Tokens`."""
+    """The last message of a generation that failed, numbered like `WorkerTokens`."""
 
     generation: int
     number: int
     error: ErrorRecord
 
 
-class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
+class WorkerReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
     call: int
     error: ErrorRecord | None = None
     health: EngineHealth | None = None
@@ -157,8 +157,8 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     """A heartbeat, sent by a side that has sent no other message for a while."""
 
 
-ToWorker = Welcome | Generate | Abort | Acknowledge | Call | Beat
-ToService = Hello | Tokens | Failed | Answer | Version | Beat
+ToWorker = WorkerWelcome | StartGeneration | AbortGeneration | Acknowledge | WorkerCall | Beat
+ToService = WorkerHello | WorkerTokens | Failed | WorkerReply | Version | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 encode = _ENCODER.encode
@@ -180,9 +180,9 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids
 
 
-def tokens_of(generation: int, number: int, chunk: Chunk) -> Tokens:
+def tokens_of(generation: int, number: int, chunk: Chunk) -> WorkerTokens:
     """Raises the errors of `pack_ids`."""
-    return Tokens(
+    return WorkerTokens(
         generation=generation,
         number=number,
         ids=pack_ids(chunk.ids),
@@ -196,7 +196,7 @@ def tokens_of(generation: int, number: int, chunk: Chunk) -> Tokens:
     )
 
 
-def chunk_of(tokens: Tokens) -> Chunk:
+def chunk_of(tokens: WorkerTokens) -> Chunk:
     """Raises Nonsense."""
     if len(tokens.logprobs) != 2 * len(tokens.ids):
         raise Nonsense(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(tokens.ids)} bytes of ids")

@@ -25,7 +25,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.turns import Turns
 from outrider.errors import EvaluatorError, InvalidField
-from outrider.evaluators.base import Aside
+from outrider.evaluators.base import OffTheClock
 from outrider.evaluators.checks.zygote import LIMITS
 from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import VARIABLE
@@ -89,7 +89,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.distribution} {version(self.distribution)}"
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a check: an answer, or a `fault`, the reason why the given text cannot be checked. `seconds` are
     processor time."""
 
@@ -149,14 +149,14 @@ class Checks:
         *,
         seconds: float,
         bucket: str = "",
-        aside: Aside = nullcontext,
-    ) -> Checked:
+        aside: OffTheClock = nullcontext,
+    ) -> CheckResult:
         """Run the library's check of `request`, for up to `seconds` of processor time. Waiting does not count, nor does
         the slowness of a busy machine. Tenants take turns, and so do the buckets of each tenant. A long wait is spent
         in a block of `aside`: see `Outcome`. Raises EvaluatorError."""
         return await self._check(request, seconds, self._answers, bucket, aside)
 
-    async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
+    async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> CheckResult:
         """Run a check of a submitted task like `check`, but few at a time and at a low priority, however much is
         submitted. Checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call
         per tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
@@ -168,8 +168,8 @@ class Checks:
         seconds: float,
         lines: Lines,
         bucket: str,
-        aside: Aside,
-    ) -> Checked:
+        aside: OffTheClock,
+    ) -> CheckResult:
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
         async with lines.quick.take(tenant_of(bucket), bucket):
@@ -182,10 +182,10 @@ class Checks:
                 checked = await self._run(body, seconds, nicer=SLOW_NICER)
         return checked or self._too_long(seconds)
 
-    def _too_long(self, seconds: float) -> Checked:
-        return Checked(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
+    def _too_long(self, seconds: float) -> CheckResult:
+        return CheckResult(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
 
-    async def _run(self, body: bytes, seconds: float, *, nicer: int) -> Checked | None:
+    async def _run(self, body: bytes, seconds: float, *, nicer: int) -> CheckResult | None:
         """Run a check in a process. Returns None if the time ran out."""
         child, control = self._zygote or await self._spawn()
         try:
@@ -203,13 +203,13 @@ class Checks:
                 return None
             if number in CRASHES:  # the answer's fault: the same library has checked the gold
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
-                return Checked(answer=None, fault=fault, seconds=ended.seconds)
+                return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
                 f"the check of an answer was killed by signal {number}",
                 hint="the machine may be out of memory",
             )
         try:
-            return Checked(answer=msgspec.json.decode(answer, type=dict[str, Any]), seconds=ended.seconds)
+            return CheckResult(answer=msgspec.json.decode(answer, type=dict[str, Any]), seconds=ended.seconds)
         except msgspec.DecodeError as error:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 

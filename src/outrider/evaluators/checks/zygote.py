@@ -40,7 +40,7 @@ LIMITS = struct.Struct("dQi")
 PIECE = 1 << 16
 
 
-class Zygote:
+class CheckForker:
     """Forks checks, kills checks without a waiting caller, and reports how each check ended."""
 
     def __init__(self, control: socket.socket, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -146,7 +146,7 @@ def main(module: str) -> None:
     checks.warm_up()
     control = socket.socket(fileno=os.dup(0))
     control.setblocking(True)
-    zygote = Zygote(control, checks.check)
+    zygote = CheckForker(control, checks.check)
     confine_zygote()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page

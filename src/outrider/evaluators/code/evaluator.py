@@ -81,7 +81,7 @@ class CodeEvaluator:
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
             return await self._checked(outcome, program)
-        candidate = Candidate(outcome, program, self._options, self._seconds)
+        candidate = CandidateProgram(outcome, program, self._options, self._seconds)
         passed, reason = 0, None
         for number, case in enumerate(await asyncio.to_thread(cases_of, self._options)):
             try:
@@ -110,7 +110,7 @@ class CodeEvaluator:
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
             # The candidate's time starts here: the start of the second sandbox is not its fault.
-            candidate = Candidate(outcome, program, options, self._seconds)
+            candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
                 said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
                 while call := said.get("call"):
@@ -138,7 +138,7 @@ class CodeEvaluator:
         return Verdict(reward=reward, metrics={"passed": float(passed), "cases": float(self._cases)}, reason=reason)
 
 
-class Candidate:
+class CandidateProgram:
     """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
 
     The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for the

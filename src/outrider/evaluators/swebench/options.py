@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from outrider.runtimes.guest.filesystem.patch import Conflict, read_patch
+from outrider.runtimes.guest.filesystem.patch import PatchRefused, read_patch
 from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
@@ -89,7 +89,7 @@ class SwebenchOptions(Spec):
             raise ValueError(f"'test_patch' has {lines} lines; the maximum is {PATCH_LINES}")
         try:
             files_of(self.test_patch or "")
-        except Conflict as error:
+        except PatchRefused as error:
             raise ValueError(f"'test_patch' is no diff: {error}") from error
         return self
 

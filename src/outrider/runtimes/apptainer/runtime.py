@@ -35,9 +35,9 @@ from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.kernel.process_marks import kill_marked, mark_of, started
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import ETC_MADE
-from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver, Shown
+from outrider.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
 from outrider.runtimes.tool_server.bundle import confined, delivery, portable_server
-from outrider.runtimes.tool_server.client import Part, ToolClient
+from outrider.runtimes.tool_server.client import ToolClient, ToolPart
 from outrider.runtimes.tool_server.launch import (
     STOP_SECONDS,
     RunningServer,
@@ -207,7 +207,7 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
     return named, {}
 
 
-def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: Shown) -> list[Bind]:
+def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
     """Blocks, like `inner_mounts`."""
     shown = [
         (python, PORTABLE_AT),
@@ -240,7 +240,7 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
     """Return the environment with which the tool server was started."""
-    told = await tools.call("environ", {}, Part)
+    told = await tools.call("environ", {}, ToolPart)
     entries = told.data.decode("utf-8", "surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

@@ -37,7 +37,7 @@ MANY_USERS = (
 raw sockets."""
 
 
-class Shown(msgspec.Struct, frozen=True):
+class HostMount(msgspec.Struct, frozen=True):
     """A folder, file or socket of the host, and its path inside."""
 
     source: Path
@@ -52,7 +52,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     command: Sequence[str]
     env: Mapping[str, str]
     labels: Mapping[str, str]
-    shown: Sequence[Shown]
+    shown: Sequence[HostMount]
     resources: Resources
     limits: bool
     users: int = 1

@@ -46,7 +46,7 @@ log = logging.getLogger("outrider.runtime")
 
 
 @dataclass(frozen=True)
-class Engine:
+class ContainerEngine:
     """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most
     likely first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU.
     `libpod`: the daemon has Podman's own API besides Docker's."""
@@ -117,7 +117,7 @@ def _run_folder() -> Path:
     return Path(environment("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
 
 
-DOCKER_ENGINE = Engine(
+DOCKER_ENGINE = ContainerEngine(
     name="docker",
     variable="DOCKER_HOST",
     hint="start dockerd and join the group docker, or set DOCKER_HOST=unix:///path/to/docker.sock",
@@ -125,7 +125,7 @@ DOCKER_ENGINE = Engine(
     "sandboxes.gpus, Docker 25 or newer with the feature cdi, and a description of it in /etc/cdi",
     places=docker_places,
 )
-PODMAN_ENGINE = Engine(
+PODMAN_ENGINE = ContainerEngine(
     name="podman",
     variable="CONTAINER_HOST",
     hint="systemctl --user start podman.socket (as root: without --user), or podman system service --time=0 &",
@@ -140,7 +140,7 @@ class ContainerDaemon:
     """The part of a node's host (see node_host.py) that runs containers. `limits`: the daemon can limit the resources
     of a container. `sized`: the daemon can bound the size of a container's file system."""
 
-    def __init__(self, engine: Engine, host: Host) -> None:
+    def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
         self.node = host.name
         self.folder = host.folder

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, ClassVar
 from outrider.errors import InvalidField
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes.base import Availability, SandboxContext
-from outrider.runtimes.containers.create_request import ContainerRequest, Shown
+from outrider.runtimes.containers.create_request import ContainerRequest, HostMount
 from outrider.runtimes.containers.daemon import (
     DOCKER_ENGINE,
     NODE_LABEL,
     PODMAN_ENGINE,
     SESSION_LABEL,
     ContainerDaemon,
-    Engine,
+    ContainerEngine,
 )
 from outrider.runtimes.containers.tool_socket import TOOLS_AT, ToolSocket, command
 from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory
 from outrider.runtimes.tool_server.bundle import portable_server
 from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.launch import RunningServer, Setup, died_inside, rooted_setup, undone
+from outrider.runtimes.tool_server.launch import RunningServer, ToolServerSetup, died_inside, rooted_setup, undone
 from outrider.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
 from outrider.runtimes.tool_server.shared_folder import GATEWAY, SOCKET
 from outrider.spec import MEBIBYTE, RuntimeSpec
@@ -51,7 +51,7 @@ class ContainerRuntime:
 
     Paths are the container's own. `stop` discards everything written."""
 
-    engine: Engine
+    engine: ContainerEngine
     oci_runtime: str | None = None
     gives_gpus: ClassVar[bool] = True
 
@@ -110,7 +110,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
     async with AsyncExitStack() as undo:
         server = ToolSocket(context.directory / "tools", context.gateway_socket)
         undo.push_async_callback(undone, context.directory.name, server.close)
-        ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
+        ours = [HostMount(python, PORTABLE_AT), HostMount(server.folder, TOOLS_AT)]
         plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
         # Registered before the request: a failed `run` may have created the container in part.
@@ -159,19 +159,19 @@ def _plan(
     spec: RuntimeSpec,
     context: SandboxContext,
     image: LocalImage,
-    setup: Setup,
-    ours: Sequence[Shown],
+    setup: ToolServerSetup,
+    ours: Sequence[HostMount],
     *,
     limits: bool,
 ) -> ContainerRequest:
     """Blocks, like `inner_mounts`."""
     shown = [
-        *(Shown(path, str(path)) for path in context.mounts),
-        *(Shown(Path(one.source), one.target or one.source) for one in spec.mounts),
+        *(HostMount(path, str(path)) for path in context.mounts),
+        *(HostMount(Path(one.source), one.target or one.source) for one in spec.mounts),
         *ours,
     ]
     inner = inner_mounts((one.source, one.target) for one in shown)
-    shown = [*(Shown(source, target) for source, target in inner), *shown]
+    shown = [*(HostMount(source, target) for source, target in inner), *shown]
     return ContainerRequest(
         image=image.id,
         command=command(spec.resources.disk_mb * MEBIBYTE, setup.memory),

@@ -14,7 +14,7 @@ from outrider.errors import RuntimeFailure
 from outrider.pythons.portable import portable_command
 from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, confined, delivery
 from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.launch import START_SECONDS, Setup, configure
+from outrider.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup, configure
 from outrider.runtimes.tool_server.shared_folder import SOCKET, Runs, SharedFolder
 
 TOOLS_AT = "/run/outrider/tools"
@@ -35,7 +35,7 @@ error."""
 
 def command(file_bytes: int, memory: int) -> list[str]:
     """Return a container's command, which needs the portable interpreter and the shared folder mounted. `memory` is
-    `Setup.memory`.
+    `ToolServerSetup.memory`.
 
     No file written in the container can exceed `file_bytes`: the rlimit replaces a bound on the container's file
     system, which not every daemon supports."""
@@ -71,7 +71,7 @@ class ToolSocket:
         self._tools: ToolClient | None = None
         self._log = LogTail()
 
-    async def connect(self, bytecode: bytes, setup: Setup, runs: Runs) -> ToolClient:
+    async def connect(self, bytecode: bytes, setup: ToolServerSetup, runs: Runs) -> ToolClient:
         """Wait for the server in the container, and configure it. `runs` returns whether the container still runs.
         Raises RuntimeFailure when the container has stopped, and when the server does not connect within
         START_SECONDS."""

@@ -58,7 +58,7 @@ class Stream:
             self.sink.shutdown(1)  # SHUT_WR
 
 
-class Pair:
+class BridgedConnection:
     """A client's connection and its connection to the gateway. `closed` is called once, when both are closed."""
 
     def __init__(
@@ -186,4 +186,4 @@ class Bridge:
             else:
                 self._refuse(client)
         else:
-            Pair(self.loop, client, upstream, self._closed)
+            BridgedConnection(self.loop, client, upstream, self._closed)

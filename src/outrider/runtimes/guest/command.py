@@ -86,7 +86,7 @@ class Drain:
         return self.capture.take()
 
 
-class Feed:
+class PipeWriter:
     """Writes data into a pipe as the reader takes them, until all are written or the pipe has no reader."""
 
     def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
@@ -143,7 +143,7 @@ class Command:
             for fd in {source, out[1], err[1]} - {-1}:
                 posix.close(fd)
         if sink >= 0:
-            Feed(self.calls.loop, sink, args["stdin"])
+            PipeWriter(self.calls.loop, sink, args["stdin"])
         readers = [out[0]] if args["merged"] else [out[0], err[0]]
         return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Connection:
+class HostConnection:
     """A stream of frames. `fd_in` and `fd_out` may be the same socket. Before `attach` is called, frames are dropped,
     and the end of the stream stops the loop. Messages sent after the end are dropped."""
 
@@ -101,7 +101,7 @@ class Calls:
     """State shared by all calls, and the functions that reply to calls. `running` maps each cancellable call to its
     cancel function."""
 
-    def __init__(self, loop: Loop, connection: Connection) -> None:
+    def __init__(self, loop: Loop, connection: HostConnection) -> None:
         self.loop = loop
         self.connection = connection
         self.running: dict[int, Callable[[], object]] = {}

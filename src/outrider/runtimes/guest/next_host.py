@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from outrider.runtimes.guest.connection import Connection
+from outrider.runtimes.guest.connection import HostConnection
 from outrider.runtimes.guest.poll_loop import Loop
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class NextHost:
         self.secret = secret
         self.seconds = seconds
 
-    def look_for(self, newest_call: int, found: Callable[[Connection, bytes], object]) -> None:
+    def look_for(self, newest_call: int, found: Callable[[HostConnection, bytes], object]) -> None:
         """Call `found` with the connection to a host that has replied, and the host's first frame. `newest_call` is
         sent first, because the host's own calls need other numbers."""
         deadline = time.monotonic() + self.seconds
@@ -50,7 +50,7 @@ class NextHost:
                 self.loop.at(self, LOOK_EVERY, look)
                 return
             fd = end.detach()
-            connection = Connection(self.loop, fd, fd)
+            connection = HostConnection(self.loop, fd, fd)
             # A peer that disconnects before its first call was no host, or has exited as well: the time runs on.
             connection.attach(
                 on_frame=lambda frame: found(connection, frame), on_end=lambda: self.loop.at(self, LOOK_EVERY, look)

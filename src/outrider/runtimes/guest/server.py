@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from outrider.runtimes.guest.bridge import Bridge
 from outrider.runtimes.guest.child_reply import ChildReply
 from outrider.runtimes.guest.command import Command
-from outrider.runtimes.guest.connection import Calls, Connection
+from outrider.runtimes.guest.connection import Calls, HostConnection
 from outrider.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
 from outrider.runtimes.guest.filesystem.glob import found_paths
 from outrider.runtimes.guest.filesystem.patch import patched_files
@@ -29,7 +29,7 @@ from outrider.runtimes.guest.netlink_watch import NetlinkWatch
 from outrider.runtimes.guest.next_host import NextHost
 from outrider.runtimes.guest.poll_loop import Loop
 from outrider.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
-from outrider.runtimes.guest.shells.shell import Shell
+from outrider.runtimes.guest.shells.shell import LiveShell
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -49,13 +49,13 @@ class Server:
     """The host may call each of the methods `do_NAME(call, arguments)`."""
 
     def __init__(
-        self, loop: Loop, connection: Connection, save_layers: Callable[[int], None] | None, gateway: int
+        self, loop: Loop, connection: HostConnection, save_layers: Callable[[int], None] | None, gateway: int
     ) -> None:
         self.loop = loop
         self.save_layers = save_layers
         self.gateway = gateway
         self.calls = Calls(loop, connection)
-        self.shells: dict[int, Shell] = {}
+        self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
         self.kept: dict[str, Command] = {}
         """Commands that outlive the host, by name."""
@@ -142,7 +142,7 @@ class Server:
             self.drop_restore(key)
         self.next_host.look_for(self.newest_call, self.meet)
 
-    def meet(self, connection: Connection, frame: bytes) -> None:
+    def meet(self, connection: HostConnection, frame: bytes) -> None:
         self.calls.connection = connection
         connection.attach(self.dispatch, self.lose_host)
         self.dispatch(frame)
@@ -155,7 +155,7 @@ class Server:
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
         # The call's number becomes the shell's, so numbers of shells are unique on this connection. The shell replies
         # to the call.
-        self.shells[call] = Shell(self.calls, call, args)
+        self.shells[call] = LiveShell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
         shell = self.shells.get(args["shell"])
@@ -290,7 +290,7 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
-    Server(loop, Connection(loop, fd_in, fd_out), save_layers, gateway)
+    Server(loop, HostConnection(loop, fd_in, fd_out), save_layers, gateway)
     loop.run()
     kill_tree({posix.getpid()})
 

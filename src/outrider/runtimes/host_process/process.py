@@ -24,7 +24,7 @@ from outrider.runtimes.tool_server.launch import (
     STOP_SECONDS,
     Launch,
     RunningServer,
-    Setup,
+    ToolServerSetup,
     clean_environment,
     configure,
     connection,
@@ -40,7 +40,7 @@ SCRATCH = "tmp"
 
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
 """Returns the command that becomes the tool server, and the code to send to the server first. The arguments are the
-sandbox's context, the server's bytecode, the rlimits of each program, and `Setup.memory`."""
+sandbox's context, the server's bytecode, the rlimits of each program, and `ToolServerSetup.memory`."""
 
 
 class ProcessRuntime:
@@ -107,7 +107,7 @@ async def launch(
     groups = await context.host.part(Cgroups)
     controllers = groups.hierarchies.folders
     memory = counted_memory(spec.resources, controllers)
-    setup = Setup(
+    setup = ToolServerSetup(
         env=clean_environment({"TMPDIR": scratch, **env, **spec.env}, work),
         workdir=work,
         folders=[work, scratch],
@@ -126,7 +126,7 @@ async def launch(
 
 @asynccontextmanager
 async def server_process(
-    name: str, command: Sequence[str], code: bytes, setup: Setup, *, group: Group | None = None
+    name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: Group | None = None
 ) -> AsyncIterator[RunningServer]:
     """Start a tool server for the sandbox `name` as a child of this process: `command`, in `group`, with `code` on its
     standard input. After the context, every process that was ever below the server has exited. Raises RuntimeFailure,

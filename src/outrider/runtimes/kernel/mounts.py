@@ -21,7 +21,7 @@ ESCAPED = re.compile(rb"\\([0-7]{3})")
 """Escape sequence of mountinfo for blanks and similar characters in a path."""
 
 
-class Mount(msgspec.Struct, frozen=True):
+class MountPoint(msgspec.Struct, frozen=True):
     """A mount point and the kind of its file system (such as `tmpfs`)."""
 
     path: str
@@ -35,9 +35,9 @@ class MountTable:
         self._file = os.open(mountinfo, os.O_RDONLY | os.O_CLOEXEC)
         self._changes = select.poll()
         self._changes.register(self._file, select.POLLERR | select.POLLPRI)
-        self._mounts: tuple[Mount, ...] | None = None
+        self._mounts: tuple[MountPoint, ...] | None = None
 
-    def mounts(self) -> tuple[Mount, ...]:
+    def mounts(self) -> tuple[MountPoint, ...]:
         """Return all mounts, outer mounts before inner ones. At each path only the last mount counts, because it hides
         the others."""
         if self._mounts is None or self._changes.poll(0):
@@ -50,14 +50,14 @@ class MountTable:
         os.close(self._file)
 
 
-def parse(mountinfo: bytes) -> tuple[Mount, ...]:
+def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
     """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone
     dash. A path may have any character but a blank, a tab, a newline and a backslash, which are escaped."""
     kinds = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
         kinds[_text(fields[4])] = _text(fields[fields.index(b"-", 6) + 1])
-    return tuple(Mount(path, kind) for path, kind in sorted(kinds.items()))
+    return tuple(MountPoint(path, kind) for path, kind in sorted(kinds.items()))
 
 
 def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTINFO) -> list[tuple[Path, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.runtimes.kernel.mounts import Mount
+from outrider.runtimes.kernel.mounts import MountPoint
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
@@ -97,7 +97,7 @@ def host_root(skeleton: Path) -> Root:
     )
 
 
-def inner_of(root: Root, mounts: Sequence[Mount]) -> tuple[tuple[str, str], ...]:
+def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
     """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
     mount comes with the outer one, unless it is of HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []

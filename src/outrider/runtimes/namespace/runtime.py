@@ -29,8 +29,8 @@ from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import Plan, Root, image_root, inner_of, unsupported
 from outrider.runtimes.namespace.user_ids import UserIds, user_ids
-from outrider.runtimes.namespace.zygote import Zygote
-from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver, Shown
+from outrider.runtimes.namespace.zygote import ZygoteClient
+from outrider.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
 from outrider.runtimes.probe_cache import ProbeCache
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import (
@@ -103,7 +103,7 @@ async def launch(
     groups = await context.host.part(Cgroups)
     # Opened after the control groups, which on version 2 move the processes of our own group out of the way, one by
     # one, and would miss a process that starts meanwhile.
-    zygote = await context.host.part(Zygote)
+    zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root
     shown, python = gpus.libraries, list[str]()
@@ -147,7 +147,7 @@ class HostFiles(msgspec.Struct, frozen=True):
     """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
     image sets, `users` is None for one user."""
 
-    gpus: Shown
+    gpus: GpuFiles
     root: Root
     image_env: dict[str, str]
     has_python: bool

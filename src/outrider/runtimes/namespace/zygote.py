@@ -44,7 +44,7 @@ main()
 -S`."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ForkReply(msgspec.Struct, frozen=True, array_like=True):
     """The zygote's reply to request `number`: the forked process, or the error that prevented the fork."""
 
     number: int
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
-class Zygote:
+class ZygoteClient:
     """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's
     own system folders, `base` an empty folder at which each sandbox mounts its root; `mounts` returns the mounts of
     this machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another
@@ -164,7 +164,7 @@ class Zygote:
         if not message:
             self._give_up()
             return
-        told = msgspec.msgpack.decode(message, type=Answer)
+        told = msgspec.msgpack.decode(message, type=ForkReply)
         answer = self._waiting.pop(told.number)
         if told.error or not fds:
             fault = told.error or "there is no descriptor left to hold it by"

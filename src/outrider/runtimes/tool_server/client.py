@@ -47,7 +47,7 @@ Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
 range are refused."""
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class ToolReply(msgspec.Struct, frozen=True, array_like=True):
     call: int
     status: Literal["ok", "error", "part"]
     fields: msgspec.Raw
@@ -65,7 +65,7 @@ class Refusal(msgspec.Struct, frozen=True):
     text: str
 
 
-class Part(msgspec.Struct, frozen=True):
+class ToolPart(msgspec.Struct, frozen=True):
     data: bytes
 
 
@@ -101,7 +101,7 @@ class Stopped(msgspec.Struct, frozen=True):
     left: Number = 0
 
 
-class Call:
+class CallInFlight:
     """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
     (`room`)."""
 
@@ -127,7 +127,7 @@ class ToolClient(asyncio.Protocol):
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, CallInFlight] = {}
         self._number = newest_call
         self._received = bytearray()
         self._stray = STRAY_MAX
@@ -161,7 +161,7 @@ class ToolClient(asyncio.Protocol):
             frame = bytes(memoryview(received)[4 : 4 + size])
             del received[: 4 + size]
             try:
-                self._take(msgspec.msgpack.decode(frame, type=Reply), max(size, PART_MIN))
+                self._take(msgspec.msgpack.decode(frame, type=ToolReply), max(size, PART_MIN))
             except UNREADABLE:
                 self._lose("the tool server sent something unreadable", "wrong")
             if self._lost is not None:
@@ -209,7 +209,7 @@ class ToolClient(asyncio.Protocol):
         number = self._number
         frame = self._frame(number, method, args)
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-        self._calls[number] = Call(outcome, on_part, room)
+        self._calls[number] = CallInFlight(outcome, on_part, room)
         self._send(frame)
         alarm = self._loop.call_later(
             seconds + GRACE_SECONDS, self._loop.call_later, LAST_LOOK_SECONDS, self._stuck, number, method
@@ -221,7 +221,7 @@ class ToolClient(asyncio.Protocol):
             # that is not cancelled arrived together with the cancellation: no other reply will follow.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-                self._calls[number] = Call(ended)
+                self._calls[number] = CallInFlight(ended)
                 self.send("cancel", {"call": number})
                 with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
                     async with asyncio.timeout(CANCEL_SECONDS):
@@ -276,7 +276,7 @@ class ToolClient(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(frame)
 
-    def _take(self, reply: Reply, size: int) -> None:
+    def _take(self, reply: ToolReply, size: int) -> None:
         """Handle one reply. `size` is the number of bytes counted for its frame."""
         call = self._calls.get(reply.call)
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
@@ -284,7 +284,7 @@ class ToolClient(asyncio.Protocol):
             if self._stray < 0:
                 self._lose("the tool server keeps sending what nobody waits for", "wrong")
         elif reply.status == "part":
-            data = msgspec.msgpack.decode(reply.fields, type=Part).data
+            data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
             if call.room < -PART_MIN:  # the last part may be a small one
                 self._lose("the tool server sent more than it was asked for", "wrong")

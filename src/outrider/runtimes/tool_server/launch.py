@@ -88,7 +88,7 @@ def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = Fals
     return not starved and (killable or tools.log_tail() != "")
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration sent to a tool server first.
 
     `files` are written and `folders` made before anything else runs. Connections to `bridge_port` are forwarded to the
@@ -123,13 +123,13 @@ def rooted_setup(
     python: Sequence[str] = (),
     bridge_socket: str = "",
     libraries: str = "",
-) -> Setup:
+) -> ToolServerSetup:
     """Return the set-up of a sandbox with its own root. The spec's variables take precedence over the image's, and the
     GPU variables over both. Libraries in the sandbox's folder `libraries` take precedence over the image's."""
     env = {**image_env, **spec.env, **variables(context.gpus)}
     if libraries:
         env["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, env.get("LD_LIBRARY_PATH"))))
-    return Setup(
+    return ToolServerSetup(
         env=clean_environment(env, HOME),
         workdir=spec.workdir,
         folders=[HOME, "/tmp", "/var/tmp", spec.workdir],
@@ -153,7 +153,7 @@ def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
     return {**clean, **env}
 
 
-async def configure(tools: ToolClient, setup: Setup) -> None:
+async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
     """Send the set-up to a server that has just been started. Raises RuntimeFailure."""
     try:
         async with asyncio.timeout(START_SECONDS):

@@ -40,7 +40,15 @@ from outrider.runtimes.base import (
 from outrider.runtimes.kernel.process_marks import OUTLIVE_SECONDS
 from outrider.runtimes.tool_server.archive_download import download_archive
 from outrider.runtimes.tool_server.bundle import shell_program
-from outrider.runtimes.tool_server.client import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
+from outrider.runtimes.tool_server.client import (
+    UNREADABLE,
+    Done,
+    ExecDone,
+    ShellDone,
+    ShellOpened,
+    ToolClient,
+    ToolPart,
+)
 from outrider.runtimes.tool_server.launch import BRIDGE_URL, Launch, RunningServer
 from outrider.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
@@ -296,7 +304,7 @@ class ToolServerSandbox:
         while True:
             size = min(PIECE, limit + 1 - total)
             args = {"path": place, "offset": total, "size": size, "follow": follow}
-            part = await self.server.tools.call("read", args, Part)
+            part = await self.server.tools.call("read", args, ToolPart)
             pieces.append(part.data)
             total += len(part.data)
             if total > limit:

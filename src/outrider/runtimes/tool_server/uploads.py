@@ -19,7 +19,7 @@ from outrider.errors import RuntimeFailure
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One file, folder or link to upload. `name` is relative to the target, "" for the target itself; `id` is its
     device and inode."""
 
@@ -30,7 +30,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     link: str | None = None
 
 
-def entries(source: Path) -> Iterator[Entry]:
+def entries(source: Path) -> Iterator[UploadEntry]:
     """Yield the entries of a host file or folder, parents before children. No part of `source` may be a link.
 
     Raises RuntimeFailure for a symbolic link that leaves the folder, for a `source` that is a link or behind one, and
@@ -44,11 +44,11 @@ def entries(source: Path) -> Iterator[Entry]:
         status, children = _look_at(path)
         mode, id = status.st_mode, (status.st_dev, status.st_ino)
         if stat.S_ISLNK(mode) and name:
-            yield Entry(name=name, path=path, id=id, link=_link(path, source))
+            yield UploadEntry(name=name, path=path, id=id, link=_link(path, source))
         elif stat.S_ISREG(mode):
-            yield Entry(name=name, path=path, id=id)
+            yield UploadEntry(name=name, path=path, id=id)
         elif stat.S_ISDIR(mode):
-            yield Entry(name=name, path=path, id=id, folder=True)
+            yield UploadEntry(name=name, path=path, id=id, folder=True)
             waiting += [posixpath.join(name, child) for child in reversed(children)]
         else:
             what = "it is a symbolic link" if stat.S_ISLNK(mode) else "neither a file nor a folder"

@@ -118,12 +118,12 @@ class Body:
         self._bodies.intake.remove(self, self._large)
         self._counted = self._large = 0
 
-    async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[Capacity]]) -> bytes:
+    async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[BodyCapacity]]) -> bytes:
         """Receive all parts and return the body. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and the
         errors of `capacity`, which is called for LARGE bodies."""
         held: list[bytes] = []
         size = 0
-        bound: Capacity | None = None
+        bound: BodyCapacity | None = None
         try:
             async with asyncio.timeout(self._bodies.intake.seconds) as self._clock:
                 async for part in parts:
@@ -158,7 +158,7 @@ class Body:
             self._bodies.intake.add(self, more)
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class BodyCapacity(msgspec.Struct, frozen=True):
     """The limits of one body. `context` is in tokens, None where no engine reports it."""
 
     context: int | None

@@ -13,7 +13,7 @@ from outrider.engines.base import ChatChunk, Chunk, SamplingParams
 from outrider.engines.pool.pool import EnginePool, PoolReply
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Intake
-from outrider.sessions.calls.token_allowance import Share
+from outrider.sessions.calls.token_allowance import TokenShare
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
@@ -42,7 +42,7 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
-class Call(Protocol):
+class EngineCall(Protocol):
     """One model call. `start` begins the generation and is called once, with the call's share of at least
     `promised_tokens`. `take` returns the steps of each chunk, until `ended` or the last chunk, and `finish` the
     remaining steps. Then `commit` (the call ran to its end) or `abort` returns the turn."""
@@ -51,7 +51,7 @@ class Call(Protocol):
     ended: bool
     """True if the reply ends before its generation does."""
 
-    def start(self, share: Share) -> PoolReply[Any]: ...
+    def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...
     def finish(self) -> list[Step]:
         """Return the remaining steps. Raises EngineUnavailable if the last chunk had no finish."""
@@ -65,7 +65,7 @@ class Call(Protocol):
     def completion(self) -> Completion: ...
 
 
-def clamped(sampling: SamplingParams, share: Share) -> SamplingParams:
+def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
     """Return the sampling, limited to the tokens left: other calls may have used tokens up while this call waited for
     its share."""
     if sampling.max_tokens <= share.unsampled:

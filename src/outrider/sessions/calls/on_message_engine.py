@@ -21,7 +21,7 @@ from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
-from outrider.sessions.calls.token_allowance import Share
+from outrider.sessions.calls.token_allowance import TokenShare
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.tokens.tree.request_index import parse_messages
 from outrider.tokens.tree.stored_turns import StoredRequest, cannot_go_on, check_complete
@@ -72,11 +72,11 @@ class MessageCall:
         self._overdue = overdue
         self._received = time.time()
         self._first_token: float | None = None
-        self._share: Share
+        self._share: TokenShare
         self._generation: PoolReply[ChatChunk]
         self._last: ChatChunk | None = None
 
-    def start(self, share: Share) -> PoolReply[ChatChunk]:
+    def start(self, share: TokenShare) -> PoolReply[ChatChunk]:
         self._share = share
         self._sampling = clamped(self._sampling, share)
         self._generation = self._backend.pool.chat(
@@ -179,7 +179,7 @@ class MessageCall:
         )
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a captured turn among its session's turns."""
 
     index: int
@@ -227,7 +227,7 @@ class CapturedTurns:
         opening: ConversationStart = NOTHING,
         messages: Sequence[Message] = (),
         reply: Message | None = None,
-    ) -> Placement:
+    ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
         messages. Requests with the same `opening` belong to one conversation. A request that quotes the `reply` of
         another conversation, and has the same first message, continues the quoted conversation with other tools or
@@ -255,7 +255,7 @@ class CapturedTurns:
             cause = ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
             if old.system == opening.system:
                 cause = ForkCause.TOOLS_CHANGED
-            return Placement(
+            return TurnPosition(
                 index=index,
                 parent=parent,
                 join=JoinKind.FORK,
@@ -267,7 +267,7 @@ class CapturedTurns:
                 forked_from=elsewhere,
             )
         if parent is not None:
-            return Placement(
+            return TurnPosition(
                 index=index,
                 parent=parent,
                 join=JoinKind.APPEND,
@@ -279,7 +279,7 @@ class CapturedTurns:
         known = unpack_ids(b"" if before is None else self._ends[before])
         forked = before is not None and bool(prompt)
         cause = ForkCause.HISTORY_REWRITTEN if fitting else ForkCause.CAPTURE_DRIFT
-        return Placement(
+        return TurnPosition(
             index=index,
             parent=None,
             join=JoinKind.FORK if forked else JoinKind.ROOT,

@@ -19,7 +19,7 @@ from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
-from outrider.sessions.calls.token_allowance import Share
+from outrider.sessions.calls.token_allowance import TokenShare
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
@@ -64,13 +64,13 @@ class TokenCall:
         self._logprobs: list[float] = []
         self._last: Chunk | None = None
         self._drift = 0
-        self._share: Share
+        self._share: TokenShare
         self._generation: PoolReply[Chunk]
         self._stream: ReplyStream
         self._reply = Message(role=Role.ASSISTANT)
         self._malformed = 0
 
-    def start(self, share: Share) -> PoolReply[Chunk]:
+    def start(self, share: TokenShare) -> PoolReply[Chunk]:
         self._share = share
         self._sampling = clamped(self._sampling, share)
         renderer = self._backend.renderer

@@ -48,7 +48,7 @@ class Allowance:
         """Count the tokens sampled by calls of an earlier node. Call this before any call."""
         self.sampled = self._take_free(sampled)
 
-    async def share(self, promised: int) -> Share:
+    async def share(self, promised: int) -> TokenShare:
         """Return the share of one call, for a `with` block: at least `promised` tokens, or all free tokens when no
         other call runs. Calls are served in the order they came. Raises LimitReached when all tokens are sampled."""
         async with self._queue:
@@ -58,9 +58,9 @@ class Allowance:
             if not self._free:
                 raise LimitReached(StopReason.MAX_TOKENS, self._model)
             self._running += 1
-            return Share(self, self._take_free(promised))
+            return TokenShare(self, self._take_free(promised))
 
-    def draw(self, share: Share, tokens: int) -> int:
+    def draw(self, share: TokenShare, tokens: int) -> int:
         """Take up to `tokens` sampled tokens for a share. Returns how many count."""
         if tokens <= share.promised:
             share.promised -= tokens
@@ -72,7 +72,7 @@ class Allowance:
         self.sampled += taken
         return taken
 
-    def give_back(self, share: Share) -> None:
+    def give_back(self, share: TokenShare) -> None:
         """Return a share's unused tokens after the end of its call."""
         self._running -= 1
         self._free += share.promised
@@ -84,7 +84,7 @@ class Allowance:
         return taken
 
 
-class Share:
+class TokenShare:
     """One call's share of the allowance. `promised` is the number of promised tokens that are left."""
 
     def __init__(self, allowance: Allowance, promised: int) -> None:

@@ -12,7 +12,7 @@ import os
 import posixpath
 
 from outrider.runtimes.base import PatchConflict
-from outrider.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MODE, Conflict, Entry, plan_patch
+from outrider.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MODE, PatchEntry, PatchRefused, plan_patch
 
 
 class MemoryFiles:
@@ -79,18 +79,18 @@ class MemoryFiles:
         """Apply a diff to the files below a folder, as defined by `Runtime.patch`. Raises PatchConflict, and
         OSError."""
 
-        def look(path: str) -> Entry | None:
+        def look(path: str) -> PatchEntry | None:
             place = posixpath.join(folder, path)
             if self.is_folder(place):
-                raise Conflict(f"{path}: not a regular file")
-            return Entry(PLAIN_MODE, self.read(place)) if self.is_file(place) else None
+                raise PatchRefused(f"{path}: not a regular file")
+            return PatchEntry(PLAIN_MODE, self.read(place)) if self.is_file(place) else None
 
         try:
             changes = plan_patch(text, look)
             for path, entry in changes.items():
                 if entry is not None and entry.mode == LINK_MODE:
-                    raise Conflict(f"{path}: there are no symbolic links in memory")
-        except Conflict as conflict:
+                    raise PatchRefused(f"{path}: there are no symbolic links in memory")
+        except PatchRefused as conflict:
             raise PatchConflict(str(conflict)) from None
         for path in [path for path, entry in changes.items() if entry is None]:
             self.remove(posixpath.join(folder, path))

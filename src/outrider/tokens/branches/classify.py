@@ -208,7 +208,7 @@ class Signals:
         return None if used == turn.index or turn.index in self.session.continued else used
 
 
-class Rule(msgspec.Struct, frozen=True):
+class BranchRule(msgspec.Struct, frozen=True):
     """A rule as docs/branches.md prints it; `kind` is the resulting kind of a segment or a turn."""
 
     name: str
@@ -217,22 +217,22 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 RULES = (
-    Rule("main", "main", "of a step's conversations, the one that does its work"),
-    Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
-    Rule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
-    Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
-    Rule("no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies"),
-    Rule("own agent", "subagent", "the client names another agent than for its other calls"),
-    Rule("spawned", "subagent", "it begins with what an earlier tool call was given"),
-    Rule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
-    Rule("other", "subagent", "a conversation of its own that is none of these works by itself"),
+    BranchRule("main", "main", "of a step's conversations, the one that does its work"),
+    BranchRule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
+    BranchRule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
+    BranchRule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
+    BranchRule("no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies"),
+    BranchRule("own agent", "subagent", "the client names another agent than for its other calls"),
+    BranchRule("spawned", "subagent", "it begins with what an earlier tool call was given"),
+    BranchRule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
+    BranchRule("other", "subagent", "a conversation of its own that is none of these works by itself"),
 )
 """Rules for segments, in the order of `_decide_segment`; the first match decides."""
 
 TURN_RULES = (
-    Rule("cut off", "aborted", "the agent never saw the answer"),
-    Rule("asked again", "retry", "the agent went on with another answer to the same request"),
-    Rule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
+    BranchRule("cut off", "aborted", "the agent never saw the answer"),
+    BranchRule("asked again", "retry", "the agent went on with another answer to the same request"),
+    BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
 """Rules for single turns, in the order of `lineages`, before the rules for their segments; the first match decides."""
 

@@ -32,7 +32,7 @@ class ReplyPart(msgspec.Struct, frozen=True):
 NOTHING = ReplyPart("", "")
 
 
-class Reply(msgspec.Struct, frozen=True):
+class FinishedReply(msgspec.Struct, frozen=True):
     """A finished reply. `malformed` is the number of unparsable tool calls, which became text. `rest` is the part of
     the reply not yet returned by `push`."""
 
@@ -110,7 +110,7 @@ class ReplyStream:
             self._pending += self._decoder.push(ids)
         return self._drain(final=False)
 
-    def finish(self) -> Reply:
+    def finish(self) -> FinishedReply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
             # A family without markup is not streamed: the reply is the output of its parser.
@@ -124,7 +124,7 @@ class ReplyStream:
                 reasoning=parsed.reasoning or None,
                 tool_calls=self._named(parsed.calls) if self._tools else (),
             )
-            return Reply(message, len(parsed.malformed), ReplyPart(content, parsed.reasoning or ""))
+            return FinishedReply(message, len(parsed.malformed), ReplyPart(content, parsed.reasoning or ""))
         drained = self._drain(final=True)
         calls: tuple[ToolCall, ...] = ()
         malformed, left = 0, ""
@@ -144,7 +144,7 @@ class ReplyStream:
             tool_calls=calls,
         )
         rest = ReplyPart(drained.text + flushed.text, drained.reasoning + flushed.reasoning)
-        return Reply(message, malformed, rest)
+        return FinishedReply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
         """Split the held text into calls and the text around them. A call whose beginning was already shown as text

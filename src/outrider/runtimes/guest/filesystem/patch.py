@@ -29,11 +29,11 @@ LINE_SHOWN = 80
 """Maximum number of bytes of a line quoted in an error."""
 
 
-class Conflict(Exception):
+class PatchRefused(Exception):
     """The reason why a patch cannot be applied, with the file and the hunk."""
 
 
-class Entry:
+class PatchEntry:
     """A file or symbolic link: its mode in git's form, and its content or target."""
 
     def __init__(self, mode: int, data: bytes) -> None:
@@ -70,12 +70,12 @@ class FilePatch:
         self.hunks: list[Hunk] = []
 
 
-def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, Entry | None]:
+def plan_patch(text: bytes, look: Callable[[str], PatchEntry | None]) -> dict[str, PatchEntry | None]:
     """Return the new entry of each path, None for a file to be deleted. `look` returns the current entry. Raises
     Conflict."""
     patches = read_patch(text)
     if not patches:
-        raise Conflict("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
+        raise PatchRefused("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
     return Planner(patches, look).after
 
 
@@ -85,14 +85,14 @@ class Planner:
     The source of a rename or copy is the file as it was before the whole diff: renames may go round in a circle.
     """
 
-    def __init__(self, patches: list[FilePatch], look: Callable[[str], Entry | None]) -> None:
+    def __init__(self, patches: list[FilePatch], look: Callable[[str], PatchEntry | None]) -> None:
         self.look = look
-        self.after: dict[str, Entry | None] = {}
+        self.after: dict[str, PatchEntry | None] = {}
         self.leaving = {one.old for one in patches if one.old != one.new and not one.copied}
         for one in patches:
             self.apply(one)
 
-    def now(self, path: str) -> Entry | None:
+    def now(self, path: str) -> PatchEntry | None:
         return self.after[path] if path in self.after else self.look(path)
 
     def apply(self, one: FilePatch) -> None:
@@ -100,16 +100,16 @@ class Planner:
         before = None if one.old is None else self.look(one.old) if moved else self.now(one.old)
         created = one.created or (one.maybe_created and before is None)
         if before is None and not created:
-            raise Conflict(f"{one.old}: there is no such file")
+            raise PatchRefused(f"{one.old}: there is no such file")
         if one.new is not None and (created or moved) and self.taken(one.new):
-            raise Conflict(f"{one.new}: there is such a file already")
+            raise PatchRefused(f"{one.new}: there is such a file already")
         data = patched(one.new or one.old or "", before.data if before else b"", one.hunks)
         if one.new is None and data:
-            raise Conflict(f"{one.old}: the patch deletes the file, but not all that is in it")
+            raise PatchRefused(f"{one.old}: the patch deletes the file, but not all that is in it")
         if one.old is not None and one.old != one.new and not one.copied and self.after.get(one.old) is None:
             self.after[one.old] = None
         if one.new is not None:
-            self.after[one.new] = Entry(one.mode or (before.mode if before else PLAIN_MODE), data)
+            self.after[one.new] = PatchEntry(one.mode or (before.mode if before else PLAIN_MODE), data)
 
     def taken(self, path: str) -> bool:
         """Return whether the path has a file that no later part of the diff moves away."""
@@ -131,7 +131,7 @@ def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
     for number, hunk in enumerate(hunks, 1):
         at = hunk_place(hunk, lines, fresh)
         if at < 0:
-            raise Conflict(
+            raise PatchRefused(
                 f"{name}: hunk {number} (@@ -{hunk.old_start} +{hunk.new_start} @@) does not apply: "
                 + why_not_there(hunk, lines)
             )
@@ -200,7 +200,9 @@ def read_patch(text: bytes) -> list[FilePatch]:
             reader.hunks(one)
             found.append(one)
         elif reader.here(b"@@ -") and hunk_header(reader.lines[reader.at]):
-            raise Conflict(f"line {reader.at + 1} of the patch: a hunk without lines --- and +++ that name its file")
+            raise PatchRefused(
+                f"line {reader.at + 1} of the patch: a hunk without lines --- and +++ that name its file"
+            )
         else:
             reader.at += 1
     return found
@@ -216,8 +218,8 @@ class PatchReader:
     def here(self, start: bytes, ahead: int = 0) -> bool:
         return self.at + ahead < len(self.lines) and self.lines[self.at + ahead].startswith(start)
 
-    def broken(self, what: str) -> Conflict:
-        return Conflict(f"line {self.at + 1} of the patch: {what}")
+    def broken(self, what: str) -> PatchRefused:
+        return PatchRefused(f"line {self.at + 1} of the patch: {what}")
 
     def git_file(self) -> FilePatch:
         one = FilePatch()
@@ -375,7 +377,7 @@ def stripped_names(old: str | None, new: str | None) -> tuple[str | None, str | 
 
 def safe_name(name: str) -> str:
     if not name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
-        raise Conflict(f"{name}: a patch may only name files below its folder")
+        raise PatchRefused(f"{name}: a patch may only name files below its folder")
     return name
 
 
@@ -385,7 +387,7 @@ def patched_files(folder: str, text: bytes, size: int) -> bytes:
     try:
         changes = plan_patch(text, lambda path: entry_at(folder, path, size))
         put_in_place(folder, changes)
-    except Conflict as conflict:
+    except PatchRefused as conflict:
         return b"-" + str(conflict).encode("utf-8", "backslashreplace")
     except OSError as error:
         where = str(error.filename or folder)
@@ -393,13 +395,15 @@ def patched_files(folder: str, text: bytes, size: int) -> bytes:
     return b"+" + "\0".join(changes).encode("utf-8", "surrogateescape")
 
 
-def entry_at(folder: str, path: str, size: int) -> Entry | None:
+def entry_at(folder: str, path: str, size: int) -> PatchEntry | None:
     """Return the entry at a path, None if there is nothing. As with git, a link among the path's folders is not
     followed. Raises Conflict."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         if is_link(folder + "/" + "/".join(parts[:count])):
-            raise Conflict(f"{path}: {'/'.join(parts[:count])} is a symbolic link, which a patch does not go through")
+            raise PatchRefused(
+                f"{path}: {'/'.join(parts[:count])} is a symbolic link, which a patch does not go through"
+            )
     place = folder + "/" + path
     try:
         status = posix.lstat(place)
@@ -407,16 +411,16 @@ def entry_at(folder: str, path: str, size: int) -> Entry | None:
         return None
     kind = status.st_mode & 0o170000
     if kind == 0o120000:
-        return Entry(LINK_MODE, posix.readlink(place).encode("utf-8", "surrogateescape"))
+        return PatchEntry(LINK_MODE, posix.readlink(place).encode("utf-8", "surrogateescape"))
     if kind != 0o100000:
-        raise Conflict(f"{path}: not a regular file")
+        raise PatchRefused(f"{path}: not a regular file")
     if status.st_size > size:
-        raise Conflict(f"{path}: larger than {size} bytes")
+        raise PatchRefused(f"{path}: larger than {size} bytes")
     with open(place, "rb") as file:
-        return Entry(0o100755 if status.st_mode & 0o100 else 0o100644, file.read())
+        return PatchEntry(0o100755 if status.st_mode & 0o100 else 0o100644, file.read())
 
 
-def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
+def put_in_place(folder: str, changes: dict[str, PatchEntry | None]) -> None:
     """Write the new contents beside the old files, move the old files aside, move the new ones in, and only then delete
     the old ones. All steps that can fail for lack of space come first, and each step can be undone. Raises OSError."""
     token = posix.urandom(4).hex()
@@ -474,7 +478,7 @@ def move(source: str, target: str, renames: list[tuple[str, str]]) -> None:
     renames.append((source, target))
 
 
-def write_entry(place: str, entry: Entry, like: str) -> None:
+def write_entry(place: str, entry: PatchEntry, like: str) -> None:
     """Write a new file. The mode in git's diff only sets whether the file is executable. The rest is the mode of the
     replaced file at `like`, and 644 without one."""
     if entry.mode == LINK_MODE:

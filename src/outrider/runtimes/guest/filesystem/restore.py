@@ -149,7 +149,7 @@ def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
         posix._exit(code)
 
 
-class Root:
+class RestoredRoot:
     """One root: its name, and a descriptor of the folder above, opened before any file of the archive could redirect
     the path."""
 
@@ -180,7 +180,7 @@ class RestoredRoots:
     """The roots by their names in the archive: first emptied, then filled member by member."""
 
     def __init__(self, roots: list[list[str]], limit: int) -> None:
-        self.roots = {name: Root(path) for path, name in roots}
+        self.roots = {name: RestoredRoot(path) for path, name in roots}
         for place in self.roots.values():
             place.empty()
         self.left = limit

@@ -56,7 +56,7 @@ WHY_MAX = 2000
 """Maximum bytes kept of the output of an interpreter that did not start."""
 
 
-class Shell:
+class LiveShell:
     """A live shell: one program that takes one input at a time. Output between two inputs is shown with the next
     input's.
 
@@ -275,7 +275,7 @@ class Bash:
     marker, number 0, is not output.
     """
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
         self.token = b""
         self.pending = bytearray()
@@ -403,7 +403,7 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 class Interpreter:
     """A live Python or IPython. Output comes on one pipe, and a frame at the end of each input on another."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
         self.results = -1
         self.frames = bytearray()
