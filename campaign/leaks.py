@@ -15,7 +15,7 @@ from campaign.checks import Finding, Harm
 from campaign.nursery import descendants
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError
-from outrider.nodes import elsewhere
+from outrider.nodes import joined_settings
 from outrider.runtimes.kernel import cgroups, process_marks
 from outrider.runtimes.node_host import PREFIX
 
@@ -87,7 +87,7 @@ async def _held(client: AsyncClient, homes: Collection[Home]) -> list[str]:
 def _sandboxes(home: Home) -> list[str]:
     found = []
     folders = sorted(home.temporary.iterdir())
-    copies = [folder for folder in folders if folder.name.startswith(elsewhere.PREFIX)]
+    copies = [folder for folder in folders if folder.name.startswith(joined_settings.PREFIX)]
     if (len(folders) - len(copies), len(copies)) != (home.nodes, home.nodes * home.joined):
         found.append(f"the folders {', '.join(folder.name for folder in folders)} in {home.temporary}")
     for folder in folders:

@@ -2,7 +2,7 @@
 
 `install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
 offset, and a COMMIT of SQLite first waits. Both are set from outside, in a file that the processes share; a process
-that has not called `Knobs.obey` sees the true time and the true disk. Nothing else of the service is touched.
+that has not called `Knobs.apply_state` sees the true time and the true disk. Nothing else of the service is touched.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Knobs:
     def chunk_seconds(self, seconds: float) -> None:
         _NUMBER.pack_into(self._shared, _CHUNK, seconds)
 
-    def obey(self) -> None:
+    def apply_state(self) -> None:
         """Let this process follow these numbers from now on."""
         _OBEYED.append(self)
 

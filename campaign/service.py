@@ -41,7 +41,7 @@ def main(folder: str, port: str, engine: str, store: str, processes: str, elsewh
     reach the engine."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
-    Knobs(Path(folder) / "knobs").obey()
+    Knobs(Path(folder) / "knobs").apply_state()
     if elsewhere:
         setattr(joined, "host_id", lambda: "another machine than theirs")  # noqa: B010  # mypy knows no such name there
     config = Config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -270,6 +271,15 @@ RULES: dict[Callable[[Module], Iterator[str]], str] = {
 def test_the_package_keeps(rule: Callable[[Module], Iterator[str]]) -> None:
     broken = [line for module in package().values() for line in rule(module)]
     assert not broken, "\n" + "\n".join(broken)
+
+
+def test_a_public_class_name_stands_once() -> None:
+    places = defaultdict(list)
+    for module in package().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module.at(node, node.name))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 @pytest.mark.parametrize(("rule", "source"), RULES.items(), ids=lambda value: getattr(value, "__name__", ""))

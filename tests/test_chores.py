@@ -216,7 +216,7 @@ OTHER_TASKS = {
     "nodes/ray_machines.py": "the machines of one command",
     "nodes/remote_node.py": "one connection of a node",
     "nodes/resumable.py": "one connection",
-    "nodes/service_end.py": "one connection to the service",
+    "nodes/service_proxy.py": "one connection to the service",
     "relay/worker.py": "the trainer's process",
     "runtimes/tool_server/archive_download.py": "one download",
     "sampling.py": "the trainer's process",

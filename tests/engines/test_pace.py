@@ -242,9 +242,9 @@ async def test_a_follower_takes_the_pace_over_unless_it_knows_it() -> None:
         await leader.add_engine(engine())
         [state] = leader.state().engines
         await follower.adopt(state, engine())
-        follower.obey(msgspec.structs.replace(state, pace=SLOW))
+        follower.apply_state(msgspec.structs.replace(state, pace=SLOW))
         assert follower.uses()["a"].pace == SLOW
-        follower.obey(msgspec.structs.replace(state, pace=msgspec.structs.replace(SLOW, per_token=2.0)))
+        follower.apply_state(msgspec.structs.replace(state, pace=msgspec.structs.replace(SLOW, per_token=2.0)))
         assert follower.uses()["a"].pace == SLOW
 
 

@@ -288,8 +288,8 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
         await pass_time(2.0)  # less than eight times what it usually takes
         call.task.cancel()
         await asyncio.wait([call.task])
-        [doubt] = call.overdue.doubts
-        settled = asyncio.ensure_future(doubt())
+        [check_engine] = call.overdue.pending_checks
+        settled = asyncio.ensure_future(check_engine())
         await until(settled.done)
         if hangs:
             with pytest.raises(EngineUnavailable, match="one token"):
@@ -334,11 +334,11 @@ async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) ->
         call.task.cancel()
         await asyncio.wait([call.task])
         if stops:
-            assert call.overdue.doubts == []
+            assert call.overdue.pending_checks == []
             return
-        [doubt] = call.overdue.doubts
+        [check_engine] = call.overdue.pending_checks
         with pytest.raises(EngineSilent, match="given up"):
-            await doubt()
+            await check_engine()
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -362,8 +362,8 @@ async def test_calls_given_up_in_a_row_are_one_wait_until_something_is_given(giv
                 answered = Call(pool, "s", overdue=overdue)
                 await until(answered.task.done)
         at_fault = 0
-        for doubt in overdue.doubts:
-            settled = asyncio.ensure_future(doubt())
+        for check_engine in overdue.pending_checks:
+            settled = asyncio.ensure_future(check_engine())
             await until(settled.done)
             at_fault += settled.exception() is not None
         assert (at_fault > 0) is not given
@@ -378,9 +378,9 @@ async def test_a_call_given_up_when_it_was_overdue_is_the_engines_fault() -> Non
         await pass_time(LIMITS.least + 3)
         call.task.cancel()
         await asyncio.wait([call.task])
-        [doubt] = call.overdue.doubts
+        [check_engine] = call.overdue.pending_checks
         with pytest.raises(EngineSilent, match="given up"):
-            await doubt()
+            await check_engine()
 
 
 def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:

@@ -18,7 +18,7 @@ from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
 from outrider.errors import EngineSilent, EngineUnavailable
-from outrider.nodes.service_end import ForwardedEngine
+from outrider.nodes.service_proxy import ForwardedEngine
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import FinishReason
 from support.clock import pass_time
@@ -172,8 +172,8 @@ async def test_a_call_given_up_on_a_relay_that_hangs_is_doubted_though_its_worke
         await pass_time(4.0)
         call.task.cancel()
         await asyncio.wait([call.task])
-        [doubt] = call.overdue.doubts
-        settled = asyncio.ensure_future(doubt())
+        [check_engine] = call.overdue.pending_checks
+        settled = asyncio.ensure_future(check_engine())
         await until(settled.done)
         with pytest.raises(EngineUnavailable, match="one token"):
             await settled
@@ -234,8 +234,8 @@ async def test_a_session_that_starves_itself_is_not_overdue() -> None:
         calls[-1].task.cancel()
         await answered(*calls[:-1])
         assert overdue.seconds() == 0
-        for doubt in overdue.doubts:
-            await doubt()
+        for check_engine in overdue.pending_checks:
+            await check_engine()
 
 
 async def test_a_session_behind_calls_of_others_is_overdue() -> None:
@@ -263,8 +263,8 @@ async def test_time_after_a_call_was_given_up_is_no_silence() -> None:
         call.task.cancel()
         await asyncio.wait([call.task])
         await pass_time(120)  # in which the agent works, and nobody asks the engine for anything
-        [doubt] = call.overdue.doubts
-        settled = asyncio.ensure_future(doubt())
+        [check_engine] = call.overdue.pending_checks
+        settled = asyncio.ensure_future(check_engine())
         await until(settled.done)
         await settled
 
@@ -282,9 +282,9 @@ async def test_an_engine_that_hung_for_a_while_is_known_for_it_later() -> None:
         await pass_time(8)
         a.revive()
         await pass_time(60)
-        [doubt] = call.overdue.doubts
+        [check_engine] = call.overdue.pending_checks
         with pytest.raises(EngineSilent, match="given up"):
-            await doubt()
+            await check_engine()
 
 
 @pytest.mark.parametrize("mode", ["abort", "finish"])
@@ -339,9 +339,9 @@ async def test_nothing_waits_for_the_answer_of_an_engine_that_is_removed(leave: 
         began = asyncio.get_running_loop().time()
         if leave == "remove":
             await pool.remove("a")
-            [doubt] = call.overdue.doubts
+            [check_engine] = call.overdue.pending_checks
             with pytest.raises(EngineUnavailable):
-                await doubt()
+                await check_engine()
     assert asyncio.get_running_loop().time() - began < 5
 
 
@@ -361,7 +361,7 @@ async def test_a_follower_that_doubts_a_frozen_engine_does_not_keep_others_from_
         await pool.add_engine(a)
         await known(pool)
         a.hang()
-        pool.doubt("a")
+        pool.check_engine("a")
         await pool.add_engine(b)
         call = Call(pool, "s")
         await until(lambda: not pool.status()[0].ok, 60 + LIMITS.least + LIMITS.check + 10)

@@ -260,14 +260,14 @@ async def test_the_wait_of_an_answer_is_spent_aside(outcome: Callable[[Evaluator
     begun = list[str]()
 
     @asynccontextmanager
-    async def aside() -> AsyncIterator[None]:
+    async def off_the_clock() -> AsyncIterator[None]:
         begun.append("aside")
         yield
 
     spec = EvaluatorSpec(kind="math", options={"gold": "5", "seconds": 0.3})
     for reply, times in (("\\boxed{5}", 0), (hanging(0), 1)):
         said = (Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content=reply))
-        graded = msgspec.structs.replace(outcome(spec), transcript=said, host=host, aside=aside)
+        graded = msgspec.structs.replace(outcome(spec), transcript=said, host=host, off_the_clock=off_the_clock)
         assert (await make_evaluator(spec).evaluate(graded)).reward == 1.0 - times
         assert len(begun) == times
 

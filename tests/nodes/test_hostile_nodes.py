@@ -30,7 +30,7 @@ from outrider.nodes.messages import (
     AbortForwarded,
     AddTurn,
     CallReply,
-    Doubt,
+    CheckEngine,
     ForwardGeneration,
     Gate,
     Generated,
@@ -284,7 +284,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         lambda told: [Gate(model="other", report=GateReport(closings=0, in_flight=0, whole=0))],
         "a model that the service does not have",
     ),
-    "a doubt of no model": (lambda told: [Doubt(model="other", engine="e")], "a model that"),
+    "a doubt of no model": (lambda told: [CheckEngine(model="other", engine="e")], "a model that"),
     "a report that cannot be": (lambda told: [report(-5)], "cannot be"),
     "a report with room without end": (lambda told: [report(1 << 40)], "cannot be"),
     "a prompt with a negative id": (
@@ -303,7 +303,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         lambda told: [ForwardGeneration(generation=0, model=None, engine="e")],
         "neither of ids",
     ),
-    "a name without end": (lambda told: [Doubt(model=None, engine="x" * 1000)], "no message"),
+    "a name without end": (lambda told: [CheckEngine(model=None, engine="x" * 1000)], "no message"),
     "more outlived than any": (
         lambda told: [Ready(outlived={f"s-{number}": 1 for number in range(5000)})],
         "no message",
@@ -319,7 +319,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     ),
     "deep values in few bytes": (lambda told: [DEEP], "no message"),
     "text that is no UTF-8": (
-        lambda told: [encode(Doubt(model=None, engine="xy")).replace(b"xy", b"\xff\xfe")],
+        lambda told: [encode(CheckEngine(model=None, engine="xy")).replace(b"xy", b"\xff\xfe")],
         "no me",
     ),
 }
@@ -618,7 +618,7 @@ def honest_words(told: Told) -> list[dict[str, Any]]:
         report(),
         Ready(),
         Gate(model=None, report=GateReport(closings=0, in_flight=0, whole=0)),
-        Doubt(model=None, engine="e"),
+        CheckEngine(model=None, engine="e"),
         SetState(call=0, state=SessionState.READY, **told.ids),
         KeepArtifact(call=0, data=b"x", **told.ids),
         KeepIndex(call=0, listed=ArtifactList(session_id="", attempt=1, artifacts=(), left_out=()), **told.ids),

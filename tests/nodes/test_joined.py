@@ -22,12 +22,12 @@ from outrider.engines.relay.messages import Close, encode
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
-from outrider.nodes.elsewhere import PREFIX, _copies, own_folder, setup_elsewhere
+from outrider.nodes.joined_settings import PREFIX, _copies, own_folder, settings_for_node
 from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
+from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.nodes.resumable import HEADER
-from outrider.nodes.telling import PoolPublisher
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from support.relay import CuttingProxy
@@ -161,7 +161,7 @@ def test_a_node_elsewhere_is_told_no_secret_and_gets_the_tokenizer(tokenizer: Pa
             "frozen": [{"name": "judge", "engines": [{"kind": "vllm", "url": "http://127.0.0.1:1/hidden"}]}],
         }
     )
-    setup = setup_elsewhere(config, "far", CAPACITY)
+    setup = settings_for_node(config, "far", CAPACITY)
     assert b"hidden" not in setup.config
     assert setup.folders[str(tokenizer)]["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
 

@@ -21,7 +21,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.nodes import processes, remote_node, spawning, telling
+from outrider.nodes import pool_publisher, processes, remote_node, spawning
 from outrider.schemas import GroupView, SessionView
 from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
@@ -410,7 +410,7 @@ async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(st
             async with asyncio.timeout(30):
                 while sum(status.sessions for status in running.service.engines()) <= number:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(4 * telling.LOADS_SECONDS)  # until all processes know it
+            await asyncio.sleep(4 * pool_publisher.LOADS_SECONDS)  # until all processes know it
             assert max(status.sessions for status in running.service.engines()) <= number // 4 + 1
         for number in range(16):
             running.open(f"done-{number}")

@@ -198,7 +198,7 @@ class WaitsForAnother:
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         if self._spec.options["waits"]:
-            async with outcome.aside():
+            async with outcome.off_the_clock():
                 await self.others.wait()
                 await asyncio.sleep(self._spec.seconds + 0.1)
         self.others.set()

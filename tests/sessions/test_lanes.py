@@ -132,7 +132,7 @@ async def test_a_session_that_steps_aside_leaves_its_slot_to_others_and_is_the_n
     async def grade(name: str, *, waits: bool) -> None:
         async with HeldSlot(lane, priority=0 if waits else 1000) as place:
             if waits:
-                async with place.aside():
+                async with place.off_the_clock():
                     await line_moves.wait()
             served.append(name)
             line_moves.set()
@@ -151,7 +151,7 @@ async def test_no_slot_is_kept_by_what_is_cancelled_aside_or_comes_back_too_late
     back = asyncio.Event()
 
     async def away(place: HeldSlot) -> None:
-        async with place.aside():
+        async with place.off_the_clock():
             await back.wait()
 
     async def session() -> None:

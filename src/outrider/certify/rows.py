@@ -79,7 +79,7 @@ DONE = ScriptedStep(text="All done.")
 ROWS = (
     CertificationRow(
         name="three-turns",
-        what="write a file, read it, say so",
+        what="write a file, read it, and report it",
         steps=(
             ScriptedStep(text="I will write the file.", actions=(WRITE_HELLO,)),
             ScriptedStep(actions=(READ_HELLO,)),
@@ -88,7 +88,7 @@ ROWS = (
     ),
     CertificationRow(
         name="streaming",
-        what="the first word reaches the program before the reply is over",
+        what="receive the first word before the reply is over",
         steps=(
             ScriptedStep(
                 text=f"{FIRST_WORD} is what I say first, then I write the file.", actions=(WRITE_HELLO,), stall=True
@@ -99,7 +99,7 @@ ROWS = (
     ),
     CertificationRow(
         name="reasoning",
-        what="thinking before the text and before a call",
+        what="accept thinking before the text and before a call",
         steps=(
             ScriptedStep(think="First write,\nthen look.", text="Writing.", actions=(WRITE_HELLO,)),
             ScriptedStep(think="Now look.", actions=(READ_HELLO,)),
@@ -108,7 +108,7 @@ ROWS = (
     ),
     CertificationRow(
         name="json-spacing",
-        what="calls whose JSON has odd spaces and line breaks",
+        what="accept calls whose JSON has odd spaces and line breaks",
         steps=(
             ScriptedStep(actions=(WRITE_HELLO,), style="spaced"),
             ScriptedStep(text="And again.", actions=(READ_HELLO,), style="spaced"),
@@ -117,7 +117,7 @@ ROWS = (
     ),
     CertificationRow(
         name="unicode",
-        what="accents, other scripts and emoji in text, calls and results; escaped in JSON and not",
+        what="accept accents, other scripts and emoji in text, calls and results, escaped in JSON and not",
         steps=(
             ScriptedStep(
                 text=f"I write {ACCENTS}.",
@@ -132,7 +132,7 @@ ROWS = (
     ),
     CertificationRow(
         name="whitespace",
-        what="text that begins and ends with blanks and empty lines",
+        what="accept text that begins and ends with blanks and empty lines",
         steps=(
             ScriptedStep(text="  Two blanks before, three after.   ", actions=(WRITE_HELLO,)),
             ScriptedStep(
@@ -144,7 +144,7 @@ ROWS = (
     ),
     CertificationRow(
         name="long-output",
-        what="a result of 190 kB and a reply of 20 kB",
+        what="accept a result of 190 kB and a reply of 20 kB",
         steps=(
             ScriptedStep(actions=(WRITE_HELLO,)),
             ScriptedStep(actions=(ModelAction(command="cat long.txt", read="long.txt"),)),
@@ -155,7 +155,7 @@ ROWS = (
     ),
     CertificationRow(
         name="parallel-calls",
-        what="two calls in one reply",
+        what="run two calls of one reply",
         steps=(
             ScriptedStep(text="Both at once.", actions=(WRITE_HELLO, WRITE_TWO)),
             ScriptedStep(actions=(READ_TWO,)),
@@ -165,7 +165,7 @@ ROWS = (
     ),
     CertificationRow(
         name="tool-error",
-        what="a command that fails and one that does not exist",
+        what="run a command that fails and one that does not exist",
         steps=(
             ScriptedStep(
                 actions=(
@@ -180,7 +180,7 @@ ROWS = (
     ),
     CertificationRow(
         name="unknown-tool",
-        what="a call of a tool that the harness does not have",
+        what="handle a call of a tool that the harness does not have",
         steps=(
             ScriptedStep(actions=(WRITE_HELLO,)),
             ScriptedStep(raw='<tool_call>\n{"name": "no_such_tool", "arguments": {"x": 1}}\n</tool_call>'),
@@ -189,7 +189,7 @@ ROWS = (
     ),
     CertificationRow(
         name="malformed-call",
-        what="a call whose JSON breaks off: the harness is given it as text",
+        what="handle a call whose JSON breaks off, which the harness gets as text",
         steps=(
             ScriptedStep(actions=(WRITE_HELLO,)),
             ScriptedStep(
@@ -202,7 +202,7 @@ ROWS = (
     ),
     CertificationRow(
         name="sub-agent",
-        what="an agent of the harness's own does a part",
+        what="let a sub-agent of its own do a part",
         steps=(
             ScriptedStep(actions=(WRITE_HELLO,)),
             ScriptedStep(text="A helper shall do it.", subagent="Write helped.txt."),

@@ -168,7 +168,7 @@ def _cluster(
     """Return the work that joins with all machines of a Ray cluster."""
 
     async def work(stop: Stop) -> None:
-        from outrider.nodes.elsewhere import OWN
+        from outrider.nodes.joined_settings import OWN
         from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
         fleet = RayFleet(

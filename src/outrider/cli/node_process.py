@@ -29,7 +29,7 @@ from outrider.engines.relay.messages import encode
 from outrider.errors import OutriderError
 from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, LeaveService, NodeSetup, Ready
 from outrider.nodes.pipe import Pipe
-from outrider.nodes.service_end import ServiceProxy
+from outrider.nodes.service_proxy import ServiceProxy
 from outrider.nodes.spawning import END_SECONDS
 from outrider.rootfs.store import ImageStore
 
@@ -103,7 +103,7 @@ class Starter:
         """Report that the process will never get work."""
         await self._tell(Ready(error=error.record()))
 
-    async def hear(self) -> None:
+    async def read_orders(self) -> None:
         """Return when the program hangs up, or orders this process to leave before any work has begun."""
         with suppress(Disconnected):
             while True:
@@ -131,7 +131,7 @@ async def _join(join: Join, starter: Starter) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
         lives = [
-            tasks.create_task(starter.hear(), name="starter"),
+            tasks.create_task(starter.read_orders(), name="starter"),
             tasks.create_task(_work_elsewhere(join, starter), name="node"),
             tasks.create_task(starter.ending.wait(), name="signal"),
         ]
@@ -143,7 +143,7 @@ async def _join(join: Join, starter: Starter) -> None:
 
 async def _work_elsewhere(join: Join, starter: Starter) -> None:
     from outrider.nodes.dialling import Dialled
-    from outrider.nodes.elsewhere import setup_here
+    from outrider.nodes.joined_settings import merged_settings
 
     dialled = Dialled(join)
     try:
@@ -151,7 +151,7 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
             await stack.enter_async_context(dialled.open())
             told = TO_NODE.decode(await dialled.socket.receive())
             assert isinstance(told, NodeSetup)
-            setup = await stack.enter_async_context(setup_here(told, join.own))
+            setup = await stack.enter_async_context(merged_settings(told, join.own))
             await _work(setup, dialled.socket, join.url, starter)
     except OutriderError as error:
         await starter.note_failure(error)

@@ -68,13 +68,13 @@ class SessionWait:
 class Overdue:
     """The overdue seconds of one session.
 
-    `doubts` are checks to make before the session's run is judged. Each check raises an OutriderError if an engine or
+    `pending_checks` are made before the session's run is judged. Each check raises an OutriderError if an engine or
     service for which the session waited in vain is at fault.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
-        self.doubts: list[Callable[[], Awaitable[None]]] = []
-        self.in_vain = 0.0
+        self.pending_checks: list[Callable[[], Awaitable[None]]] = []
+        self.given_up_seconds = 0.0
         """Seconds of the calls that the session has given up since an engine last finished a reply."""
         self._clock = clock
         self._open: dict[SessionWait, None] = {}  # in order of their start
@@ -100,8 +100,8 @@ class Overdue:
         """Start another run of the agent. Each run is judged separately."""
         self._before_run = self.seconds()
         self._longest, self._what = 0.0, ""
-        self.doubts.clear()
-        self.in_vain = 0.0
+        self.pending_checks.clear()
+        self.given_up_seconds = 0.0
 
     def in_run(self) -> float:
         """Return the overdue seconds since the agent's run began."""

@@ -104,7 +104,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def stood_still(self) -> float:
+    def stalled_seconds(self) -> float:
         """Return the total seconds of all stalls until now: counted stalls, noted stalls, and a stall that has just
         ended and that the timer has not counted yet."""
         now = time.monotonic() - self._seen - PERIOD

@@ -222,12 +222,12 @@ class RemembersVersions(Protocol):
 
 @runtime_checkable
 class HoldsBack(Protocol):
-    """An engine whose server another process pauses with "abort". From `hold_back` until `go_on` this process sends the
-    server no generation, and gives up generations without a first token: the server would keep these through the pause,
-    and then sample them by new weights over keys and values of the old weights."""
+    """An engine whose server another process pauses with "abort". From `hold_back` until `release` this process sends
+    the server no generation, and gives up generations without a first token: the server would keep these through the
+    pause, and then sample them by new weights over keys and values of the old weights."""
 
     def hold_back(self) -> None: ...
-    def go_on(self) -> None: ...
+    def release(self) -> None: ...
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 
 OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
-"""Type of `Outcome.aside`."""
+"""Type of `Outcome.off_the_clock`."""
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +77,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     its parts.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). Where evaluations wait for each other, tenants
-    take turns, and so do the buckets of each tenant. `aside()` is for a long wait of this kind: during its block the
-    evaluation holds no eval slot, and its time limit stands still.
+    take turns, and so do the buckets of each tenant. `off_the_clock()` is for a long wait of this kind: during its
+    block the evaluation holds no eval slot, and its time limit stands still.
     """
 
     task: TaskSpec
@@ -93,7 +93,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ask_frozen: AskFrozen = no_model
     host: Host | None = None
     bucket: str = ""
-    aside: OffTheClock = nullcontext
+    off_the_clock: OffTheClock = nullcontext
 
 
 class Evaluator(Protocol):

@@ -76,7 +76,9 @@ class MathEvaluator:
             "whole": answer is not None,
         }
         checks = await checks_of(outcome.host, CHECKS)
-        checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
+        checked = await checks.check(
+            request, seconds=self._options.seconds, bucket=outcome.bucket, off_the_clock=outcome.off_the_clock
+        )
         metrics = {"answered": 1.0, "check_seconds": checked.seconds}
         if checked.answer is None:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")

@@ -72,7 +72,9 @@ class ReasoningGymEvaluator:
         marked = said if file is not None else marked_answer(said)
         request = {"entry": self._options.entry, "answer": said if marked is None else marked}
         checks = await checks_of(outcome.host, CHECKS)
-        checked = await checks.check(request, seconds=self._options.seconds, bucket=outcome.bucket, aside=outcome.aside)
+        checked = await checks.check(
+            request, seconds=self._options.seconds, bucket=outcome.bucket, off_the_clock=outcome.off_the_clock
+        )
         metrics = {"answered": float(marked is not None), "check_seconds": checked.seconds}
         result = checked.answer or {"refused": checked.fault}
         if "refused" in result:

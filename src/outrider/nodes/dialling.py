@@ -30,7 +30,7 @@ from outrider.errors import (
     OutriderError,
     Unauthorized,
 )
-from outrider.nodes.elsewhere import host_id
+from outrider.nodes.joined_settings import host_id
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.nodes.resumable import ResumableSocket

@@ -23,11 +23,11 @@ from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
 from outrider.errors import UNREADABLE, ErrorRecord, storable
-from outrider.nodes.elsewhere import host_id, setup_elsewhere
+from outrider.nodes.joined_settings import host_id, settings_for_node
 from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, NodeHello, NodeWelcome
+from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
-from outrider.nodes.telling import PoolPublisher
 from outrider.redaction import redacted
 from outrider.schemas import RefusedNode
 from outrider.sessions.attempt import Node
@@ -48,7 +48,7 @@ class JoinedNodes:
     """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own`
     are the names of the service's own nodes, which joining nodes cannot use."""
 
-    def __init__(self, config: Config, parts: ServiceParts, telling: PoolPublisher, *, own: Collection[str]) -> None:
+    def __init__(self, config: Config, parts: ServiceParts, publisher: PoolPublisher, *, own: Collection[str]) -> None:
         self.added = Feed[Node]()
         """Publishes each node that begins to run attempts."""
         self.removed = Feed[Node]()
@@ -58,7 +58,7 @@ class JoinedNodes:
         self._config = config
         self._version = version("outrider")
         self._parts = parts
-        self._telling = telling
+        self._publisher = publisher
         self._own = own
         self.refused: deque[RefusedNode] = deque(maxlen=MAX_REFUSED)
         """The nodes that were recently cut off for an invalid message."""
@@ -149,19 +149,19 @@ class JoinedNodes:
                 return
             log.info("node %s has joined", node.name)
             member.begun = True
-            self._telling.nodes.append(node)
+            self._publisher.nodes.append(node)
             for model, pool in self._parts.pools.items():  # changes since the node's first message
-                node.tell(model, pool.state())
+                node.send_pool_state(model, pool.state())
             self.added.publish(node)
 
         async def ended() -> None:
-            if node in self._telling.nodes:
-                self._telling.nodes.remove(node)
+            if node in self._publisher.nodes:
+                self._publisher.nodes.remove(node)
                 self.removed.publish(node)
 
         how: object = "the service ends"
         try:
-            setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, capacity)
+            setup = await asyncio.to_thread(settings_for_node, self._config, node.name, capacity)
             socket = member.socket
             end = await node.serve(
                 socket,

@@ -190,7 +190,7 @@ class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
     report: GateReport
 
 
-class Doubt(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
+class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
     """An engine failed at the node."""
 
     model: ModelName
@@ -331,7 +331,7 @@ ToService = (
     Ready
     | Report
     | Gate
-    | Doubt
+    | CheckEngine
     | Ran
     | Pulled
     | SetState

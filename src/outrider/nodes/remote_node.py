@@ -56,7 +56,7 @@ from outrider.nodes.messages import (
     Call,
     CallReply,
     Cancel,
-    Doubt,
+    CheckEngine,
     EndOutlived,
     Follow,
     ForwardGeneration,
@@ -175,7 +175,7 @@ class RemoteNode:
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
-                self.tell(model, pool.state())
+                self.send_pool_state(model, pool.state())
             try:
                 return await connection.run(ready, self._note_report)
             finally:
@@ -185,12 +185,12 @@ class RemoteNode:
                 await shielded(ended)
                 connection.give_back()
 
-    def tell(self, model: str | None, state: PoolState) -> None:
+    def send_pool_state(self, model: str | None, state: PoolState) -> None:
         """Send the state of a model's engine pool to the node, if connected. Later connections begin with the state."""
         if self._connection is not None:
             self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
 
-    def weigh(self, model: str | None, loads: dict[str, float]) -> None:
+    def send_loads(self, model: str | None, loads: dict[str, float]) -> None:
         """Send the load that other processes put on a model's engines to the node, if connected."""
         if self._connection is not None:
             self._connection.link.send(Loads(model=model, loads=loads))
@@ -429,8 +429,8 @@ class NodeConnection:
                     gate.report(self._name, message.report)
                 except ValueError as error:
                     raise Nonsense(f"it reports {error}") from error
-            case Doubt():
-                self._pool(message.model).doubt(message.engine)
+            case CheckEngine():
+                self._pool(message.model).check_engine(message.engine)
             case Leaving():
                 self.leaving = True
                 self._let_go()

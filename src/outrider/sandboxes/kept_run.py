@@ -26,21 +26,21 @@ PULSE_SECONDS = 2.0
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """A time at which a node was alive: `at`, in seconds since the machine's boot. `stood_still` is the number of
+    """A time at which a node was alive: `at`, in seconds since the machine's boot. `stalled_seconds` is the number of
     seconds until then that are charged to no session."""
 
     at: float
-    stood_still: float
+    stalled_seconds: float
 
     @classmethod
-    def now(cls, stood_still: float) -> Self:
+    def now(cls, stalled_seconds: float) -> Self:
         # Unlike the monotonic clock, this clock counts while the machine is suspended, and is the same for all
         # processes.
-        return cls(at=time.clock_gettime(time.CLOCK_BOOTTIME), stood_still=stood_still)
+        return cls(at=time.clock_gettime(time.CLOCK_BOOTTIME), stalled_seconds=stalled_seconds)
 
     def seconds_since(self, earlier: Pulse) -> float:
         """Return the seconds to charge to a session that ran from `earlier` until now."""
-        return max(0.0, self.at - earlier.at - max(0.0, self.stood_still - earlier.stood_still))
+        return max(0.0, self.at - earlier.at - max(0.0, self.stalled_seconds - earlier.stalled_seconds))
 
 
 class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +102,9 @@ def forget(directory: Path) -> None:
     (directory / RUN_FILE).unlink(missing_ok=True)
 
 
-async def note_pulse(folder: Path, stood_still: Callable[[], float]) -> None:
+async def note_pulse(folder: Path, stalled_seconds: Callable[[], float]) -> None:
     """Record that the node of this folder is alive. Call this function every PULSE_SECONDS. Raises OSError."""
-    pulse = msgspec.json.encode(Pulse.now(stood_still()))
+    pulse = msgspec.json.encode(Pulse.now(stalled_seconds()))
     await asyncio.to_thread(_replace, folder / PULSE_FILE, pulse)
 
 

@@ -25,9 +25,9 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.evaluators.endpoints import Endpoints
 from outrider.nodes.joined import JoinedNodes
+from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
-from outrider.nodes.telling import PoolPublisher
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.host_paths import HostPaths
 from outrider.sandboxes.warm_pool import WarmLimits
@@ -128,7 +128,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
         resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
         parts = ServiceParts(store, artifacts, models.pools, resources, failures)
-        telling = await stack.enter_async_context(PoolPublisher(models.pools, failures))
+        publisher = await stack.enter_async_context(PoolPublisher(models.pools, failures))
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
@@ -146,9 +146,9 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
             nodes = [node]
         else:
             processes = NodeProcesses(config, parts)
-            telling.nodes += processes.nodes
+            publisher.nodes += processes.nodes
             nodes = (await stack.enter_async_context(processes)).nodes
-        joined = JoinedNodes(config, parts, telling, own={each.name for each in nodes})
+        joined = JoinedNodes(config, parts, publisher, own={each.name for each in nodes})
         await stack.enter_async_context(joined)
         host = node.host if node is not None else await stack.enter_async_context(Host(config.data))
         service = Service(
@@ -164,7 +164,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
             pauses=pauses,
             failures=failures,
         )
-        for each in telling.nodes:
+        for each in publisher.nodes:
             each.room.subscribe(lambda _: service.wake())
         for spec in config.engines:
             await service.add_engine(spec)

@@ -223,7 +223,7 @@ class Scheduler:
         """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, if
         any."""
         looked = time.time()
-        await self._go_on(chores)
+        await self._resume_outlived(chores)
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
@@ -250,7 +250,7 @@ class Scheduler:
         # No `wake` follows when a session becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
-    async def _go_on(self, chores: Chores) -> None:
+    async def _resume_outlived(self, chores: Chores) -> None:
         """Start the sessions whose agents have outlived their node, before any other: the agents wait for their model.
         Outlived agents of sessions that are gone, done or to end are stopped."""
         for node in self._places.nodes():

@@ -20,18 +20,18 @@ class Budget:
     """Seconds left to spend. `async with budget.spend():` raises TimeoutError when the seconds run out inside the
     block.
 
-    `exhausted` is true once the seconds have run out. `stood_still` returns the total seconds for which the clock has
-    stood still until now.
+    `exhausted` is true once the seconds have run out. `stalled_seconds` returns the total seconds for which the clock
+    has stood still until now.
     """
 
-    def __init__(self, seconds: float, stood_still: Callable[[], float]) -> None:
+    def __init__(self, seconds: float, stalled_seconds: Callable[[], float]) -> None:
         self.remaining = seconds
         self.exhausted = False
-        self._stood_still = stood_still
+        self._stalled_seconds = stalled_seconds
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        spending = _Spending(self, self.remaining, self._stood_still)
+        spending = _Spending(self, self.remaining, self._stalled_seconds)
         try:
             async with spending.timeout:
                 yield
@@ -45,13 +45,13 @@ class _Spending:
     and is set again while seconds are left. No object here is in a cycle once the timer is cancelled (see
     concurrency/garbage.py)."""
 
-    def __init__(self, budget: Budget, seconds: float, stood_still: Callable[[], float]) -> None:
+    def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
         self.timeout = asyncio.timeout(None)
         self._budget = budget
         self._seconds = seconds
-        self._stood_still = stood_still
+        self._stalled_seconds = stalled_seconds
         self._loop = asyncio.get_running_loop()
-        self._started, self._stood = self._loop.time(), stood_still()
+        self._started, self._stood = self._loop.time(), stalled_seconds()
         self._timer = self._loop.call_later(max(0.0, seconds), self._end_or_wait)
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class _Spending:
         self._charge()
 
     def _charge(self) -> None:
-        worked = self._loop.time() - self._started - (self._stood_still() - self._stood)
+        worked = self._loop.time() - self._started - (self._stalled_seconds() - self._stood)
         self._budget.remaining = self._seconds - max(0.0, worked)
 
     def _end_or_wait(self) -> None:

@@ -356,9 +356,9 @@ class Conversation:
         self.hung_up = self.hung_up or self._open
         overdue, held = (now - then for now, then in zip(self._waited(), before, strict=True))
         if overdue > GIVEN_UP_SECONDS:
-            self._overdue.doubts.append(partial(_raise, waited_in_vain(overdue, self._overdue.what)))
+            self._overdue.pending_checks.append(partial(_raise, overdue_error(overdue, self._overdue.what)))
         elif held >= HELD_SECONDS:
-            self._overdue.doubts.append(
+            self._overdue.pending_checks.append(
                 partial(
                     _raise, ServiceError(f"the agent gave a call up that a pause of the policy held for {held:.1f} s")
                 )
@@ -527,7 +527,7 @@ def _bytes_of(turn: Turn) -> int:
     return said + sum(image.size for message in turn.messages for image in images_in(message))
 
 
-def waited_in_vain(overdue: float, what: str) -> OutriderError:
+def overdue_error(overdue: float, what: str) -> OutriderError:
     """Return the error of a run that ended badly, or of a call that was given up, after an overdue wait."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(

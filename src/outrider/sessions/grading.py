@@ -385,12 +385,12 @@ class Grading:
         """Evaluate once. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
         seconds = self._task.evaluator.seconds
         clock = asyncio.timeout(seconds)
-        aside = partial(_off_the_clock, clock, outcome.aside)
+        off_the_clock = partial(_off_the_clock, clock, outcome.off_the_clock)
         try:
             async with clock:
                 with plugin_code():
                     verdict = await self._evaluator.evaluate(
-                        msgspec.structs.replace(outcome, beside=self._beside, aside=aside)
+                        msgspec.structs.replace(outcome, beside=self._beside, off_the_clock=off_the_clock)
                     )
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
@@ -408,17 +408,17 @@ class Grading:
 
 
 @asynccontextmanager
-async def _off_the_clock(clock: asyncio.Timeout, aside: OffTheClock) -> AsyncIterator[None]:
-    """Stop the clock during a block of `aside`."""
+async def _off_the_clock(clock: asyncio.Timeout, off_the_clock: OffTheClock) -> AsyncIterator[None]:
+    """Stop the clock during a block of `off_the_clock`."""
     now = asyncio.get_running_loop().time
     end = clock.when()
     if end is None or clock.expired():  # an evaluator may wait for several things at once
-        async with aside():
+        async with off_the_clock():
             yield
         return
     left = end - now()
     clock.reschedule(None)
-    async with aside():
+    async with off_the_clock():
         yield
     clock.reschedule(now() + left)
 

@@ -57,7 +57,7 @@ class HeldSlot:
         self._release()
 
     @asynccontextmanager
-    async def aside(self) -> AsyncIterator[None]:
+    async def off_the_clock(self) -> AsyncIterator[None]:
         """Give the slot up while the block runs. Afterwards the session is the first in line, because it has waited
         already. After an exception in the block no slot is taken again."""
         self._release()

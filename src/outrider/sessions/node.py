@@ -131,7 +131,7 @@ class LocalNode:
             )
             if self._owner:
                 self._background.begin(
-                    PULSE, partial(note_pulse, self._folder.path, self._services.stood_still), every=PULSE_SECONDS
+                    PULSE, partial(note_pulse, self._folder.path, self._services.stalled_seconds), every=PULSE_SECONDS
                 )
             self._held = held.pop_all()
         return self

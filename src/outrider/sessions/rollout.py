@@ -58,7 +58,7 @@ from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
-from outrider.sessions.conversation import Conversation, waited_in_vain
+from outrider.sessions.conversation import Conversation, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.grading import Grade, Grading, came_from_inside
 from outrider.sessions.lanes import HeldSlot, Lanes
@@ -102,10 +102,10 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     service_silence: Callable[[], float] = lambda: 0.0
     """Returns the seconds for which the service, if another process, has stood still until now."""
 
-    def stood_still(self) -> float:
+    def stalled_seconds(self) -> float:
         """The total seconds until now in which no session could go on: the event loop was blocked, or the service stood
         still, or the policy was paused. Overlapping stops count twice, in the sessions' favour."""
-        return self.watchdog.stood_still() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
+        return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +147,9 @@ class Rollout:
         seconds = attempt.task.limits.session_seconds if outlived is None else outlived.run.session_seconds
         self._overdue = Overdue()
         overdue = self._overdue  # no reference to this rollout: see `on_limit` below
-        self._stood_still: Callable[[], float] = lambda: node.stood_still() + overdue.seconds()
+        self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
         """Returns the seconds that are charged to no clock of the session."""
-        self._budget = Budget(seconds, self._stood_still)
+        self._budget = Budget(seconds, self._stalled_seconds)
         self._stopwatch = Stopwatch()
         self._cutoff = Cutoff()
         self._artifacts = ArtifactList(
@@ -181,7 +181,10 @@ class Rollout:
         )
         self.models = SessionModels(
             self.conversation,
-            {model.backend.model: _talk_to(model, attempt, node.store, overdue, self._cutoff) for model in node.frozen},
+            {
+                model.backend.model: _frozen_conversation(model, attempt, node.store, overdue, self._cutoff)
+                for model in node.frozen
+            },
             goes_on=outlived is not None,
         )
 
@@ -201,9 +204,9 @@ class Rollout:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
         self._stopwatch.lap("stop")
         session, store, stored = self._session, self._node.store, self._attempt.stored
-        turns, verdict, fate = await self._turns(), ending.verdict, BranchPolicy.TRAIN
+        turns, verdict, at_most = await self._turns(), ending.verdict, BranchPolicy.TRAIN
         if verdict is not None and ending.reason is not StopReason.AGENT_EXCESS:
-            verdict, fate = filtered(EndedRun(ending.reason, turns, ending.patch), verdict, self._task.filters)
+            verdict, at_most = filtered(EndedRun(ending.reason, turns, ending.patch), verdict, self._task.filters)
         forks = {cause.value: number for cause, number in self.conversation.tree.forks.items()}
         build = partial(
             session_result,
@@ -212,7 +215,7 @@ class Rollout:
             turns,
             task=self._task,
             verdict=verdict,
-            at_most=fate,
+            at_most=at_most,
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks=forks if stored is None else stored.forks,
@@ -242,7 +245,7 @@ class Rollout:
             ready = await held.enter_async_context(await lanes.ready.take(*line))
             init = await held.enter_async_context(await lanes.init.take(*line))
             self._stopwatch.lap("queued")
-            preparing = Budget(self._task.limits.prepare_seconds, self._node.stood_still)
+            preparing = Budget(self._task.limits.prepare_seconds, self._node.stalled_seconds)
             try:
                 async with self._budget.spend(), preparing.spend():
                     sandbox = await self._sandbox(mounts)
@@ -278,7 +281,7 @@ class Rollout:
             self._stopwatch.lap("eval_wait")
 
             await self._enter(SessionState.EVALUATING)
-            return self._with_all_steps(await self._grade(grading, sandbox, ended, place.aside))
+            return self._with_all_steps(await self._grade(grading, sandbox, ended, place.off_the_clock))
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
         """Make the harness, the host paths needed by its programs, and the evaluator of each step. Raises InvalidField
@@ -383,7 +386,7 @@ class Rollout:
         if self._outlived is None:
             await sandbox.ready()
         else:
-            await self._meet_again(sandbox)
+            await self._reconnect(sandbox)
         runtime, model = sandbox.runtime, self._node.model.model
         context = HarnessContext(
             task=self._task,
@@ -395,7 +398,7 @@ class Rollout:
             await harness.install(context)
         return context
 
-    async def _meet_again(self, sandbox: Sandbox) -> None:
+    async def _reconnect(self, sandbox: Sandbox) -> None:
         """Reconnect to a sandbox that has outlived its node, and restore the conversations. Raises NodeLost if the
         attempt cannot go on."""
         session, store = self._session, self._node.store
@@ -425,7 +428,7 @@ class Rollout:
             key=self._key,
             runtime=self._task.runtime.model_dump_json(exclude={"prepare", "env"}),
             handle=dict(await cast(Outlives, sandbox.runtime).may_outlive()),
-            began=Pulse.now(self._node.stood_still()),
+            began=Pulse.now(self._node.stalled_seconds()),
             session_seconds=self._budget.remaining,
             agent_seconds=clock.remaining,
         )
@@ -478,7 +481,7 @@ class Rollout:
                 f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
                 hint="see the service's log for what held it, and whether its machine is overloaded",
             ),
-            Cause.OVERDUE: waited_in_vain(self._overdue.in_run(), self._overdue.what),
+            Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.OWN_TIMEOUT: timed_out_by_itself(),
             Cause.NO_REPLY: HarnessError(
@@ -519,7 +522,7 @@ class Rollout:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it. Returns what ended the run,
         what was raised, and the outcome."""
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
-        clock = Budget(seconds, self._stood_still)
+        clock = Budget(seconds, self._stalled_seconds)
         try:
             async with (
                 self._outliving(sandbox, harness, clock) as run_name,
@@ -555,11 +558,11 @@ class Rollout:
         """Return the error of an engine or store that was at fault for a wait in vain, if any. An agent that gave a
         call up may have ended as if all were well."""
         try:
-            for doubt in self._overdue.doubts:
-                await doubt()
+            for pending in self._overdue.pending_checks:
+                await pending()
         except OutriderError as error:
             return error
-        self._overdue.doubts.clear()
+        self._overdue.pending_checks.clear()
         return None
 
     async def _collect(self, sandbox: Sandbox) -> None:
@@ -579,10 +582,10 @@ class Rollout:
         grading: Grading,
         sandbox: Sandbox,
         ended: AgentRun,
-        aside: OffTheClock = nullcontext,
+        off_the_clock: OffTheClock = nullcontext,
     ) -> Ending:
         self._graded = ended
-        outcome = await self._outcome(sandbox.runtime, ended, aside)
+        outcome = await self._outcome(sandbox.runtime, ended, off_the_clock)
         grade = await grading.grade(
             sandbox,
             outcome,
@@ -611,11 +614,11 @@ class Rollout:
             await self._enter(SessionState.EVALUATING)
             await held.enter_async_context(grading)
             self._graded = ended
-            outcome = await self._outcome(cast(Runtime, NothingKept()), ended, place.aside)
+            outcome = await self._outcome(cast(Runtime, NothingKept()), ended, place.off_the_clock)
             carried = fetch if stored.carried else None
             return _graded(ended, await grading.grade_again(outcome, carried, gpus=share.gpus))
 
-    async def _outcome(self, runtime: Runtime, ended: AgentRun, aside: OffTheClock) -> Outcome:
+    async def _outcome(self, runtime: Runtime, ended: AgentRun, off_the_clock: OffTheClock) -> Outcome:
         turns = await self._turns(images=True)
         policy = policy_of(self._task.branches)
         said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
@@ -630,7 +633,7 @@ class Rollout:
             ask_frozen=self._ask_frozen,
             host=self._node.sandboxes.host,
             bucket=self._session.bucket,
-            aside=aside,
+            off_the_clock=off_the_clock,
         )
 
     async def _ask_frozen(
@@ -682,7 +685,7 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
     )
 
 
-def _talk_to(
+def _frozen_conversation(
     model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
 ) -> Conversation:
     """Make an attempt's conversation with a frozen model. The agent's sampling applies: the task's sampling is for the

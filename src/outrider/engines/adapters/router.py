@@ -89,7 +89,7 @@ class Servers:
             await client.start()
             self._workers[url] = client
 
-    async def tell(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
+    async def order_all(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
         """Send one order to all servers concurrently, and return their replies. Workers that cannot be connected to are
         skipped: they generate nothing, and the router does not use them.
 
@@ -117,10 +117,10 @@ class Servers:
         self._reached = True
         return answers
 
-    async def ask(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Like `tell`, but if no worker was ever reachable from here, the router replies for its workers."""
+    async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
+        """Like `order_all`, but if no worker was ever reachable from here, the router replies for its workers."""
         try:
-            return await self.tell(question)
+            return await self.order_all(question)
         except WorkersOutOfReach:
             if self._reached:  # the workers are gone, and the router's list may be outdated
                 raise

@@ -176,10 +176,10 @@ class SGLangEngine:
             await self._servers.find()
             if self._servers.routed:
                 await self._http.check("/health")
-            models = await self._servers.ask(lambda server: server.get("/v1/models"))
+            models = await self._servers.query_all(lambda server: server.get("/v1/models"))
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            served = min(await self._servers.ask(self._served_version))
+            served = min(await self._servers.query_all(self._served_version))
             self.versions = self.versions.told(served)
             await self._ask_settings()
         except StatusFailure as failure:
@@ -209,7 +209,7 @@ class SGLangEngine:
         self._gate.close()
         self._gate.cut_off()
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
@@ -239,7 +239,7 @@ class SGLangEngine:
     async def token_check(self, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
         try:
-            answer = (await self._servers.ask(lambda server: server.post("/tokenize", body)))[0]
+            answer = (await self._servers.query_all(lambda server: server.post("/tokenize", body)))[0]
         except StatusFailure as failure:
             if failure.transient:
                 raise translate(failure, self.name) from None
@@ -254,7 +254,7 @@ class SGLangEngine:
         self._asked_settings = True
         try:
             async with asyncio.timeout(SETTINGS_SECONDS):
-                settings = await self._servers.ask(lambda server: server.get("/server_info"))
+                settings = await self._servers.query_all(lambda server: server.get("/server_info"))
         except (StatusFailure, EngineError, TimeoutError):
             return
         if any(isinstance(each, dict) and each.get("incremental_streaming_output") is False for each in settings):
@@ -275,7 +275,7 @@ class SGLangEngine:
 
     async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> list[Any]:
         try:
-            return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
+            return await self._servers.order_all(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             raise translate(failure, self.name) from None
 

@@ -201,10 +201,10 @@ class VLLMEngine:
         try:
             await self._http.check("/health")
             await self._servers.find()
-            models = await self._servers.ask(lambda server: server.get("/v1/models"))
+            models = await self._servers.query_all(lambda server: server.get("/v1/models"))
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            served = min(await self._servers.ask(self._served_version))
+            served = min(await self._servers.query_all(self._served_version))
             self.versions = self.versions.told(served)
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
@@ -232,7 +232,7 @@ class VLLMEngine:
         self._gate.close()
         self._gate.cut_off()
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
@@ -248,7 +248,7 @@ class VLLMEngine:
             return True
 
         try:
-            labelled = all(await self._servers.tell(label))
+            labelled = all(await self._servers.order_all(label))
         except WorkersOutOfReach:
             labelled = False
         self.versions = self.versions.told(version, 0 if labelled else version)
@@ -288,7 +288,7 @@ class VLLMEngine:
         if self._model is not None:
             body["model"] = self._model
         try:
-            answer = (await self._servers.ask(lambda server: server.post("/tokenize", body)))[0]
+            answer = (await self._servers.query_all(lambda server: server.post("/tokenize", body)))[0]
         except StatusFailure as failure:
             if failure.transient:
                 raise translate(failure, self.name) from None
@@ -297,7 +297,7 @@ class VLLMEngine:
 
     async def _control(self, path: str, body: Any = None, *, seconds: float | None = 30) -> list[Any]:
         try:
-            return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
+            return await self._servers.order_all(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             error = translate(failure, self.name)
             raise (error.replace(hint=DEV_HINT) if failure.status == 404 else error) from None

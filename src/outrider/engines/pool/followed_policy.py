@@ -23,7 +23,7 @@ class Leader(Protocol):
     process."""
 
     def settled(self, report: GateReport) -> None: ...
-    def doubted(self, engine: str) -> None: ...
+    def engine_failed(self, engine: str) -> None: ...
 
 
 class FollowedPolicy(Policy):
@@ -52,7 +52,7 @@ class FollowedPolicy(Policy):
         self._known = None if state.policy_version is None else KnownPolicy(state.policy_version)
         if state.paused is None:
             for engine in self._holding():
-                engine.go_on()
+                engine.release()
             self.gate.open()
         else:
             self.gate.close(state.paused)
@@ -71,7 +71,7 @@ class FollowedPolicy(Policy):
         return [member.engine for member in self._members.values() if isinstance(member.engine, HoldsBack)]
 
     def note_failure(self, member: EngineRecord) -> None:
-        self._leader.doubted(member.name)
+        self._leader.engine_failed(member.name)
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
         """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the

@@ -30,9 +30,9 @@ AGAIN_SECONDS = 1.0
 
 
 class Forwarded(Protocol):
-    """An engine that only the leader's process has; `heed` receives the engine's state there."""
+    """An engine that only the leader's process has; `apply_state` receives the engine's state there."""
 
-    def heed(self, state: EngineState) -> None: ...
+    def apply_state(self, state: EngineState) -> None: ...
 
 
 class PoolFollower:
@@ -104,13 +104,13 @@ class PoolFollower:
             await self.pool.adopt(engine, spec or self._forwarded(engine))
         self._followed[engine.name] = engine
         if engine.spec is None:
-            cast(Forwarded, self.pool.engine(engine.name)).heed(engine)
+            cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
         # Copy the leader's versions only after a change: otherwise the versions here may be newer.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
                 own.versions = engine.versions
-        self.pool.obey(engine)
+        self.pool.apply_state(engine)
 
     def _leave_engine(self, name: str, state: PoolState) -> None:
         del self._followed[name]

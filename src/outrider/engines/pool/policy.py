@@ -89,7 +89,7 @@ class PolicyGate:
         self.in_flight = 0
         self.whole = 0
         self.closings = 0
-        self._tell = changed
+        self._order_all = changed
         self._followers: dict[str, _Follower] = {}
         self._changed = asyncio.Event()
         self._closed_at = 0.0
@@ -205,7 +205,7 @@ class PolicyGate:
 
     def _notify(self) -> None:
         self._wake()
-        self._tell()
+        self._order_all()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -315,7 +315,7 @@ class Policy:
             self._check_forward(version, go_back)
             known = None if version is None else self._at(version)
             await self._remember(known)
-            await self._go_on(known)
+            await self._resume_engines(known)
 
     async def update(
         self,
@@ -355,7 +355,7 @@ class Policy:
                 if meanwhile is not None:
                     await meanwhile()
             finally:  # the engines have the weights, whatever fails now
-                await shielded(lambda: self._go_on(known, loaded))
+                await shielded(lambda: self._resume_engines(known, loaded))
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
         """Bring a returning engine to the current policy, and return its version. Raises EngineError on failure."""
@@ -371,10 +371,10 @@ class Policy:
                 # may not have reached them.
                 if known is None or known.weights is None or load is None or member.busy:
                     raise outdated
-                await _said(engine, load(known.weights, known.version))
+                await _await_order(engine, load(known.weights, known.version))
                 version = known.version
             if member.paused and self.gate.mode is None:
-                await _said(engine, cast(Engine, engine).resume())
+                await _await_order(engine, cast(Engine, engine).resume())
                 member.paused = False
             return version
 
@@ -386,7 +386,7 @@ class Policy:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await cast(Engine, member.engine).resume()
 
-        await self._tell([member for member in members if member.paused], go_on)
+        await self._order_all([member for member in members if member.paused], go_on)
 
     def _check_forward(self, version: int | None, go_back: bool) -> None:
         if version is not None and version < self.version and not go_back:
@@ -431,7 +431,7 @@ class Policy:
         # Include engines that get no more requests: generations begun there may still run.
         running = [member for member in self._members.values() if member.busy]
         members = dict.fromkeys([*self._reached(), *running])
-        failures = await self._tell([member for member in members if member.takes_tokens], stop)
+        failures = await self._order_all([member for member in members if member.takes_tokens], stop)
         for failure in failures:
             if isinstance(failure.error, EngineRejected):
                 failure.member.paused = False
@@ -449,7 +449,7 @@ class Policy:
             await cast(LoadsWeights, member.engine).update_weights(weights, version)
 
         reached = self._reached()
-        failures = await self._tell(reached, load)
+        failures = await self._order_all(reached, load)
         if len(failures) == len(reached):
             for failure in failures:
                 if isinstance(failure.error, EngineUnavailable):  # the engine may be gone for good
@@ -463,7 +463,7 @@ class Policy:
         failed = {failure.member for failure in failures}
         return [member for member in reached if member not in failed]
 
-    async def _go_on(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
+    async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version, if there is a new one, and resume all engines. An engine that fails is given up. `loaded`,
         if given, are the engines with the version's weights. Any other engine has joined meanwhile, and is given up,
         too."""
@@ -498,7 +498,7 @@ class Policy:
 
         try:
             members = [member for member in self._reached() if not catches_up(member)]
-            for failure in await self._tell(members, go_on):
+            for failure in await self._order_all(members, go_on):
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
@@ -535,19 +535,19 @@ class Policy:
             yield
         except BaseException:
             if was_open and self.gate.mode is not None:
-                await shielded(lambda: self._go_on(None))
+                await shielded(lambda: self._resume_engines(None))
             raise
         finally:
             self._lock.release()
 
-    async def _tell(
+    async def _order_all(
         self, members: Sequence[EngineRecord], say: Callable[[EngineRecord], Coroutine[Any, Any, None]]
     ) -> list[_Failure]:
         """Send one order to all engines concurrently. Returns the failures."""
 
         async def failure(member: EngineRecord) -> _Failure | None:
             try:
-                await _said(member.engine, say(member))
+                await _await_order(member.engine, say(member))
             except EngineError as error:
                 return _Failure(member, error)
             return None
@@ -561,7 +561,7 @@ class _Failure(NamedTuple):
     error: EngineError
 
 
-async def _said(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
+async def _await_order(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
     """Await an order to an engine. Raises EngineError for any error of the engine."""
     try:
         await words

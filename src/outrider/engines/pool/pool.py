@@ -288,8 +288,8 @@ class EnginePool:
         )
 
     async def adopt(self, state: EngineState, source: EngineSpec | AnyEngine) -> None:
-        """Admit an engine that the leader has checked; the caller must call `obey` next. Raises Conflict for a name in
-        use, and InvalidField for a spec that works only in the leader's process."""
+        """Admit an engine that the leader has checked; the caller must call `apply_state` next. Raises Conflict for a
+        name in use, and InvalidField for a spec that works only in the leader's process."""
         self._claim(state.name)
         try:
             engine = self._made(source, state.name) if isinstance(source, EngineSpec) else source
@@ -302,7 +302,7 @@ class EnginePool:
         finally:
             self._unclaim(state.name)
 
-    def obey(self, state: EngineState) -> None:
+    def apply_state(self, state: EngineState) -> None:
         """Apply the leader's state of an engine to this pool's engine of that name."""
         member = self._members[state.name]
         member.health, member.draining = state.health, state.draining
@@ -317,7 +317,7 @@ class EnginePool:
             self._keep_out(member)
         self._affinity.refresh(member)
 
-    def weigh(self, loads: Mapping[str, float]) -> None:
+    def set_loads_elsewhere(self, loads: Mapping[str, float]) -> None:
         """Set each engine's load from other processes."""
         for name, load in loads.items():
             if (member := self._members.get(name)) is not None:
@@ -350,7 +350,7 @@ class EnginePool:
             member.note_use(follower, use)
             if use is not None and use.version > max(member.version, member.looked_for):
                 member.looked_for = use.version
-                self.doubt(name)
+                self.check_engine(name)
             if use is not None and use.pace is not None and not member.pace.known:
                 member.pace.take_over(use.pace)
                 self.changes.publish(None)
@@ -374,7 +374,7 @@ class EnginePool:
 
         return [{name: load - own(name, follower) for name, load in all_loads.items()} for follower in followers]
 
-    def doubt(self, name: str) -> None:
+    def check_engine(self, name: str) -> None:
         """Check an engine that a follower could not use, or for which a follower reports a newer version."""
         member = self._members.get(name)
         if member is None or not member.serves or member.check is not None:

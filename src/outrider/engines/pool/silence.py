@@ -130,7 +130,7 @@ class Flight:
         if chunk.finish is not None:
             self._finished = now
             if self._overdue is not None:
-                self._overdue.in_vain = 0.0
+                self._overdue.given_up_seconds = 0.0
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
@@ -262,8 +262,8 @@ class SilenceWatch:
 
     def end(self, flight: Flight, overdue: Overdue | None) -> None:
         """End a flight. A wait of at least `UNANSWERED_SECONDS` that the client gave up adds a check to the session's
-        `doubts`. If the engine has sent no chunk since the wait began, it gets a request for one token now, not when
-        the run is judged: the length of the silence cannot be measured later."""
+        `pending_checks`. If the engine has sent no chunk since the wait began, it gets a request for one token now, not
+        when the run is judged: the length of the silence cannot be measured later."""
         self._flights.discard(flight)
         flight.land()
         member, given_up = flight.member, flight.given_up
@@ -279,9 +279,9 @@ class SilenceWatch:
             elif question is None:
                 question = TokenProbe(member, loop_time())
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
-        overdue.doubts.append(partial(_vouch, member.name, given_up, question, overdue.in_vain))
+        overdue.pending_checks.append(partial(_vouch, member.name, given_up, question, overdue.given_up_seconds))
         if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
-            overdue.in_vain += given_up.waited
+            overdue.given_up_seconds += given_up.waited
 
     def stop(self, name: str) -> asyncio.Task[None] | None:
         """Drop the question to the engine of that name. Returns the question's task, if any, for the caller to

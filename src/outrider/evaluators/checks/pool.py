@@ -149,12 +149,12 @@ class Checks:
         *,
         seconds: float,
         bucket: str = "",
-        aside: OffTheClock = nullcontext,
+        off_the_clock: OffTheClock = nullcontext,
     ) -> CheckResult:
         """Run the library's check of `request`, for up to `seconds` of processor time. Waiting does not count, nor does
         the slowness of a busy machine. Tenants take turns, and so do the buckets of each tenant. A long wait is spent
-        in a block of `aside`: see `Outcome`. Raises EvaluatorError."""
-        return await self._check(request, seconds, self._answers, bucket, aside)
+        in a block of `off_the_clock`: see `Outcome`. Raises EvaluatorError."""
+        return await self._check(request, seconds, self._answers, bucket, off_the_clock)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> CheckResult:
         """Run a check of a submitted task like `check`, but few at a time and at a low priority, however much is
@@ -168,7 +168,7 @@ class Checks:
         seconds: float,
         lines: Lines,
         bucket: str,
-        aside: OffTheClock,
+        off_the_clock: OffTheClock,
     ) -> CheckResult:
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
@@ -177,7 +177,7 @@ class Checks:
         if checked is None and quick < seconds:
             # Started again in the slow line: otherwise hanging answers would delay the rest.
             async with AsyncExitStack() as held:
-                async with aside():
+                async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
                 checked = await self._run(body, seconds, nicer=SLOW_NICER)
         return checked or self._too_long(seconds)

@@ -110,7 +110,9 @@ class SwebenchEvaluator:
             "records": await records_at(runtime, f"{place}/report"),
             "key": key,
         }
-        checked = await checks.check(request, seconds=options.check_seconds, bucket=outcome.bucket, aside=outcome.aside)
+        checked = await checks.check(
+            request, seconds=options.check_seconds, bucket=outcome.bucket, off_the_clock=outcome.off_the_clock
+        )
         metrics["check_seconds"] = checked.seconds
         if checked.answer is None:
             return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")

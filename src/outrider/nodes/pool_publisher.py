@@ -19,23 +19,23 @@ LOADS_SECONDS = 0.1
 
 
 class PoolPublisher:
-    """Publisher of pool states and loads. `async with Telling(pools) as telling`: within the block all of
-    `telling.nodes` receive them."""
+    """Publisher of pool states and loads. `async with PoolPublisher(pools) as publisher`: within the block
+    all of `publisher.nodes` receive them."""
 
     def __init__(self, pools: Pools, failures: Failures | None = None) -> None:
         self.nodes: list[RemoteNode] = []
         self._pools = pools
         self._changed = asyncio.Event()
         self._subscriptions: list[Callable[[], None]] = []
-        self._said: dict[str | None, PoolState] = {}
+        self._published: dict[str | None, PoolState] = {}
         self._chores = Chores(failures or Failures())
 
     async def __aenter__(self) -> Self:
         await self._chores.__aenter__()
         for pool in self._pools.values():
             self._subscriptions.append(pool.changes.subscribe(lambda _: self._changed.set()))
-        self._chores.begin("tell nodes of engines", self._say_changes)
-        self._chores.begin("tell nodes of loads", self._say_loads, every=LOADS_SECONDS)
+        self._chores.begin("tell nodes of engines", self._publish_changes)
+        self._chores.begin("tell nodes of loads", self._publish_loads, every=LOADS_SECONDS)
         return self
 
     async def __aexit__(
@@ -45,25 +45,25 @@ class PoolPublisher:
             self._subscriptions.pop()()
         await self._chores.__aexit__(None, None, None)
 
-    async def _say_changes(self) -> None:
+    async def _publish_changes(self) -> None:
         await self._changed.wait()
         self._changed.clear()
         failure: Exception | None = None
         for model, pool in self._pools.items():
             try:
                 state = pool.state()
-                if state != self._said.get(model):
+                if state != self._published.get(model):
                     for node in self.nodes:
-                        node.tell(model, state)
-                    self._said[model] = state
+                        node.send_pool_state(model, state)
+                    self._published[model] = state
             except Exception as error:  # an engine may be anybody's code: its state may not be encodable
                 failure = error  # the other pools are sent first
         if failure is not None:
             self._changed.set()  # try again
             raise failure
 
-    async def _say_loads(self) -> None:
+    async def _publish_loads(self) -> None:
         names = [node.name for node in self.nodes]
         for model, pool in self._pools.items():
             for node, loads in zip(self.nodes, pool.loads(names), strict=True):
-                node.weigh(model, loads)
+                node.send_loads(model, loads)

@@ -36,7 +36,7 @@ OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 """Settings that are the machine's own."""
 
 
-def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> NodeSetup:
+def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
     """Return the service's settings without secrets, and the files of its tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
@@ -66,7 +66,7 @@ def setup_elsewhere(config: Config, name: str, capacity: Capacity) -> NodeSetup:
 
 
 @asynccontextmanager
-async def setup_here(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
+async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists while
     the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))

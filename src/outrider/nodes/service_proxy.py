@@ -33,7 +33,7 @@ from outrider.nodes.messages import (
     Call,
     CallReply,
     Cancel,
-    Doubt,
+    CheckEngine,
     EndOutlived,
     Follow,
     ForwardGeneration,
@@ -276,7 +276,7 @@ class ServiceProxy:
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():
-                pools[message.model].pool.weigh(message.loads)
+                pools[message.model].pool.set_loads_elsewhere(message.loads)
             case NodeSetup() | Beat():
                 pass
 
@@ -312,11 +312,11 @@ class ServiceProxy:
         result = None if task.cancelled() else task.result()
         if self._ending_together is not None and result is not None and result.error is not None:
             # If the process ends meanwhile, no result is sent, and the service counts the attempt as lost.
-            asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._tell_end, run, result)
+            asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._send_result, run, result)
         else:
-            self._tell_end(run, result)
+            self._send_result(run, result)
 
-    def _tell_end(self, run: RunAttempt, result: SessionResult | None) -> None:
+    def _send_result(self, run: RunAttempt, result: SessionResult | None) -> None:
         if self._ending_together is not None and self._ending_together.is_set():
             result = None
         try:
@@ -436,8 +436,8 @@ class ModelLeader:
     def settled(self, report: GateReport) -> None:
         self._service.send(Gate(model=self._model, report=report))
 
-    def doubted(self, engine: str) -> None:
-        self._service.send(Doubt(model=self._model, engine=engine))
+    def engine_failed(self, engine: str) -> None:
+        self._service.send(CheckEngine(model=self._model, engine=engine))
 
 
 class ForwardedEngine:
@@ -454,7 +454,7 @@ class ForwardedEngine:
         self._model = model
         self._health = state.health
 
-    def heed(self, state: EngineState) -> None:
+    def apply_state(self, state: EngineState) -> None:
         """Update the engine's state from the service: workers of a relay may have connected since."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
 
