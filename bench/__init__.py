@@ -1,1 +1,1 @@
-"""The benchmarks: what Outrider costs, measured beside what it is compared with. `python -m bench`."""
+"""The benchmarks: the cost of Outrider, compared with alternatives and floors. `python -m bench`."""

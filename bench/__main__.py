@@ -1,9 +1,10 @@
-"""`python -m bench [NAMES...] [--rounds N] [--quick] [--json FILE]`: run benchmarks one after another, and print them.
+"""`python -m bench [NAMES...] [--rounds N] [--quick] [--json FILE]`: run benchmarks one after another, and print
+them.
 
-A full run of all of them is kept in bench/results; a quick or partial one is only printed. With `--rounds N` all run N
-times, and each figure is the median of its rounds, with their range. With `--against CHECKOUT` the benchmarks of
-another checkout run in the same rounds, with its own `.venv` (`make venv` in it first). Which of the two goes first
-alternates, so that other work of the machine disturbs both alike.
+A full run of all of them is stored in bench/results; a quick or partial run is only printed. With `--rounds N` all
+run N times, and each figure is the median of its rounds, with their range. With `--against CHECKOUT` the benchmarks
+of another checkout run in the same rounds, with its own `.venv` (`make venv` in it first). Which of the two goes
+first alternates, so that other work of the machine disturbs both alike.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Rounds(NamedTuple):
-    """The results of each round, those of the other checkout, and the seconds that each benchmark of ours took."""
+    """The results of each round, those of the other checkout, and the seconds of each of our benchmarks."""
 
     own: list[Results]
     others: list[Results]
@@ -111,7 +112,7 @@ class Rounds(NamedTuple):
 
 
 def _one_round(names: Sequence[str], options: argparse.Namespace, console: Console) -> Rounds:
-    """In this process."""
+    """Run all benchmarks in this process."""
     results: Results = {}
     seconds: dict[str, float] = {}
     for name in names:
@@ -125,7 +126,7 @@ def _one_round(names: Sequence[str], options: argparse.Namespace, console: Conso
 
 
 def _rounds(names: Sequence[str], options: argparse.Namespace, console: Console) -> Rounds:
-    """Each benchmark of each round in a process of its own, those of the other checkout just before or after ours."""
+    """Run each benchmark of each round in its own process, those of the other checkout just before or after ours."""
     own: list[Results] = [{} for _ in range(options.rounds)]
     others: list[Results] = [] if options.against is None else [{} for _ in range(options.rounds)]
     seconds = dict.fromkeys(names, 0.0)

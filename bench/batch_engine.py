@@ -1,7 +1,7 @@
 """A scripted engine with the pace of a batch engine: each step gives every request in flight its next tokens.
 
-It samples nothing and knows no protocol. Invariant: all requests together get at most `tokens_per_second`; a step takes
-at least LEAST_STEP, however few requests share it.
+It samples nothing and is independent of the protocol. Invariant: all requests together get at most
+`tokens_per_second`; a step takes at least LEAST_STEP, however few requests share it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LEAST_STEP = 0.0025
 
 
 class BatchEngine:
-    """`Engine`: the chunks of a ScriptedEngine, one for each request in each step. `event_tokens` is how many tokens
-    the scripted engine puts into a chunk."""
+    """An `Engine`: the chunks of a ScriptedEngine, one for each request in each step. `event_tokens` is the number of
+    tokens that the scripted engine puts into a chunk."""
 
     def __init__(self, scripted: ScriptedEngine, *, tokens_per_second: float, event_tokens: int = 1) -> None:
         self.name = scripted.name
@@ -60,8 +60,8 @@ class BatchEngine:
             self._running -= 1
 
     def _set_timer(self, begun: float) -> None:
-        """For the end of a step. The next is shorter by what this one is late, because timers have whole
-        milliseconds; a step that takes longer than it should is not made up for."""
+        """Set the timer to the end of a step. The next step is shortened by the lateness of this one, because timers
+        have whole milliseconds; a step that is too long is not made up for."""
         loop = asyncio.get_running_loop()
         due = max(begun + max(self._least, self._running * self._seconds_each), loop.time())
         self._timer = loop.call_at(due, self._end_step, due)

@@ -1,8 +1,8 @@
-"""Request bodies that are as much work as possible for their bytes, in each dialect. As a program it sends one kind:
+"""Request bodies that cause as much work as possible for their size, in each dialect. As a program it sends one kind:
 
     python -m bench.bodies http://127.0.0.1:PORT/s/KEY KIND BYTES...
 
-prints for each size the status of the answer, or 0 for none. It imports little, so that it starts at once.
+prints for each size the status of the reply, or 0 for none. It imports little, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ FLOODS: Mapping[str, Flood] = {
 
 
 def send(url: str, flood: Flood, size: int) -> int:
-    """Send a body of about `size` bytes. The status of the answer; 0 if the connection broke."""
+    """Send a body of about `size` bytes. Returns the status of the reply; 0 if the connection broke."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=600)

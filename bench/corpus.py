@@ -1,8 +1,8 @@
-"""Texts to benchmark with, and a tokenizer for them: both from the standard library's source, on the spot.
+"""Texts to benchmark with, and a tokenizer for them: both made at run time from the standard library's source.
 
-It knows no engine. A real model's tokenizer would have to be downloaded; this one has Qwen's special tokens and
-splitting rule and makes a token of about 3.5 characters, as such a tokenizer does of code.
-Invariant: two texts drawn are never the same, so that nothing is answered from a memory of whole texts.
+Independent of the engine. A real model's tokenizer would have to be downloaded. This one has Qwen's special tokens
+and splitting rule, and its tokens are about 3.5 characters long, like those of such a tokenizer on code. Invariant:
+no two texts are the same, so that no cache of whole texts can help.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SPLIT = (
 
 VOCABULARY = 8_000
 TRAINED_ON = 20
-"""Files the tokenizer is trained on; texts are drawn from the others."""
+"""Number of files that the tokenizer is trained on; texts are drawn from the others."""
 MARKED = 8
-"""Hexadecimal digits at the start of a text, which make it the only one of its kind."""
+"""Hexadecimal digits at the start of a text that make the text unique."""
 
 
 class Corpus:
@@ -67,7 +67,7 @@ class Corpus:
         return self.text(characters=int(count * self._characters_per_token))
 
     def reply(self, tokens: int) -> list[int]:
-        """The ids of a reply of exactly so many tokens, the last one ending the turn."""
+        """The ids of a reply of exactly `tokens` tokens, the last of which ends the turn."""
         words = self.tokenizer.encode("The answer is in the file. " * tokens)[: tokens - 1]
         return [*words, *self.tokenizer.encode("<|im_end|>")]
 

@@ -1,8 +1,9 @@
-"""The four dialects side by side: what the gateway adds to a call, one more turn on a long history, a streamed token.
+"""The four dialects compared: the time the gateway adds to a call, one more turn on a long history, a streamed token.
 
-The first is `gateway`'s measurement of streamed calls, one at a time; the second is `turns`' own work, in conversations
-that grow as each dialect's clients grow them; the third is `streams`. In all three the dialects take turns, in an order
-that moves on with every round, so that whatever else the machine does disturbs them alike. It knows no wire format.
+The first is the measurement of `gateway`, of streamed calls one at a time; the second is `own_ms` of `turns`, in
+conversations that grow as each dialect's clients grow them; the third is `streams`. In all three the dialects
+alternate, in an order that rotates with every round, so that the machine's other load affects them alike. Wire
+formats are left to `speakers`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
-    """Per dialect the percentiles until the first and the last byte, and what the gateway adds to each."""
+    """Per dialect the percentiles until the first and the last byte, and the time that the gateway adds to each."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     sessions = gateway.CONCURRENCY
     async with (
@@ -104,7 +105,7 @@ async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
 
 
 async def _turns(corpus: Corpus, points: Sequence[Point]) -> dict[str, Any]:
-    """Per length of history and way of conversing the processor time of a turn and the size of its request."""
+    """Per length of history and kind of conversation the processor time of a turn and the size of its request."""
     found = []
     async with _service(corpus, points) as parking:
         entrance = Gateway(parking.opened.own_node)

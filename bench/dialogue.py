@@ -1,6 +1,6 @@
 """A conversation as a client keeps it: messages as JSON, a new one before each turn, the reply after it.
 
-It knows no tokens. Invariant: what was sent once is sent again byte for byte, as clients do.
+Independent of tokens. Invariant: a message that was sent once is sent again byte for byte, as clients do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import orjson
 
 
 class Dialogue:
-    """`ask` gives the body of the next request, `answer` takes its reply."""
+    """`ask` returns the body of the next request, `answer` adds its reply."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = orjson.dumps({"model": "policy", "max_tokens": max_tokens, "stream": stream})
@@ -20,7 +20,7 @@ class Dialogue:
         return self._settings[:-1] + b',"messages":[' + b",".join(self._messages) + b"]}"
 
     def answer(self, body: bytes) -> int:
-        """The tokens of the prompt and the reply in a Chat Completions answer that was not streamed."""
+        """Add a Chat Completions reply that was not streamed, and return the tokens of its prompt and output."""
         answer = orjson.loads(body)
         self._messages.append(orjson.dumps(answer["choices"][0]["message"]))
         total: int = answer["usage"]["total_tokens"]

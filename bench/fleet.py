@@ -2,13 +2,13 @@
 
 An engine reads prompts in chunks, first come first served, beside the replies that it decodes; all replies advance by
 one token a step. A step takes longer with more replies, more context, and a chunk to read. Time between two events is
-not stepped through: rates are constant there. The cache of prefixes is counted in blocks, and drops the end of what was
-used longest ago.
+not stepped through, because rates are constant there. The prefix cache is counted in blocks, and evicts from the end
+of the least recently used prefix.
 
-What real engines lose to a full cache is understated: a call is admitted only once its whole reply has room, so nothing
-is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The module does not
-depend on Outrider, and draws nothing at random. Invariants: cached blocks never exceed the capacity; every prompt token
-is either cached or read.
+The losses of real engines with a full cache are understated: a call is admitted only once its whole reply has room,
+so nothing is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The
+module does not depend on Outrider, and draws nothing at random. Invariants: cached blocks never exceed the capacity;
+every prompt token is either cached or read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 BLOCK = 64
-"""Tokens of a block of the cache; only whole blocks are found again."""
+"""Tokens of a block of the cache; only whole blocks can be reused."""
 EPSILON = 1e-6
 """Steps that rounding may leave over."""
 
@@ -44,13 +44,13 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 SPEED = Speed()
 
 Path = tuple[tuple[str, int], ...]
-"""A prompt as segments, each a name and its tokens, from the beginning: equal names mean equal tokens, and a segment is
-always behind the same other ones. All but the last are whole blocks, as is what sessions share."""
+"""A prompt as segments, each a name and a number of tokens, from the beginning. Equal names mean equal tokens, and a
+segment always follows the same segments. All but the last are whole blocks, as are the segments that sessions share."""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """`new`: tokens that the session adds to its context before the call. `pause`: seconds from the end of the reply to
-    the next call."""
+    """One turn. `new`: tokens that the session adds to its context before the call. `pause`: seconds from the end of
+    the reply to the next call."""
 
     new: int
     reply: int
@@ -58,7 +58,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """`shared` are the segments of its prompts that other sessions have, too."""
+    """A session. `shared` are the segments of its prompts that other sessions have, too."""
 
     name: str
     shared: Path
@@ -80,8 +80,8 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, eq=False):
-    """A model call: the segments of its prompt, the tokens of all and of the reply, and when it was made. `cached` is
-    set when it is admitted."""
+    """A model call: the segments of its prompt, the tokens of the prompt and of the reply, and its time. `cached` is
+    set on admission."""
 
     session: Session
     turn: int
@@ -96,7 +96,7 @@ class Call(msgspec.Struct, eq=False):
         return self.turn + 1 == len(self.session.turns)
 
     def following(self, begun: float) -> Call:
-        """The session's next call, whose prompt begins with this one and its reply."""
+        """The session's next call, whose prompt begins with this call's prompt and reply."""
         turn, (name, own) = self.session.turns[self.turn + 1], self.path[-1]
         more = self.reply + turn.new
         path = (*self.path[:-1], (name, own + more))
@@ -110,7 +110,7 @@ def first_call(session: Session, begun: float) -> Call:
 
 
 class _Cached(msgspec.Struct, eq=False):
-    """A segment: whole and begun blocks, of how many tokens, and by how many calls they are pinned."""
+    """A segment: its blocks, including a begun one, its tokens, and the number of calls that pin it."""
 
     tokens: int = 0
     blocks: int = 0
@@ -118,8 +118,8 @@ class _Cached(msgspec.Struct, eq=False):
 
 
 class PrefixCache:
-    """The cached segments of one engine. Those of calls under way are pinned. A segment is used no earlier than any
-    behind it, so what is dropped is always an end."""
+    """The cached segments of one engine. Segments of calls under way are pinned. Every use of a segment is also a use
+    of the segments in front of it, so eviction always takes the end of a prefix."""
 
     def __init__(self, blocks: int) -> None:
         self.capacity = blocks
@@ -129,10 +129,10 @@ class PrefixCache:
         """Blocks of calls under way."""
         self._segments: dict[str, _Cached] = {}
         self._free: OrderedDict[str, _Cached] = OrderedDict()
-        """Segments that are not pinned, the one used longest ago first."""
+        """Segments that are not pinned, least recently used first."""
 
     def matched(self, path: Path) -> int:
-        """How many tokens from the beginning of the prompt are cached."""
+        """The number of cached tokens from the beginning of the prompt."""
         found = 0
         for name, tokens in path:
             cached = self._segments.get(name)
@@ -143,8 +143,8 @@ class PrefixCache:
         return found
 
     def admit(self, path: Path, reply: int) -> int | None:
-        """Make room for prompt and reply and pin both. Gives the tokens of the prompt that were cached, less than all
-        of them; None if there is no room for as long as the other calls are under way."""
+        """Make room for prompt and reply and pin both. Returns the number of cached tokens of the prompt, less than all
+        of them. None if the other calls under way leave no room."""
         extra = to_pin = 0
         wanted: list[tuple[str, int, int, _Cached]] = []
         for name, tokens in path:
@@ -171,7 +171,7 @@ class PrefixCache:
         return found
 
     def release(self, path: Path) -> None:
-        """The call is over; its segments stay until their room is needed."""
+        """Unpin the segments of an ended call; they stay cached until their room is needed."""
         for name, _ in reversed(path):
             cached = self._segments[name]
             cached.pins -= 1
@@ -193,37 +193,40 @@ class PrefixCache:
 
 
 class Engine:
-    """`pace` is how fast it is against the others. The owner calls `advance` with the time before anything else, and
-    looks at `next_change` afterwards. A prompt takes at least one step, and no other is read in it."""
+    """One simulated engine. `pace` is its speed relative to the others.
+
+    The owner calls `advance` with the time before anything else, and reads `next_change` afterwards. A prompt takes
+    at least one step, and no other prompt is read in that step.
+    """
 
     def __init__(self, name: str, cache_tokens: int, *, pace: float = 1.0, speed: Speed = SPEED) -> None:
         self.name = name
         self.cache = PrefixCache(cache_tokens // BLOCK)
         self.prompt_tokens = self.cached_tokens = self.reply_tokens = 0
         self.looks = 0
-        """How often it has changed; an event for an earlier state is void."""
+        """Number of changes of state; an event for an earlier state is void."""
         self._speed = speed
         self._pace = pace
         self._now = 0.0
         self._steps = 0.0
-        """Steps made so far, which are the tokens that a reply under way ever since has."""
+        """Steps so far: the number of tokens of a reply that has been under way since the beginning."""
         self._waiting: deque[Call] = deque()
         self._reading: deque[Call] = deque()
         self._unread_steps = 0.0
-        """Steps in which the rest of the first prompt of `_reading` is read."""
+        """Number of steps that the rest of the first prompt of `_reading` takes."""
         self._read_seconds = 0.0
-        """What reading adds to each of those steps."""
+        """Seconds that reading adds to each of those steps."""
         self._decoding: list[tuple[float, int, Call]] = []
         self._context = 0
         self._order = 0
 
     def add(self, call: Call) -> None:
-        """A call arrives, at the time of the last `advance`."""
+        """Add a call that arrives at the time of the last `advance`."""
         self._waiting.append(call)
         self._admit()
 
     def next_change(self) -> float | None:
-        """When the prompt being read or the next reply ends; None while idle."""
+        """The time at which the prompt being read or the next reply ends; None while idle."""
         step, steps = self._step_seconds(), math.inf
         if self._reading:
             steps = self._unread_steps
@@ -232,8 +235,8 @@ class Engine:
         return None if math.isinf(steps) else self._now + max(0.0, steps) * step
 
     def advance(self, now: float) -> tuple[list[Call], list[Call]]:
-        """Go on to `now`, which is not after `next_change`. Gives the calls whose first token came just now, and those
-        that ended."""
+        """Advance to `now`, which is not after `next_change`. Returns the calls that got their first token at `now`,
+        and those that ended."""
         steps = (now - self._now) / self._step_seconds()
         self._now = now
         self._steps += steps
@@ -286,10 +289,10 @@ class Engine:
 
 
 class Router(Protocol):
-    """Which engine serves a call. `ended` is called once for each call, and `over` once for each session."""
+    """Chooses the engine of a call. `ended` is called once for each call, and `over` once for each session."""
 
     def join(self, engine: str) -> None:
-        """An engine is there from now on."""
+        """Add an engine."""
 
     def choose(self, call: Call) -> str: ...
 
@@ -299,7 +302,7 @@ class Router(Protocol):
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """An engine, and when it comes."""
+    """An engine, and the time at which it joins."""
 
     name: str
     pace: float = 1.0
@@ -308,8 +311,8 @@ class Joining(msgspec.Struct, frozen=True):
 
 @dataclass
 class Played:
-    """What came of it. `first_token` are seconds from each call to its first token, `done` the times at which sessions
-    ended, `moves` how often a session's next call went to another engine."""
+    """The result of a simulation. `first_token` are seconds from each call to its first token, `done` the times at
+    which sessions ended, `moves` the number of calls that went to another engine than the session's call before."""
 
     engines: list[Engine]
     first_token: list[float] = field(default_factory=list)

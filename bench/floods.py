@@ -1,7 +1,7 @@
-"""What other sessions notice of two that send bodies made to be as much work as possible, in each dialect.
+"""The effect on other sessions of two that send bodies made to cause as much work as possible, in each dialect.
 
-Fifty sessions make calls, with a pause between them, first alone and then while two others send such bodies: of 64 MiB,
-of the most that is taken, and of 1 MiB. Durations are milliseconds.
+Fifty sessions make calls, with a pause between them, first alone and then while two others send such bodies: of 64
+MiB, of the maximum size accepted, and of 1 MiB. Durations are milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = (64 << 20, MAX_TEXT_BODY - (64 << 10), 1 << 20)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Which floods are sent, each in these sizes by every attacker, and for how long calls are made before."""
+    """The kinds of floods, the sizes that every attacker sends of each, and the seconds of calls before the floods."""
 
     kinds: Sequence[str]
     sizes: Sequence[int] = SIZES
@@ -119,7 +119,7 @@ async def _calling(client: Client, url: str, calls: list[_Call]) -> None:
 
 
 async def _flooding(url: str, kind: str, sizes: Sequence[int]) -> list[int]:
-    """The statuses of the answers."""
+    """The statuses of the replies."""
     sender = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.bodies", url, kind, *map(str, sizes)), stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
@@ -128,7 +128,7 @@ async def _flooding(url: str, kind: str, sizes: Sequence[int]) -> list[int]:
 
 
 async def _stalls(url: str) -> dict[str, float]:
-    """What the service's watchdog has seen."""
+    """The stalls recorded by the service's watchdog."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(b"GET /v1/status HTTP/1.0\r\nHost: localhost\r\n\r\n")

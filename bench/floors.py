@@ -1,4 +1,4 @@
-"""The floors that our figures are held against: the same work done by as little as possible, measured beside it.
+"""The floors of our figures: the same work done as simply as possible, measured in the same run.
 
 Machines differ by a factor, and a shared one differs from hour to hour. A ratio of two figures of one run depends on
 neither. There are three floors:
@@ -30,7 +30,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class RoundTrip:
-    """Takes the time of smallest HTTP calls, in blocks."""
+    """Times minimal HTTP calls, in blocks."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
@@ -50,14 +50,14 @@ class RoundTrip:
 
 @asynccontextmanager
 async def round_trips(url: str) -> AsyncIterator[RoundTrip]:
-    """To the server at `url`, warm, with nothing measured yet."""
+    """Round trips to the server at `url`, warmed up, with nothing measured yet."""
     async with aiohttp.ClientSession() as http:
         await RoundTrip(http, url).take(50)
         yield RoundTrip(http, url)
 
 
 class Proxy:
-    """An ASGI application that posts each request to the engine and passes its reply on as it arrives."""
+    """An ASGI application that posts each request to the engine and forwards its reply as it arrives."""
 
     def __init__(self, engine_url: str) -> None:
         self._engine_url = engine_url
@@ -85,7 +85,7 @@ class Proxy:
 
 
 class _Copy(asyncio.Protocol):
-    """Writes what arrives on one connection to another one."""
+    """Writes the bytes that arrive on one connection to another one."""
 
     def __init__(self, to: asyncio.Transport | None = None) -> None:
         self.to = to
@@ -93,7 +93,7 @@ class _Copy(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods and another base
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods and another base
 
     def pass_on_to(self, to: asyncio.Transport) -> None:
         self.to = to
@@ -102,7 +102,7 @@ class _Copy(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.to is None:
-            self._early.append(data)  # the connection to the engine is not there yet
+            self._early.append(data)  # the connection to the engine is not open yet
         else:
             self.to.write(data)
 
@@ -112,7 +112,7 @@ class _Copy(asyncio.Protocol):
 
 
 class _Accepted(_Copy):
-    """A client's connection, which opens its own to the engine."""
+    """A client's connection, which opens its own connection to the engine."""
 
     def __init__(self, engine: URL, owner: asyncio.TaskGroup) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Accepted(_Copy):
 
 @asynccontextmanager
 async def relay(engine_url: str) -> AsyncIterator[str]:
-    """Its URL, while it copies."""
+    """The relay's URL, while it runs."""
     async with asyncio.TaskGroup() as owner:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Accepted(URL(engine_url), owner), "127.0.0.1", 0)

@@ -1,8 +1,9 @@
-"""What the gateway adds to a model call, beside what less than a gateway adds, and the same call made directly.
+"""The time that the gateway adds to a model call, compared with two simpler hops and with the same call made
+directly.
 
 Processes: this client, the service, the engine, and the two floors (`floors.py`). A gateway request is a fresh 2 KB
-prompt, here in Chat Completions; the others post the very ids it is rendered to. Blocks of all ways alternate, so that
-whatever else the machine does disturbs them alike. Durations are milliseconds, rates are per second.
+prompt, here in Chat Completions; the others post the ids to which it is rendered. Blocks of all ways alternate, so
+that the machine's other load affects them alike. Durations are milliseconds, rates are per second.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Milliseconds from sending a request to the first and to the last byte of its answer."""
+    """Milliseconds from sending a request to the first and to the last byte of its reply."""
 
     first: float
     last: float
@@ -74,7 +75,7 @@ class Through(StrEnum):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One of the kinds of request that are compared. Who speaks makes no difference to the engine."""
+    """One kind of request. The engine's work does not depend on the client's dialect."""
 
     through: Through
     streamed: bool
@@ -109,7 +110,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 class Requests:
-    """Makes requests, each with a prompt that nobody has seen."""
+    """Makes requests, each with a fresh prompt."""
 
     def __init__(self, corpus: Corpus, processes: World, below: Floors | None = None) -> None:
         self._corpus = corpus
@@ -191,7 +192,8 @@ def _is_whole(request: Request, answer: bytes) -> bool:
 
 
 async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
-    """One request at a time: per reply, byte and way the percentiles, and what the way adds to a direct call."""
+    """One request at a time: the percentiles per reply, byte and way, and the time that the way adds to a direct
+    call."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
@@ -209,7 +211,7 @@ async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
 
 
 def compared(direct: Sequence[Spent], through: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
-    """Percentiles, in milliseconds, until the "first" or the "last" byte, and what they are above direct calls'."""
+    """Percentiles, in milliseconds, until the "first" or the "last" byte, and the excess over direct calls."""
     without, within = _cuts(direct, byte), _cuts(through, byte)
     return {"spent_ms": within, "added_ms": {name: within[name] - without[name] for name in within}}
 
@@ -220,7 +222,7 @@ def _cuts(spent: Sequence[Spent], byte: str) -> dict[str, float]:
 
 
 async def _rate(load: Load, plan: Plan, processes: World, below: Floors) -> dict[str, Any]:
-    """Requests per second at `CONCURRENCY`, and the processor time that each process took for one of them."""
+    """Requests per second at `CONCURRENCY`, and the processor time of each process per request."""
     between = {Through.RELAY: below.relay, Through.PROXY: below.proxy, Through.GATEWAY: processes.gateway}
     rates: dict[Way, list[float]] = {way: [] for way in WAYS}
     used: dict[Way, dict[str, float]] = {way: dict.fromkeys(("client", "between", "engine"), 0.0) for way in WAYS}

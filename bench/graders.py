@@ -1,11 +1,11 @@
-"""What grading an outcome costs by kind of evaluator, warm: alone, and 32 at once, each beside its floor.
+"""The cost of grading an outcome by kind of evaluator, warm: alone, and 32 at once, each compared with its floor.
 
-Milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session around it. The
-processor time is that of this process and all that it started. The floor of a kind is the work that it cannot do
-without, done by as little as possible: the library's own comparison in a process that has it loaded, the bare program,
-or the bare HTTP request to the same server, which answers from a script. Each of the verdicts at once has a sandbox
-of its own, of kind `namespace` where that runs. Kinds whose library or sandbox is not here are left out, and named.
-Answers differ from one verdict to the next, so that no cache helps.
+Milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session. The processor
+time includes this process and all its descendants. The floor of a kind is its indispensable work, done as simply as
+possible: the library's own comparison in a process that has it loaded, the bare program, or the bare HTTP request to
+the same server, which replies from a script. Each concurrent verdict has a sandbox of its own, of kind `namespace`
+where that runs. Kinds whose library or sandbox is missing are left out, and named. Answers differ from one verdict to
+the next, so that no cache helps.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ DOUBLE = "print(2 * int(input()))\n"
 SOLUTION = "solution.py"
 HARBOR_TEST = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
 TESTS = 200
-"""Of the log that is graded."""
+"""Number of tests in the log that is graded."""
 MARK = re.compile(rb"GRADE (\w{12})")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Verdicts of each kind, at each concurrency. Those that start programs are `slow`, and fewer."""
+    """Number of verdicts of each kind, at each concurrency. Kinds that start programs are `slow`, and get fewer."""
 
     verdicts: int
     slow: int
@@ -76,8 +76,8 @@ FULL, QUICK = Plan(320, 96), Plan(64, 32)
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: an evaluator, replies for it without an end, and its `floor`, which is given such a reply;
-    `beside` is what that is called. The evaluator of a `slow` kind starts programs."""
+    """A measured kind: an evaluator, an endless supply of replies for it, and its `floor`, which is called with a
+    reply; `beside` is the floor's name. The evaluator of a `slow` kind starts programs."""
 
     evaluator: Evaluator
     spec: EvaluatorSpec
@@ -134,7 +134,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 @asynccontextmanager
 async def a_sandbox(host: Host, kind: str) -> AsyncIterator[Runtime]:
-    """One with the program that kind `code` tries."""
+    """A sandbox with the program that kind `code` tests."""
     directory = Path(tempfile.mkdtemp(dir=host.folder))
     context = SandboxContext(
         session_id=directory.name,
@@ -155,7 +155,7 @@ async def a_sandbox(host: Host, kind: str) -> AsyncIterator[Runtime]:
 
 
 async def grader(scope: Scope, receive: Receive, send: Send) -> None:
-    """The judge and the grader outside, as an ASGI application: the one says that an answer is right, the other gives a
+    """The judge and the external grader as an ASGI application: the judge approves every answer, the grader gives a
     reward of 1."""
     body, more = b"", True
     while more:
@@ -178,7 +178,7 @@ def grade_nothing(outcome: Outcome) -> float:
 def kinds(
     host: Host, url: str, http: aiohttp.ClientSession, *, isolated: bool
 ) -> tuple[dict[str, Kind], dict[str, str]]:
-    """Those that are here, by name, and why the others are not."""
+    """The available kinds by name, and the reasons why the others are missing."""
     made = {"callable": of_spec(EvaluatorSpec(kind="callable", path="bench.graders:grade_nothing"))}
     left_out: dict[str, str] = {}
     made |= of_programs() | outside(url, http)
@@ -206,7 +206,7 @@ def counted(reply: Callable[[int], str]) -> Iterator[str]:
 
 
 def outside(url: str, http: aiohttp.ClientSession) -> dict[str, Kind]:
-    """Kinds that ask a server."""
+    """Kinds that send requests to a server."""
     endpoints = Endpoints([GraderConfig(name="bench", url=url)])
 
     async def floor(reply: str) -> None:
@@ -232,7 +232,7 @@ def of_programs() -> dict[str, Kind]:
     """Kinds that run programs in a sandbox."""
 
     def bare(*argv: str, given: bytes = b"", times: int = 1) -> Callable[[str], Awaitable[None]]:
-        def run() -> None:  # not by the event loop's means: those copy the page tables of this process
+        def run() -> None:  # the event loop's way of starting programs copies the page tables of this process
             for _ in range(times):
                 subprocess.run(argv, input=given, stdout=subprocess.DEVNULL, check=True)
 
@@ -262,7 +262,7 @@ def of_programs() -> dict[str, Kind]:
 
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
-"""Of a module in outrider/evaluators/checks."""
+"""The check of a module in outrider/evaluators/checks."""
 IN_PROCESS = "the library, in one process"
 
 
@@ -311,7 +311,7 @@ def of_reasoning(check: Check, _: Host) -> dict[str, Kind]:
 
 
 def of_logs(check: Check, host: Host) -> dict[str, Kind]:
-    """The grading of a log alone: what runs the tests is the task's own."""
+    """The grading of a log alone: the command that runs the tests is the task's."""
     names = [f"tests/test_shop.py::test_{number}" for number in range(TESTS)]
     options = SwebenchOptions(
         instance_id="shop__shop-1",
@@ -343,7 +343,7 @@ def of_logs(check: Check, host: Host) -> dict[str, Kind]:
 async def _milliseconds(
     work: Callable[[str, int], Awaitable[object]], replies: Iterator[str], times: int, width: int
 ) -> dict[str, float]:
-    """Of doing it so many times, `width` at once, each in a place of its own."""
+    """Milliseconds of doing the work so many times, `width` at once, each in its own slot."""
     spent: list[float] = []
     todo = iter(range(times))
 

@@ -1,8 +1,8 @@
-"""Whether a million finished sessions slow the store: its operations on an empty store, and beside that history.
+"""Whether a million finished sessions slow the store: its operations on an empty store and on one with that history.
 
-The history is written with SQL, because a million sessions through the store's own methods would take hours: groups of
-eight, each session with a result, a turn and six events. Durations are milliseconds; the databases are files in the
-system's temporary folder. Operations on the two stores take turns, so that what else the machine does touches both.
+The history is written with SQL, because a million sessions through the store's own methods would take hours: groups
+of eight, each session with a result, a turn and six events. Durations are milliseconds; the databases are files in
+the system's temporary folder. Operations on the two stores alternate, so that the machine's other load affects both.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _history(start: int, sessions: int) -> Callable[[Connection], Any]:
 
 
 async def _operations(store: Store) -> Mapping[str, Operation]:
-    """What a service asks of its store all the time, on a queue and with one session under way."""
+    """The operations that a service does all the time, on a queue and with one session under way."""
     for number in range(QUEUED_GROUPS):
         await _group(store, f"queued-{number}", GROUP_SIZE, priority=0)
     await _group(store, "under-way", 1, priority=9)
@@ -174,7 +174,7 @@ async def _operations(store: Store) -> Mapping[str, Operation]:
 
 
 async def _removal(store: Store) -> dict[str, float]:
-    """The rate at which the oldest groups are removed, and how long its longest transaction keeps the writer."""
+    """The rate at which the oldest groups are removed, and how long the longest transaction holds the writer."""
     await store.consumers.remove("bench")
     candidates = await store.removals.candidates(force=False, limit=SESSIONS_AT_ONCE // GROUP_SIZE)
     spent: list[float] = []

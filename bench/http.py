@@ -1,6 +1,6 @@
-"""The benchmarks' HTTP client: the product's own to its engines, which costs the least of what we have.
+"""The benchmarks' HTTP client: the product's own client for engines, which is the cheapest we have.
 
-Whatever the client costs is part of both sides of a comparison, and on two cores it is taken from the rest.
+The client's cost is part of both sides of a comparison, and on two cores it slows the other processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 class Client:
-    """Posts to any number of servers, each over connections that are kept."""
+    """Posts to any number of servers, over kept connections."""
 
     def __init__(self) -> None:
         self._servers: dict[str, Connections] = {}

@@ -1,8 +1,8 @@
-"""What a live conversation keeps of each call: bytes per call of 2,000 tokens.
+"""The memory that a live conversation keeps of each call: bytes per call of 2,000 tokens.
 
-A call brings two messages of 750 tokens and is answered with 500. Counted is what Python has allocated and not
-freed (tracemalloc) once the calls are over and their client and engine are gone, so it is what stays in the
-service between two turns. The ids alone, at four bytes each, are 8,000 of them.
+A call brings two messages of 750 tokens and gets a reply of 500. Counted is the memory that Python has allocated and
+not freed (tracemalloc) once the calls are over and their client and engine are gone, so it is the memory that stays
+in the service between two turns. The ids alone, at four bytes each, are 8,000 bytes of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.trajectory import Turn
 MESSAGE_TOKENS = 750
 REPLY_TOKENS = 500
 SOURCES = 6
-"""How many of the places that hold most are named."""
+"""Number of the largest allocation sites to name."""
 
 
 CALL = WireCall("POST", "/v1/chat/completions")
@@ -96,7 +96,7 @@ async def _measured(corpus: Corpus, endpoint: ModelBackend, engine: ScriptedEngi
 
 
 async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, name: str) -> Conversation:
-    """A conversation that has had so many calls."""
+    """A conversation after so many calls."""
     conversation = Conversation(
         endpoint,
         session_key=name,
@@ -119,4 +119,4 @@ async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, n
 
 
 async def _not_stored(turn: Turn) -> None:
-    """What the store holds is on disk."""
+    """Drop the turn: the store's copy would be on disk."""

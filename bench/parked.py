@@ -1,7 +1,7 @@
-"""A whole service whose agents do nothing: their sessions run, and whoever measures makes their model calls.
+"""A whole service whose agents do nothing: their sessions run, and the benchmark makes their model calls.
 
-It measures nothing itself. Invariant: what answers a call is the product as shipped (HTTP server, gateway,
-conversation, pool, store), not a likeness of it.
+Measures nothing itself. Invariant: calls are served by the product as shipped (HTTP server, gateway, conversation,
+pool, store), not by an imitation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTEXT_TOKENS = 1 << 20
 
 
 class ParkedAgent:
-    """Writes its session's base URL, a line, to the named pipe in its options, then waits to be ended."""
+    """Writes its session's base URL, a line, to the named pipe in its options, then waits until it is ended."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._pipe = Path(options["pipe"])
@@ -42,7 +42,7 @@ class ParkedAgent:
 
 
 class Parking(msgspec.Struct, frozen=True):
-    """A parked service, where its control API is, and where its sessions' models are."""
+    """A parked service, the URL of its control API, and the base URLs of its sessions' models."""
 
     opened: Opened
     url: str
@@ -64,7 +64,8 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processe
         )
         pipe = Path(data) / "urls"
         os.mkfifo(pipe)
-        # Opened for reading and writing, a pipe waits for no other end and stays open when an agent closes its own.
+        # A pipe opened for reading and writing waits for no other end, and stays open when an agent closes its own
+        # end.
         with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:
             async with open_service(config) as opened, serving(*opened) as url:
                 await opened.service.submit(_group(pipe, sessions))

@@ -10,7 +10,7 @@ COLOURS = {"static": "#9aa5b1", "synchronous": "#d08c60", "asynchronous": "#3f7f
 
 
 def sampling_svg(found: dict[str, Any]) -> str:
-    """Batches of an hour for each way and share of useless prompts, those of synchronous waves of 3 batches being 1."""
+    """Batches per hour for each way and fraction of useless prompts, relative to synchronous waves of 3 batches."""
     parts: list[str] = []
     top = 34
     for useless in dict.fromkeys(row["useless"] for row in found["simulated"]):

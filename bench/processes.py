@@ -8,7 +8,7 @@
     python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL PAUSES
     python -m bench.processes echo
 
-Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
+Each prints its URLs, a line each, and ends when its standard input ends, so that none outlives its parent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Process:
-    """A running one. `control` is the control API of a service of parked sessions."""
+    """A running process. `control` is the control API of a service of parked sessions."""
 
     def __init__(self, child: asyncio.subprocess.Process, urls: tuple[str, ...]) -> None:
         self.urls = urls
@@ -66,11 +66,11 @@ class Process:
         return sum(map(ticks_of, (self._pid, *descendants_of(self._pid)))) / TICKS
 
     def memory_mib(self) -> float:
-        """Its resident memory now (proc(5), VmRSS)."""
+        """Resident memory now (proc(5), VmRSS)."""
         return self._status("VmRSS")
 
     def peak_memory_mib(self) -> float:
-        """The most that it ever was."""
+        """Peak resident memory (proc(5), VmHWM)."""
         return self._status("VmHWM")
 
     def _status(self, field: str) -> float:
@@ -86,7 +86,7 @@ class World(msgspec.Struct, frozen=True):
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """What stands before an upstream instead of a gateway, in processes of their own."""
+    """The floors in front of an upstream, in place of a gateway, in processes of their own."""
 
     proxy: Process
     relay: Process
@@ -122,7 +122,7 @@ async def batch_engine(
 async def service_of(
     corpus: Corpus, engine_url: str, *, sessions: int, protocol: EngineProtocol = "vllm", processes: int = 1
 ) -> AsyncIterator[Process]:
-    """A service of parked sessions on an engine's server. Its URLs are those of its sessions."""
+    """A service of parked sessions on an engine's server. The process's URLs are those of its sessions."""
     arguments = (str(corpus.folder), protocol, engine_url, str(sessions), str(processes))
     async with _process(sessions + 1, "gateway", *arguments) as process:
         *urls, process.control = process.urls
@@ -134,8 +134,8 @@ async def service_of(
 async def service_process(
     tokenizer: Path, data: Path, run_lane: int, store_url: str, *, pauses: str = ""
 ) -> AsyncIterator[Process]:
-    """A service on a scripted engine, with its store in the folder `data` where the URL is empty. It may be killed.
-    With `pauses` "python" its garbage is collected as Python does it."""
+    """A service on a scripted engine, with its store in the folder `data` if the URL is empty. It may be killed. With
+    `pauses` "python" garbage is collected as Python does by default."""
     async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url, pauses) as process:
         yield process
 
@@ -148,7 +148,7 @@ async def floors(url: str) -> AsyncIterator[Floors]:
 
 @asynccontextmanager
 async def a_round_trip() -> AsyncIterator[RoundTrip]:
-    """To a server that answers everything with a few bytes, with none of our code in it."""
+    """Round trips to a server that replies to everything with a few bytes, with none of our code in it."""
     async with _process(1, "echo") as echo, round_trips(echo.urls[0]) as trips:
         yield trips
 
@@ -201,7 +201,7 @@ async def _serve_batch(
         tokens_per_second=float(tokens_per_second),
         event_tokens=int(event_tokens),
     )
-    # Without a tokenizer: what an engine spends on texts that nobody reads is not measured.
+    # Without a tokenizer: the engine's cost for texts that nobody reads is not measured.
     async with serving(engine_app(engine, protocol, ServeSettings(incremental=True))) as url:
         await _until_told([url])
 
@@ -222,7 +222,7 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: st
         store=store_url or None,
         model=ModelConfig(tokenizer=tokenizer, renderer="qwen3", context_tokens=CONTEXT_TOKENS),
         lanes=LanesConfig(run=int(run_lane)),
-        # More than the machine has: the sandboxes are in memory and take none of it.
+        # More than the machine has: the sandboxes are in memory and use none of it.
         sandboxes=SandboxesConfig(cpus=float(run_lane), memory_mb=int(run_lane) * 1024),
         plugins=PluginsConfig(allow=("*",)),
         engines=(
@@ -265,7 +265,7 @@ async def _serve_echo() -> None:
 
 
 async def _serve_bare(app: Any) -> None:
-    """By uvicorn as it is."""
+    """Serve by uvicorn unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         # After uvicorn's own 5 seconds a connection could be closed at the moment when a slow client uses it again.
         config = uvicorn.Config(

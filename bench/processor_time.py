@@ -1,10 +1,10 @@
-"""Processor time of a benchmark with all that it started, and the processes below it, as proc(5) has them.
+"""Processor time of a benchmark with all its descendants, and the processes below it, read from proc(5).
 
-A process counts with what it used itself and with what the children used that it has waited for. So every
-process below the benchmark is read, not only its children: sandboxes are children of the zygote, and the time of a
-command in a sandbox that still lives is with the command. Processes that are killed because the first process of their
-sandbox was killed are not counted from then on: the kernel reaps them by itself and adds their time to no other
-process. A benchmark therefore closes its shells, or reads the time, before it stops a sandbox.
+A process counts with its own time and with the time of the children that it has waited for. So every process below
+the benchmark is read, not only its children: sandboxes are children of the zygote, and the time of a command in a
+live sandbox is counted with the command. Processes that are killed because the first process of their sandbox was
+killed are no longer counted: the kernel reaps them itself and adds their time to no other process. A benchmark
+therefore closes its shells, or reads the time, before it stops a sandbox.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cpu_seconds() -> float:
 
 def descendants_of(pid: int) -> list[int]:
     found = children_of(pid)
-    for child in found:  # which grows meanwhile
+    for child in found:  # the list grows meanwhile
         found += children_of(child)
     return found
 
@@ -42,13 +42,13 @@ def children_of(pid: int) -> list[int]:
 
 
 def ticks_of(pid: int) -> int:
-    """Processor time of a process and of those that it has waited for: fields utime, stime, cutime and cstime. That of
-    one that has gone, which has none here, is in the time of its parent by then."""
+    """Processor time of a process and of the children that it has waited for: fields utime, stime, cutime and cstime. A
+    process that has gone counts 0 here: its time is in its parent's by then."""
     return sum(map(int, of_process(pid, "stat").rpartition(")")[2].split()[11:15]))
 
 
 def of_process(pid: int, name: str) -> str:
-    """A file that the kernel has of a process; empty when that has just gone."""
+    """A file of a process in /proc; empty if the process has just gone."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,12 +1,12 @@
-"""Tokens per second through a service of several processes, beside the same engine asked directly.
+"""Tokens per second through a service of several processes, compared with direct calls to the same engine.
 
-Processes: this client, the service's, and a scripted engine with the pace of a batch engine (`batch_engine.py`). A call
-through the service is a Chat Completions request with a prompt that nobody has seen; a direct call posts the very ids
-to the engine's own route. All replies are streamed. Each block of one has a block of the other beside it. In a block so
-many clients each make one call after another, of different lengths, so that they do not end together; counted is what
-arrives after about the first call of each, while all of them are at work. On few cores the processes of all sides share
-them, and the rate is bound by the machine. An engine that puts several tokens into an event, or a slower one, leaves
-cores free.
+Processes: this client, the service's, and a scripted engine with the pace of a batch engine (`batch_engine.py`). A
+call through the service is a Chat Completions request with a fresh prompt; a direct call posts the same ids to the
+engine's own route. All replies are streamed. Each block of one kind has a block of the other beside it. In a block so
+many clients each make one call after another, of different lengths, so that they do not end together. Tokens are
+counted after about the first call of each client, while all clients are at work. On few cores the processes of all
+sides share them, and the rate is bound by the machine. An engine that puts several tokens into an event, or a slower
+engine, leaves cores free.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PROCESSES = 4
 PROMPT_CHARACTERS = 2048
 REPLY_TOKENS = range(50, 151)
 SHORT_REPLY = 10
-"""Tokens of a second, shorter kind of reply: the difference separates the cost of a call from that of a token."""
+"""Tokens of a second, shorter kind of reply: the difference separates the cost of a call from the cost of a token."""
 ROUTES: dict[EngineProtocol, str] = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """A scripted engine: its protocol, the tokens that it gives all requests together, and those of one event."""
+    """A scripted engine: its protocol, its tokens per second for all requests together, and its tokens per event."""
 
     protocol: EngineProtocol
     tokens_per_second: int
@@ -52,7 +52,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Engines, with the numbers of clients at once that they are measured with, and the seconds of each block."""
+    """Engines, the numbers of concurrent clients for each, and the seconds of each block."""
 
     engines: dict[Engine, tuple[int, ...]]
     seconds: float
@@ -126,7 +126,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Requests:
-    """Makes requests, each with a prompt that nobody has seen. They go to the sessions by turns."""
+    """Makes requests, each with a fresh prompt. The sessions get them in turn."""
 
     def __init__(self, corpus: Corpus, protocol: EngineProtocol, engine_url: str, sessions: Sequence[str]) -> None:
         self._corpus = corpus
@@ -162,7 +162,7 @@ class Requests:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Totals at one time: bytes that have arrived, calls that have ended, processor seconds of each side."""
+    """Totals at one time: bytes received, calls ended, processor seconds of each side."""
 
     at: float
     arrived: int
@@ -171,7 +171,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Of one block: tokens and calls per second, and the processor seconds of each side per second."""
+    """The figures of one block: tokens and calls per second, and the processor seconds of each side per second."""
 
     tokens_per_second: float
     calls_per_second: float
@@ -179,7 +179,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Load:
-    """Clients of one engine and of the service before it."""
+    """Clients of one engine and of the service in front of it."""
 
     def __init__(self, client: Client, requests: Requests, upstream: Process, service: Process, engine: Engine) -> None:
         self._client = client
@@ -191,7 +191,7 @@ class Load:
         self._calls = self._call_bytes = self._call_tokens = 0
 
     async def block(self, level: int, seconds: float, *, direct: bool, tokens: Sequence[int] = REPLY_TOKENS) -> Found:
-        """`level` clients at once. They are counted for `seconds`, after the time that one call takes at least."""
+        """Run `level` clients at once. They are counted for `seconds`, after the minimum duration of one call."""
         step = max(LEAST_STEP, level / self._engine.tokens_per_second)
         warm = step * statistics.mean(tokens)
         count = level + int(1.5 * level * (warm + seconds) / warm)
@@ -239,7 +239,7 @@ class Load:
 
     def _found(self, begun: Mark, ended: Mark) -> Found:
         seconds = ended.at - begun.at
-        # All replies have the same bytes per token, however far they are at a mark.
+        # All replies have the same bytes per token, wherever they are when a mark is taken.
         tokens = (ended.arrived - begun.arrived) * self._call_tokens / self._call_bytes
         return Found(
             tokens_per_second=tokens / seconds,

@@ -1,4 +1,5 @@
-"""A run's report: printed as tables, written as JSON and Markdown, with a picture of the one benchmark that has one."""
+"""A run's report: printed as tables, written as JSON and Markdown, with a picture for the one benchmark that has
+one."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ PACKAGES = ("outrider", "aiohttp", "httptools", "msgspec", "orjson", "renderers"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`load` is the machine's load average (one minute) when the run began and when it ended: a run on a busy
-    machine is worth less. `seconds` is how long each benchmark took."""
+    """`load` is the machine's load average (one minute) at the beginning and the end of the run: a run on a busy
+    machine is worth less. `seconds` is the duration of each benchmark."""
 
     at: str
     machine: dict[str, Any]
@@ -75,8 +76,8 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def keep(report: Report) -> Path:
-    """Write the report of all benchmarks into the results folder: JSON under its date, the latest in Markdown, and the
-    picture of the sampler's; and the targets into the README."""
+    """Write the report of all benchmarks: into the results folder JSON under its date, the newest as Markdown, and the
+    sampler's picture; into the README the targets."""
     path = FOLDER / f"{report.at[:10]}.json"
     write_json(report, path)
     (FOLDER / "latest.md").write_text(markdown(report))
@@ -86,13 +87,13 @@ def keep(report: Report) -> Path:
 
 
 def latest() -> Report:
-    """The newest report that was kept."""
+    """The newest stored report."""
     return msgspec.json.decode(max(FOLDER.glob("*.json")).read_bytes(), type=Report)
 
 
 def with_targets(page: str, report: Report) -> str:
-    """The page with the report's targets in place of what stands between BEGIN and END. Raises ValueError when the page
-    does not have both."""
+    """Return the page with the report's targets in place of the text between BEGIN and END. Raises ValueError if the
+    page lacks one of the two."""
     before, begun, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not (begun and ended):

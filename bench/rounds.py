@@ -1,8 +1,8 @@
-"""Several rounds of the benchmarks as one: each figure is the median of its rounds, and keeps its range.
+"""Combines several rounds of the benchmarks: each figure is the median of its rounds, and keeps its range.
 
-In a round, each benchmark is a process of its own, so that none starts with what another has left in memory. This
-module depends on no benchmark. Invariant: what is computed from figures is computed round by round, so that a ratio to
-a floor is the median of the rounds' ratios.
+In a round, each benchmark is a process of its own, so that none starts with the memory of another. This module
+depends on no benchmark. Invariant: arithmetic on figures is done round by round, so that a ratio to a floor is the
+median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Figure(float):
         return made
 
     def __format__(self, spec: str) -> str:
-        """The median, with the smallest and the largest round in brackets where these are not written alike."""
+        """The median, followed by the smallest and the largest round in brackets unless both look the same."""
         middle, low, high = (
             format(value, spec or ",.10g") for value in (float(self), min(self.rounds), max(self.rounds))
         )
@@ -68,8 +68,8 @@ class Figure(float):
 
 
 def combined(rounds: Sequence[Any]) -> Any:
-    """The rounds' results as one: of numbers that differ, Figures; of mappings, what all have; of lists, their items
-    side by side, and of anything else, or lists of different lengths, the last round's."""
+    """Combine the rounds' results: different numbers to Figures, mappings by the keys that all have, and lists item by
+    item. Of anything else, and of lists of different lengths, the last round's value is taken."""
     last = rounds[-1]
     if all(one == last for one in rounds):
         return last
@@ -83,7 +83,7 @@ def combined(rounds: Sequence[Any]) -> Any:
 
 
 def medians(value: Any) -> Any:
-    """Results in which each Figure is its median, a plain number."""
+    """The results with each Figure replaced by its median, a plain number."""
     match value:
         case Figure():
             return float(value)
@@ -96,7 +96,7 @@ def medians(value: Any) -> Any:
 
 
 def one_round(python: str, tree: Path, name: str, *, quick: bool) -> dict[str, Any]:
-    """What a benchmark of a checkout gives in a process of its own. Raises RuntimeError when it fails."""
+    """Run a benchmark of a checkout in a process of its own and return its results. Raises RuntimeError if it fails."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [python, "-m", "bench", name, "--json", file.name, *(["--quick"] if quick else [])]
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
@@ -107,7 +107,7 @@ def one_round(python: str, tree: Path, name: str, *, quick: bool) -> dict[str, A
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number, by its dotted name."""
+    """Yield every number with its dotted name."""
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, int | float):
@@ -119,7 +119,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def compared(before: Results, after: Results, only: str) -> Table:
-    """The figures that both have and whose name holds `only`, side by side. A ratio below 1: the second is smaller."""
+    """The figures that both have and whose name contains `only`, with their ratio. Below 1, the second is smaller."""
     table = Table("figure", title="after / before", title_justify="left")
     for column in ("before", "after", "ratio"):
         table.add_column(column, justify="right")

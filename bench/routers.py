@@ -1,7 +1,7 @@
 """Ways to choose an engine for a call: Outrider's own, and those of vllm-router and sglang-router.
 
-The latter are written after their published descriptions; they see calls and no engine. Invariant: the same calls give
-the same choices, in any process.
+The latter follow their published descriptions; they see calls and no engine. Invariant: the same calls give the same
+choices, in any process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outrider.trajectory import LogprobKind, TokenMode
 VIRTUAL_NODES = 160
 """Points of an engine on the hash ring, as in vllm-router."""
 CACHE_THRESHOLD = 0.3
-"""The share of a prompt that has to match for cache_aware to follow the match: the default of both routers."""
+"""The fraction of a prompt that must match for cache_aware to follow the match: the default of both routers."""
 
 
 class Outrider:
-    """The placement of `EnginePool`, with the pool's own classes. Needs a running event loop, as they do."""
+    """The placement of `EnginePool`, made with the pool's own classes, which need a running event loop."""
 
     def __init__(self) -> None:
         self._affinity = Affinity()
@@ -68,7 +68,7 @@ class _NamedEngine:
 
 
 class _Counting:
-    """Engines in the order in which they came, and the calls in flight on each."""
+    """Engines in the order in which they joined, and the calls in flight on each."""
 
     def __init__(self) -> None:
         self.in_flight: dict[str, int] = {}
@@ -104,14 +104,14 @@ class RoundRobin(_Counting):
 
 
 class LeastLoaded(_Counting):
-    """The engine with the fewest calls in flight, for each call."""
+    """Sends each call to the engine with the fewest calls in flight."""
 
     def pick(self, call: Call) -> str:
         return self.least()
 
 
 class ConsistentHash(_Counting):
-    """A ring of hashes: an engine that comes takes sessions from all others, and no load moves any."""
+    """A ring of hashes: a new engine takes sessions from all others, and load moves no session."""
 
     def __init__(self, key: Callable[[Session], str]) -> None:
         super().__init__()
@@ -129,9 +129,12 @@ class ConsistentHash(_Counting):
 
 
 class Sticky(_Counting):
-    """A session stays where its first call went: at random, as `manual` of sglang-router does by default, or where the
-    fewest sessions are, as `sticky_least_loaded` of vllm-router and `manual` with `min_group` do. `told` says whether
-    the router is told that a session is over; else it counts the session for hours."""
+    """A session stays where its first call went.
+
+    That engine is random, as in sglang-router's `manual` by default, or has the fewest sessions, as in vllm-router's
+    `sticky_least_loaded` and in `manual` with `min_group`. `told`: whether the router is notified of the end of a
+    session; otherwise it counts the session for hours.
+    """
 
     def __init__(self, *, fewest: bool, told: bool = False) -> None:
         super().__init__()
@@ -154,10 +157,13 @@ class Sticky(_Counting):
 
 
 class CacheAware(_Counting):
-    """The engine that was sent the longest part of this prompt before, if that is more than `CACHE_THRESHOLD` of the
-    prompt; else the one with the fewest calls in flight, which also gets every call while the busiest engine has more
-    than `balance_abs` calls more than the idlest, and more than `balance_rel` times as many. Among equal matches the
-    engine that was sent the prefix last is taken. What engines have dropped from their caches stays in the tree."""
+    """Sends a call to the engine that was sent the longest part of the prompt before.
+
+    If that is not more than `CACHE_THRESHOLD` of the prompt, the engine with the fewest calls in flight is taken. The
+    same engine gets every call while the busiest engine has more than `balance_abs` calls more than the idlest, and
+    more than `balance_rel` times as many. Among equal matches the engine that was sent the prefix last is taken.
+    Prefixes that engines have dropped from their caches stay in the tree.
+    """
 
     def __init__(self, balance_abs: int, balance_rel: float) -> None:
         super().__init__()

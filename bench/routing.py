@@ -1,4 +1,5 @@
-"""Which engine should serve a session's next call: Outrider's placement beside the policies of routers, simulated.
+"""Placement of a session's next call on engines: Outrider's placement compared with the policies of routers, by
+simulation.
 
 Sessions are those of coding agents: 30 to 40 turns as a rule, a context that grows with each, pauses for tool calls,
 replies and pauses with heavy tails, and groups of sessions that begin with the same prompt. All policies get the same
@@ -19,25 +20,25 @@ from bench.routers import CacheAware, ConsistentHash, LeastLoaded, Outrider, Rou
 ENGINES = 4
 GROUPS = 36
 AT_ONCE = 320
-"""Sessions at once, 80 an engine; the others begin as these end."""
+"""Sessions at once, 80 per engine; the others begin as these end."""
 START_SECONDS = 60.0
-"""In which the first sessions begin: sandboxes are not ready all at once."""
+"""Seconds within which the first sessions begin: sandboxes are not ready all at once."""
 INSTRUCTIONS = 4096
-"""Tokens that all sessions begin with: the harness's instructions and tools."""
+"""Tokens with which all sessions begin: the harness's instructions and tools."""
 TASK = 2048
-"""Tokens that a group's sessions have behind those: the task."""
+"""Tokens of the task, which follow and which the sessions of a group share."""
 LONG_TASK = 24_576
-"""The same where groups share much, such as files of a repository."""
+"""The same for groups that share much, such as files of a repository."""
 CONTEXT = 131_072
-"""Tokens at which a session ends, however many turns it had left."""
+"""Tokens at which a session ends, however many turns are left."""
 CACHE = 3_600_000
-"""Tokens that an engine's cache holds. Eighty of the sessions have about 2.2 million at once."""
+"""Tokens of an engine's cache. Eighty of the sessions have about 2.2 million at once."""
 SMALL_CACHE = 2_000_000
-"""Too few for eighty, enough for sixty."""
+"""Not enough for eighty sessions, enough for sixty."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """`tail`: how unequal the numbers of turns are, as the sigma of their logarithms."""
+    """`tail`: the spread of the numbers of turns, as the sigma of their logarithms."""
 
     name: str
     engines: tuple[Joining, ...] = tuple(Joining(f"engine-{number}") for number in range(ENGINES))
@@ -74,7 +75,7 @@ POLICIES: dict[str, Callable[[], Router]] = {
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Figures are means over the seeds."""
+    """A plan. Figures are means over the seeds."""
 
     seeds: tuple[int, ...] = (1,)
     groups: int = GROUPS
@@ -103,7 +104,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 def sessions_of(case: Case, seed: int, groups: int = GROUPS) -> list[Session]:
-    """The sessions of a case, in the order in which they begin, the same for a seed in any process."""
+    """The sessions of a case in the order of their starts, the same for a seed in any process."""
     draw = random.Random(f"{seed}")
     return [
         Session(

@@ -1,10 +1,11 @@
-"""Batches per hour of a sampler that replaces useless groups at once, beside ones that wait: simulated and for real.
+"""Batches per hour of a sampler that replaces useless groups at once, compared with samplers that wait: simulated and
+real.
 
-Rollout times are drawn from a Pareto distribution, as those of agents: most end soon, a few take a hundred times as
-long. A share of the prompts teaches nothing and is filtered out. All ways get the same slots and the same draws, and
-differ only in when they submit groups: `asynchronous` as soon as one is done, `synchronous` in waves, when all of the
-last one are done and the batch is not full (a wave of one batch, and of three), `static` one batch, unfiltered. The
-trainer takes no time, which favours the ways that wait.
+Rollout times are drawn from a Pareto distribution, like those of agents: most are short, a few take a hundred times
+as long. A fraction of the prompts teaches nothing and is filtered out. All ways get the same slots and the same
+draws, and differ only in when they submit groups: `asynchronous` as soon as a group is done; `synchronous` in waves
+(of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
+unfiltered batch. The trainer takes no time, which favours the ways that wait.
 
 The simulated part runs on a clock that does not wait. The real part is the whole service with sandboxes in memory and
 an agent that sleeps.
@@ -38,11 +39,11 @@ N = 8
 TAIL = 1.2
 """The exponent of the distribution: its variance is infinite below 2."""
 LONGEST = 120.0
-"""The longest rollout, in shortest ones."""
+"""The longest rollout, in units of the shortest."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How groups are submitted, and how many run at once, in batches."""
+    """When groups are submitted, and how many run at once, in batches."""
 
     name: str
     refill: Refill
@@ -59,7 +60,7 @@ WAYS = (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`target` groups in a batch; as many slots as one batch has sessions. `useless`: shares of prompts."""
+    """`target` groups in a batch, and as many slots as one batch has sessions. `useless`: fractions of prompts."""
 
     batches: int
     target: int
@@ -67,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
     real_batches: int
     real_target: int
     real_seconds: float
-    """The shortest rollout of the real part."""
+    """Duration of the shortest rollout in the real part."""
 
 
 FULL = Plan(60, 32, (0.3, 0.5, 0.7), 8, 4, 0.05)
@@ -88,7 +89,7 @@ def teaches(number: int, useless: float) -> bool:
 
 
 def rollout_time(draw: random.Random) -> float:
-    """In shortest rollouts."""
+    """A rollout's duration, in units of the shortest."""
     return min(draw.paretovariate(TAIL), LONGEST)
 
 

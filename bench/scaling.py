@@ -1,8 +1,9 @@
 """How the sessions of a service scale with the processes that run them (`outrider serve --processes`).
 
-Each session is three model calls over HTTP to an engine's server, with waits between them that stand for the time of a
-real engine and of a real agent; so two cores do not bound it. Each process has the same number of slots. All slots are
-kept full: n processes should end n times the sessions of one in the same time. The engine is a process of its own.
+Each session is three model calls over HTTP to an engine's server, with waits between them in place of the time of a
+real engine and a real agent, so that two cores are not the bound. Each process has the same number of slots. All
+slots are kept full: n processes should end n times the sessions of one process in the same time. The engine is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SLOTS = 16
 """Sessions that a process runs at once."""
 CALLS = 3
 SECONDS = 0.7
-"""What passes after each call."""
+"""Seconds of the wait after each call."""
 REPLY_TOKENS = 16
 GROUP_SIZE = 8
 PAGE_SECONDS = 60.0
@@ -49,7 +50,7 @@ QUICK = Plan(processes=(1, 2), waves=2)
 
 
 class WaitingAgent:
-    """Asks, and waits, again and again."""
+    """Calls its model and waits, several times."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds = float(options["seconds"])
@@ -66,7 +67,7 @@ class WaitingAgent:
 
 
 def grade(outcome: Outcome) -> float:
-    """The evaluator: 1 when every call was answered."""
+    """The evaluator: 1 if every call got its reply."""
     return float(outcome.turns == CALLS)
 
 
@@ -97,7 +98,7 @@ async def measure(plan: Plan, *, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 async def _rate(corpus: Corpus, engine: str, processes: int, waves: int, seconds: float) -> float:
-    """Sessions per second, from the first wave's end to the end of all: the start is not counted."""
+    """Sessions per second, from the end of the first wave to the end of all, so that the start is not counted."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         slots = SLOTS * processes
         config = Config(

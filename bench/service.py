@@ -1,6 +1,6 @@
-"""What a service does besides rollouts: it takes groups in, gives results out, and comes back after `kill -9`.
+"""The work of a service besides rollouts: accepting groups, returning results, and restarting after `kill -9`.
 
-It is a process of its own, asked over HTTP, on each store in turn, which already has many finished sessions. All
+The service is its own process, used over HTTP, on each store in turn, which already has many finished sessions. All
 sessions are copies of one that really ran: a model call of a scripted engine, then an agent that waits.
 """
 
@@ -41,8 +41,8 @@ LOOK_SECONDS = 0.05
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Sessions that are finished, and sessions under way, both multiples of the group size; groups that are submitted;
-    pages of results that are read."""
+    """Numbers of finished sessions and of sessions under way (both multiples of the group size), of groups submitted,
+    and of pages of results read."""
 
     finished: int
     live: int
@@ -59,7 +59,7 @@ STALL_PLANS = {False: (5_000, 2_000), True: (200, 200)}
 
 
 class OneCall:
-    """Calls its model once. With the option `wait` it then waits to be ended."""
+    """Calls its model once. With the option `wait` it then waits until it is ended."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._wait = bool(options.get("wait"))
@@ -79,8 +79,8 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def stalls(live: int, beside: int) -> dict[str, Any]:
-    """The longest stall of the event loop of one process in which so many sessions live, while others run and end: with
-    Python's own collector of garbage, and with ours (`concurrency/garbage.py`)."""
+    """The longest stall of the event loop of one process with so many live sessions, while others run and end: with
+    Python's own garbage collector, and with ours (`concurrency/garbage.py`)."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
         corpus = await asyncio.to_thread(Corpus.make, Path(name))
         found = {which: await _stalls(corpus, Path(name, which), which, live, beside) for which in ("python", "ours")}
@@ -107,20 +107,20 @@ async def _stalls(corpus: Corpus, data: Path, pauses: str, live: int, beside: in
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
-    """For each store that is here."""
+    """Measure each store that is available."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
         folder = Path(name)
         corpus = await asyncio.to_thread(Corpus.make, folder)
         stores = {"SQLite": await _measured(plan, corpus, folder / "sqlite", "")}
         if programs() is not None:
-            with postgresql_server({}) as server:  # durable, unlike that of the tests
+            with postgresql_server({}) as server:  # durable, unlike the server of the tests
                 url = await server.new_database()
                 stores["PostgreSQL"] = await _measured(plan, corpus, folder / "postgresql", url)
     return {"finished": plan.finished, "live": plan.live, "clients": CLIENTS, "stores": stores}
 
 
 async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[str, Any]:
-    """With the store at this URL; where it is empty, in a file of the service's data folder."""
+    """Measure with the store at `url`; if empty, with a file in the service's data folder."""
 
     def serving() -> AbstractAsyncContextManager[Process]:
         return service_process(corpus.folder, data, plan.live, url)
@@ -160,7 +160,7 @@ async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[st
 
 
 async def _run_one(process: Process) -> SessionResult:
-    """How a session ended that really ran."""
+    """Run a real session and return its result."""
     async with AsyncClient(process.urls[0]) as client:
         group = await client.submit(_group(1, wait=False))
         [done] = await client.wait([group.id])
@@ -171,7 +171,7 @@ async def _run_one(process: Process) -> SessionResult:
 
 
 async def _fill(store: Store, sessions: int, copied: SessionResult) -> float:
-    """Store copies of a finished session, in groups; how many a second."""
+    """Store copies of a finished session, in groups. Returns sessions per second."""
     spec = await store.spec(copied.group_id)
     (turn,) = await store.turns(copied.session_id)
     numbers = iter(range(sessions // GROUP_SIZE))
@@ -208,7 +208,7 @@ async def _store_group(store: Store, id: str, spec: bytes, copied: SessionResult
 
 
 async def _read_results(client: AsyncClient, pages: int, *, samples: bool) -> float:
-    """Groups a second, page after page, as one consumer reads them."""
+    """Groups per second, page after page, as one consumer reads them."""
     begun, groups, after = time.perf_counter(), 0, 0
     for _ in range(pages):
         page = await client.results(after=after, limit=PAGE, samples=samples)
@@ -232,7 +232,7 @@ async def _under_way(client: AsyncClient, sessions: int) -> None:
 
 
 async def _submit(client: AsyncClient, groups: int) -> float:
-    """Groups a second that are accepted from several clients at once; no slot is free, so none of them starts."""
+    """Groups per second that are accepted from several clients at once. No slot is free, so none starts."""
     numbers = iter(range(groups))
 
     async def submit() -> None:

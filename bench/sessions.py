@@ -1,10 +1,10 @@
-"""Whole sessions per second: the service as shipped, with an engine that answers at once from a script.
+"""Whole sessions per second: the service as shipped, with an engine that replies at once from a script.
 
 A session is a sandbox, the built-in tool agent with two model calls and one bash call between them, a callable
-evaluator, and all that is stored of it. Up to 64 run at once, the default lanes. What is left to measure when the
-model costs nothing is the rest: `cpu_ms_each` (the service and all that it started: the zygote, its forks and what runs
-in them; see processor_time.py) says how much of it is work, so that cores * 1000 / cpu_ms_each is the most this
-machine could do.
+evaluator, and all that is stored of it. Up to 64 run at once, the default lanes. With a free model, the rest is
+measured. `cpu_ms_each` is the processor time of the service and all its descendants (the zygote, its forks and their
+programs; see processor_time.py), so that cores * 1000 / cpu_ms_each is the most sessions per second that this machine
+could do.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ANSWER = "It is done.<|im_end|>"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How many sessions, per runtime; a multiple of the group size. `command` is what each runs in its sandbox; it
-    says `SAID`."""
+    """Number of sessions per runtime, a multiple of the group size. `command` runs in each sandbox; it prints
+    `SAID`."""
 
     sessions: dict[str, int]
     command: str = f"echo {SAID}"
@@ -59,7 +59,8 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
-    """Per runtime the rate and the stages; a runtime that this machine cannot run says why instead."""
+    """Measure the rate and the stages of each runtime; for a runtime that cannot run on this machine, return the
+    reason."""
     found: dict[str, Any] = {}
     async with a_round_trip() as round_trip:
         await round_trip.take(ROUND_TRIPS)
@@ -109,7 +110,7 @@ async def _rate(corpus: Corpus, kind: str, sessions: int, command: str) -> dict[
 
 
 async def _finished(service: Service, kind: str, sessions: int, *, after: int) -> list[SessionResult]:
-    """Submit so many sessions and wait for the last. Raises RuntimeError when one did not go as it should."""
+    """Submit so many sessions and wait for the last. Raises RuntimeError if one does not end as expected."""
     groups = sessions // GROUP_SIZE
     for _ in range(groups):
         await service.submit(_group(kind))

@@ -1,4 +1,4 @@
-"""Results as sheets: a title, columns, rows of text, and what to know about them. It measures and prints nothing."""
+"""Results as sheets: a title, columns, rows of text, and notes. Nothing is measured or printed here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUTS_MS = ("p50_ms", "p95_ms")
 
 
 def sheets(results: Results) -> list[Sheet]:
-    """The targets that these results can speak to, then every result in full."""
+    """The targets that these results can be compared with, then every result in full."""
     found = [sheet for name, result in results.items() for sheet in SHEETS[name](result)]
     first = targets(results)
     return [first, *found] if first.rows else found
@@ -207,7 +207,7 @@ def _sessions(found: Any) -> list[Sheet]:
         (
             kind,
             number(figures["per_second"]),
-            # Results from before all processes were counted have none.
+            # Results from before all processes were counted lack this figure.
             number(figures["cpu_ms_each"]) if "cpu_ms_each" in figures else "-",
             *(number(value) for value in figures["stage_ms"].values()),
         )

@@ -1,8 +1,8 @@
-"""How a client of each dialect talks: where it posts, what it sends next, and what it keeps of the answer.
+"""The client of each dialect: where it posts, what it sends next, and what it keeps of the reply.
 
-It knows no tokens, no tools and no transport. Invariant: a conversation grows as its clients grow it. Three of them
-send again what was said, byte for byte; clients of Anthropic move a marker to the newest message; a client of Responses
-may send what is new alone, with the id of the last response.
+Independent of tokens, tools and transport. Invariant: a conversation grows as the dialect's clients grow it. Three of
+them send earlier messages again byte for byte; clients of Anthropic move a marker to the newest message; a client of
+Responses may send only the new items, with the id of the last response.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outrider.dialects.base import WireCall
 
 MODEL = "policy"
 MESSAGES_COUNTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
-"""What adds up to the prompt and the reply in a Messages answer."""
+"""The fields whose sum is the tokens of prompt and output in a Messages reply."""
 
 
 class Talk(Protocol):
-    """One conversation: `ask` gives the body of the next request, `answer` takes its reply (which was not streamed)
-    and gives the tokens of that request's prompt and reply."""
+    """One conversation: `ask` returns the body of the next request; `answer` adds its reply, which was not streamed,
+    and returns the tokens of that request's prompt and output."""
 
     def ask(self, *texts: str) -> bytes: ...
     def answer(self, body: bytes) -> int: ...
@@ -35,7 +35,7 @@ class Begin(Protocol):
 
 
 class Speaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A client. `dialect` is the name of what it speaks, `last` is found in the last event of a whole stream."""
+    """A client. `dialect` is the name of its dialect; `last` is found in the last event of a whole stream."""
 
     name: str
     dialect: str
@@ -48,13 +48,13 @@ class Speaker(msgspec.Struct, frozen=True, kw_only=True):
         return self.streamed if streamed else self.whole
 
     def target(self, streamed: bool) -> str:
-        """Path and query of a request, to be put behind a base URL."""
+        """Path and query of a request, to append to a base URL."""
         call = self.call(streamed)
         return f"{call.path}?{call.query.decode()}" if call.query else call.path
 
 
 class MessagesTalk:
-    """Anthropic Messages, with the cache marker on the newest message as Claude Code has it."""
+    """Anthropic Messages, with the cache marker on the newest message like Claude Code."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = orjson.dumps({"model": MODEL, "max_tokens": max_tokens, "stream": stream})
@@ -74,7 +74,7 @@ class MessagesTalk:
 
 
 class ResponsesTalk:
-    """OpenAI Responses with all items in every request and nothing stored, as Codex sends it."""
+    """OpenAI Responses with all items in every request and nothing stored, like Codex."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = _responses_settings(max_tokens, stream=stream, store=False)
@@ -92,7 +92,7 @@ class ResponsesTalk:
 
 
 class StoredResponsesTalk:
-    """OpenAI Responses with new items only, going on from the last response."""
+    """OpenAI Responses with new items only, continued from the last response."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = _responses_settings(max_tokens, stream=stream, store=True)

@@ -1,7 +1,7 @@
-"""What a store costs, on SQLite and on PostgreSQL: turns, groups, results, and a queue of 100,000 sessions.
+"""The cost of a store, on SQLite and on PostgreSQL: turns, groups, results, and a queue of 100,000 sessions.
 
 Durations are milliseconds, rates are per second. Both databases are in the system's temporary folder. PostgreSQL is a
-server of its own, reached over a Unix socket, with the settings that it comes with.
+server of its own, reached over a Unix socket, with its default settings.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ QUEUE_LIMIT = 64
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Turns stored one after another, turns of each of the concurrent sessions, groups that come and end, and groups in
-    the queue."""
+    """Numbers of turns stored one after another, of turns of each concurrent session, of groups submitted and ended,
+    and of groups in the queue."""
 
     lone_turns: int
     turns_each: int
@@ -117,7 +117,7 @@ async def _concurrent_turns(store: Store, turns_each: int) -> dict[str, float]:
 
 
 async def _groups(store: Store, number: int) -> dict[str, float]:
-    """Groups that are submitted, started, finished and read, by as many clients as there are."""
+    """Groups that are submitted, started, finished and read, by all clients at once."""
     names = [f"group-{index}" for index in range(number)]
     sessions = [f"{name}.{index}" for name in names for index in range(GROUP_SIZE)]
 
@@ -152,7 +152,7 @@ async def _groups(store: Store, number: int) -> dict[str, float]:
 
 
 async def _at_once(names: Sequence[str], work: Callable[[str], Awaitable[None]]) -> float:
-    """Seconds to do the work for each, CONCURRENCY at once."""
+    """Seconds to do the work for each name, CONCURRENCY at once."""
     left = iter(names)
 
     async def worker() -> None:

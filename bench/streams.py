@@ -1,8 +1,8 @@
-"""What a sampled token costs on its way into a streamed reply: microseconds of processor time, by dialect.
+"""The cost of a sampled token on its way into a streamed reply: microseconds of processor time, by dialect.
 
-A reply of text from the corpus is given one token at a time to `ReplyStream` (*parse*), the deltas that come of it to
-the dialect's writer (*write*), and then both are done in turn, as a call does them. Beginning and end of the reply are
-part of it, spread over its tokens. It knows no engine and no transport.
+A reply of text from the corpus is passed one token at a time to `ReplyStream` (*parse*), the resulting deltas to the
+dialect's writer (*write*), and then both are done in turn, as in a call. The costs of the reply's beginning and end
+are spread over its tokens. No engine and no transport are involved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOOL: ToolSpec = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-"""With a tool on offer, all text is watched for the beginning of a call."""
+"""With a tool on offer, all text is searched for the beginning of a call."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A reply as its stream tells it."""
+    """A reply as its stream parses it."""
 
     deltas: list[Delta]
     message: Message
@@ -111,7 +111,7 @@ def measure(corpus: Corpus, *, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def parse(sampled: Sampled) -> Message:
-    """The reply read one token at a time."""
+    """Read the reply one token at a time."""
     stream = sampled.stream()
     for token in sampled.ids:
         stream.push([token])
@@ -119,7 +119,7 @@ def parse(sampled: Sampled) -> Message:
 
 
 def write(parsed: Parsed, writing: Writing) -> list[bytes]:
-    """What a client is sent, delta by delta."""
+    """The bytes sent to a client, delta by delta."""
     writer = writing.dialect.stream(writing.request)
     opened = writer.open(_opening())
     written = [writer.delta(delta) for delta in parsed.deltas]
@@ -127,7 +127,7 @@ def write(parsed: Parsed, writing: Writing) -> list[bytes]:
 
 
 def both(sampled: Sampled, writing: Writing) -> list[bytes]:
-    """The same from the tokens, each read and written before the next."""
+    """The same bytes from the tokens, each token read and written before the next."""
     stream, writer = sampled.stream(), writing.dialect.stream(writing.request)
     opened = writer.open(_opening())
     written = [writer.delta(_delta(stream.push([token]), [token])) for token in sampled.ids]

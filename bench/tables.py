@@ -1,4 +1,4 @@
-"""A table of results, and how its figures are written. It knows none of them."""
+"""A table of results, and the format of its figures. Independent of the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 Results = dict[str, Any]
-"""By benchmark: what its `run` gave."""
+"""The return values of `run`, by benchmark."""
 
 
 class Sheet(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number(value: float) -> str:
-    """Three digits that mean something; of several rounds (`rounds.Figure`) also the smallest and the largest."""
+    """Format to three significant digits; for several rounds (`rounds.Figure`) with the smallest and the largest."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -1,7 +1,7 @@
-"""What the figures should be, and whether they are. It measures nothing.
+"""The targets of the figures, and whether they are met. Nothing is measured here.
 
-Targets are ratios to a floor that was measured in the same run (see `floors.py`), so that they mean the same on a slow
-or busy machine; the few others are bytes, or bounds that a user sees.
+Targets are ratios to a floor that was measured in the same run (see `floors.py`), so that they mean the same on a
+slow or busy machine; the few others are bytes, or bounds that a user sees.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROUND_TRIP = "the smallest HTTP round trip"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What a figure of a benchmark should be at most. `floor` is what the figure is divided by, `beside` the floor's
-    name. `elsewhere` is what three runs on another machine gave, where that was more."""
+    """The largest value that a figure should have. `floor` is the figure's divisor, `beside` the name of the floor.
+    `elsewhere` is the value of three runs on another machine, if larger."""
 
     name: str
     bench: str
@@ -91,7 +91,7 @@ def _token_time(side: str) -> Callable[[Any], float]:
 
 
 def _point(found: Any, engine: Engine, at_once: int) -> Any:
-    """Raises KeyError where this was not measured, as in a quick run."""
+    """Raises KeyError for a point that was not measured, as in a quick run."""
     wanted = (*msgspec.structs.astuple(engine), at_once)
     for point in found["points"]:
         if wanted == tuple(point[name] for name in (*Engine.__struct_fields__, "at_once")):

@@ -1,8 +1,8 @@
-"""Tool calls: one `echo hi` or `1 + 1` through the tool server, beside the other ways that people do it.
+"""Tool calls: one `echo hi` or `1 + 1` through the tool server, compared with other common ways.
 
-Run with `python -m bench tools`; `run` gives the figures to `bench/__main__.py`. The ways take turns, a few calls each,
-so that whatever else the machine does falls on all of them. A way whose program, package or daemon is not here is left
-out with the reason.
+Run with `python -m bench tools`; `run` returns the figures to `bench/__main__.py`. The ways alternate, a few calls
+each, so that the machine's other load affects all equally. A way whose program, package or daemon is missing is left
+out, with the reason.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ SHELLS: dict[ShellKind, tuple[str, str]] = {
     "python": ("1 + 1", "2"),
     "ipython": ("1 + 1", "2"),
 }
-"""What is run in each, and the answer."""
+"""The input for each shell, and its output."""
 SECONDS = 60.0
 DAEMON_SECONDS = 20
 BOX = ("--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
-"""Podman's own defaults may be more than root has."""
+"""Podman's own default limits may be higher than root's."""
 FIRST = 50
-"""Calls of a quick way that are not counted; it has warmed up then."""
+"""Calls of a quick way that warm it up and are not counted."""
 
 Call = Callable[[], Awaitable[object]]
 
 
 class Unavailable(Exception):
-    """Why a way cannot be measured here."""
+    """The reason why a way cannot be measured here."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """In each round a quick way makes `quick` calls, a slow one `slow`."""
+    """Calls per round: `quick` for a quick way, `slow` for a slow one."""
 
     rounds: int
     quick: int
@@ -119,7 +119,7 @@ async def _asked(sandbox: Any, kind: ShellKind) -> Call:
 
 @asynccontextmanager
 async def tmux() -> AsyncIterator[Call]:
-    """send-keys, then capture-pane until the answer is there."""
+    """send-keys, then capture-pane until the output is there."""
     program = _program("tmux")
     numbers = itertools.count()
     with tempfile.TemporaryDirectory(prefix="or-tmux-") as folder:
@@ -155,7 +155,7 @@ async def pexpect_defaults() -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def jupyter() -> AsyncIterator[Call]:
-    """A kernel of its own, asked over TCP, as notebooks and most code interpreters do it."""
+    """A kernel of its own, called over TCP, as by notebooks and most code interpreters."""
     if find_spec("jupyter_client") is None or find_spec("ipykernel") is None:
         raise Unavailable("ipykernel and jupyter_client are not installed: pip install 'outrider[bench]'")
     from jupyter_client.manager import KernelManager
@@ -185,7 +185,7 @@ async def jupyter() -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def engine_exec(engine: str) -> AsyncIterator[Call]:
-    """`docker exec` or `podman exec` of a program in a running container, whose image is a busybox and nothing else."""
+    """`docker exec` or `podman exec` of a program in a running container, whose image has only a busybox."""
     program, busybox = _program(engine), _program("busybox")
     _daemon(program, "info")
     with tempfile.NamedTemporaryFile(suffix=".tar") as file:
@@ -235,7 +235,7 @@ def _run(*command: str, seconds: float = SECONDS) -> str:
 
 
 def _blocking(ask: Callable[[], object]) -> Call:
-    """A call that holds up the loop, which has nothing else to do."""
+    """A call that blocks the loop, which has nothing else to do."""
 
     async def call() -> None:
         ask()
@@ -253,7 +253,8 @@ OTHERS: dict[str, Callable[[], contextlib.AbstractAsyncContextManager[Call]]] = 
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """All figures: {"ways": {WAY: {"p50_ms", "p95_ms", "calls"}}, "left_out": {WAY: why}, "round_trip_ms": ...}."""
+    """Return all figures: {"ways": {WAY: {"p50_ms", "p95_ms", "calls"}}, "left_out": {WAY: why}, "round_trip_ms":
+    ...}."""
     return await measure(QUICK if quick else FULL)
 
 

@@ -1,9 +1,9 @@
-"""What one more turn costs when the conversation is long: 500 new tokens on a history of 1k, 10k and 100k.
+"""The cost of one more turn in a long conversation: 500 new tokens on a history of 1k, 10k and 100k.
 
 Two measurements. `own_ms` is the service's work alone, in this process: the processor time, over all its threads,
-from the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the
-reply, storing the turn); waiting for the engine costs none. `added_ms` is what a client sees: the time of a turn
-through a service in another process, less that of posting as many ids to the engine. All are medians, in ms.
+from the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the reply,
+storing the turn); waiting for the engine costs none. `added_ms` is the client's view: the time of a turn through a
+service in another process, minus the time of posting as many ids to the engine. All are medians, in ms.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ REPLY_TOKENS = 20
 ROUND_TRIPS = 300
 
 Turn = Callable[[bytes], Awaitable[bytes]]
-"""Sends the body of one request and gives that of its answer."""
+"""Sends the body of one request and returns the body of the reply."""
 Timed = Callable[[Turn, bytes, str], Awaitable["Cost"]]
-"""Makes a turn with a body that ends with a text."""
+"""Times a turn. The body ends with the text."""
 
 
 CALL = WireCall("POST", "/v1/chat/completions")
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """A turn's answer and what it took, in ms."""
+    """The reply of a turn, and its duration in ms."""
 
     answer: bytes
     spent: dict[str, float]
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A length of history in tokens, and how often it is measured: so many turns in so many conversations."""
+    """A length of history in tokens, the number of turns measured, and the number of conversations."""
 
     history: int
     conversations: int
@@ -94,7 +94,7 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
 
 
 async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], sessions: int) -> list[dict[str, float]]:
-    """Per point the processor time of a turn, and of three parts of it measured by themselves."""
+    """Per point the processor time of a turn, and of three of its parts measured separately."""
 
     async def timed(turn: Turn, body: bytes, text: str) -> Cost:
         begun = time.process_time()
@@ -145,8 +145,8 @@ async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Poin
 async def _in_turn(
     corpus: Corpus, points: Sequence[Point], turns: Iterator[Turn], timed: Timed
 ) -> list[dict[str, float]]:
-    """The medians of each point. The conversations are grown first; then one turn of every point is timed after the
-    other, so that what else the machine does disturbs all of them alike."""
+    """The medians of each point. The conversations are grown first. Then one turn of every point is timed after the
+    other, so that the machine's other load affects all points alike."""
     await _grown(corpus, WARM.history, next(turns))
     grown = [[await _grown(corpus, point.history, next(turns)) for _ in range(point.conversations)] for point in points]
     spent: list[list[dict[str, float]]] = [[] for _ in points]
@@ -162,14 +162,14 @@ async def _in_turn(
 
 
 class Talk(msgspec.Struct, frozen=True):
-    """A conversation, and how its turns are made."""
+    """A conversation, and the function that makes its turns."""
 
     dialogue: Dialogue
     turn: Turn
 
 
 async def _grown(corpus: Corpus, history: int, turn: Turn) -> Talk:
-    """A conversation of at least so many tokens."""
+    """Grow a conversation to at least so many tokens."""
     dialogue = Dialogue(max_tokens=REPLY_TOKENS)
     while dialogue.answer(await turn(dialogue.ask(corpus.tokens(NEW_TOKENS)))) < history:
         """It grows."""
@@ -198,7 +198,7 @@ async def _post(client: Client, url: str, body: bytes) -> bytes:
 
 
 def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
-    """The gateway called as its server calls it, in this very process. `prefix` is the session's part of the path."""
+    """The gateway called as its server calls it, in this process. `prefix` is the session's part of the path."""
     head = {
         "type": "http",
         "method": call.method,

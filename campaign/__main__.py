@@ -1,7 +1,7 @@
 """`python -m campaign [--runs N] [--seed S] [--store sqlite|postgresql] [--json]`: the fault campaign, run after run.
 
-Run number i has the seed S + i. The last line is the sum of all runs as JSON. A run with a finding keeps its folder,
-with the logs of all programs and the database, and is named with its seed; the exit code is then 1.
+Run number i has the seed S + i. The last line is the sum of all runs as JSON. After a finding, the run's folder is
+kept, with the logs of all programs and the database, the folder and the seed are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.runs < 1:
         parser.error("--runs must be at least 1")
     console = Console(stderr=True)
-    # A campaign that is ended unmounts its disk and kills its programs, as after Ctrl-C.
+    # A campaign that is terminated unmounts its disk and kills its programs, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with a_cluster() if options.store == "postgresql" else nullcontext() as cluster:
         reports = asyncio.run(_campaign(options.runs, options.seed, cluster, console, json=options.json))
@@ -71,8 +71,8 @@ async def one_run(
     silent: int = SILENT,
     cluster: Cluster | None = None,
 ) -> RunReport:
-    """The report of one run, on SQLite where there is no cluster, and, unless it is said, on the fleet of its seed. Its
-    folder is removed unless there is a finding, or the run itself fails."""
+    """Run once and return the report. Without a `cluster` the store is SQLite; without a `fleet` the seed's fleet is
+    used. The folder is removed unless there is a finding or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fleet = fleet_of(seed) if fleet is None else fleet
     run = Run(nursery, seed, folder, groups=groups, program=program, fleet=fleet, silent=silent, cluster=cluster)

@@ -1,8 +1,8 @@
-"""What must be true after a run, whatever was broken: judged from what the clients were told, what the engine sampled,
-and what the store has.
+"""The checks after a run, which must hold whatever was broken: they compare the clients' replies, the engine's log,
+and the store.
 
-It decides by rules of its own and not by the code that it judges: training rows are counted by their masks. It reads
-the store after the service has ended. Invariant: a run without a finding has lost and doubled nothing.
+The rules are independent of the code that they judge: training rows are counted by their masks. The store is read
+after the service has ended. Invariant: a run without a finding has lost and doubled nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What the clients of a run were told: the groups that were accepted, by idempotency key, once for each 2xx; what
-    each reader was given; and what was pushed and taken."""
+    """What the clients of a run received: accepted groups by idempotency key, once for each 2xx; the groups returned to
+    each reader; and the bodies that were pushed and the keys taken."""
 
     accepted: Mapping[str, Sequence[str]]
     readers: Mapping[str, Sequence[GroupView]]
@@ -50,7 +50,7 @@ class Told(msgspec.Struct, frozen=True):
     pushes: Mapping[str, Sequence[GroupView]]
     taken: frozenset[str]
     killed: frozenset[str] = frozenset()
-    """Names of sandboxes in which a process was killed; they begin with those of their attempts."""
+    """Names of sandboxes in which a process was killed; each begins with the name of its attempt."""
 
 
 def read_calls(log: Path) -> list[Call]:
@@ -91,7 +91,7 @@ async def judge(told: Told, calls: Sequence[Call], store: Store) -> list[Finding
 
 
 def judge_acceptance(told: Told) -> list[Finding]:
-    """The same key is the same group, however often it was submitted."""
+    """Check that the same key is the same group, however often it was submitted."""
     findings = []
     for key, ids in told.accepted.items():
         if not ids:
@@ -109,14 +109,14 @@ async def all_events(store: Store) -> list[Event]:
 
 
 def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
-    """Each session and group ends once. No attempt says anything after it has lost its session, whether its successor
-    has begun or waits in the queue, where the service itself may only end it."""
+    """Check that each session and group ends once, and that no attempt has an event after it has lost its session.
+    While a successor waits in the queue, only the service itself may end the session."""
     findings = []
     newest: defaultdict[str, int] = defaultdict(int)
     lost: set[tuple[str, int]] = set()
     ended: Counter[str] = Counter()
     for event in events:
-        if event.session_id is not None and event.kind is not EventKind.SESSION_CANCELLED:  # that is of no attempt
+        if event.session_id is not None and event.kind is not EventKind.SESSION_CANCELLED:  # that event has no attempt
             attempt = event.data["attempt"]
             if attempt < newest[event.session_id]:
                 what = f"{event.session_id}: {event.kind} of attempt {attempt} after attempt {newest[event.session_id]}"
@@ -136,14 +136,14 @@ def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
 
 
 def _ended_in_queue(event: Event) -> bool:
-    """Cancelled, or given up because its node died too often."""
+    """Whether the session was cancelled, or was given up because its node died too often."""
     return event.kind is EventKind.SESSION_DONE and (
         event.data["stop_reason"] == StopReason.CANCELLED or event.data["error"] == "lease_expired"
     )
 
 
 def judge_delivery(name: str, views: Sequence[GroupView], groups: set[str]) -> list[Finding]:
-    """A consumer got each group once, in the order of the cursors."""
+    """Check that a consumer got each group once, in the order of the cursors."""
     times = Counter(view.id for view in views)
     findings = [Finding(Harm.LOST, f"{name} was not given {group}") for group in sorted(groups - times.keys())]
     findings += [Finding(Harm.DOUBLED, f"{name} was given {group} {n} times") for group, n in times.items() if n > 1]
@@ -154,7 +154,8 @@ def judge_delivery(name: str, views: Sequence[GroupView], groups: set[str]) -> l
 
 
 def judge_pushes(told: Told, stored: Mapping[str, GroupView]) -> list[Finding]:
-    """Each group with a callback was pushed until it was taken; each push says the same as the results."""
+    """Check that each group with a callback was pushed until a push was taken, and that each push equals the stored
+    results."""
     findings = [Finding(Harm.LOST, f"{group} was not pushed") for group in sorted(told.with_callback - told.taken)]
     for key, pushes in told.pushes.items():
         if key not in told.with_callback:
@@ -166,7 +167,7 @@ def judge_pushes(told: Told, stored: Mapping[str, GroupView]) -> list[Finding]:
 
 
 async def judge_group(group: str, told: Told, store: Store) -> list[Finding]:
-    """The group is done, as each reader was told."""
+    """Check that the group is done, and that every reader got it as it is stored."""
     try:
         row = await store.group(group)
         sessions = await store.sessions(group)
@@ -195,8 +196,8 @@ async def judge_group(group: str, told: Told, store: Store) -> list[Finding]:
 
 
 def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample]) -> list[Finding]:
-    """Each sampled token is in one row, or none of its turn is, for a reason; and each reply that the agent has read is
-    a turn."""
+    """Check that each sampled token is in one row, or that none of its turn is, for a reason; and that each reply that
+    the agent has read is a turn."""
     name = f"{result.session_id}-{result.attempt}"
     findings = []
     trained: Counter[int] = Counter()
@@ -233,8 +234,8 @@ def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequenc
 
 
 def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding]:
-    """Agents are honest: one that was graded has earned 1, unless a process in its sandbox was killed, which nobody can
-    tell from what an agent does to itself."""
+    """Check that a graded attempt has a reward of 1, because agents are honest. Exempt are attempts with a killed
+    process in the sandbox: a kill looks like something the agent did itself."""
     name = f"{result.session_id}-{result.attempt}"
     was_killed = any(sandbox == name or sandbox.startswith(f"{name}-") for sandbox in killed)
     if result.verdict is None or result.verdict.reward == 1 or was_killed:
@@ -244,7 +245,7 @@ def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding
 
 
 def _set_aside(turn: Turn, turns: Sequence[Turn]) -> bool:
-    """The policy drops what was cut off, and what the agent did not use: it asked the same again."""
+    """Whether the turn is rightly in no row: it was cut off, or the agent did not use it and repeated the request."""
     again = (other for other in turns if other.index != turn.index and other.parent == turn.parent)
     return turn.finish is FinishReason.ABORT or any(
         JoinKind.RETRY in (turn.join, other.join) and other.prompt_delta == turn.prompt_delta for other in again
@@ -259,7 +260,7 @@ def _text(turn: Turn) -> str:
 
 
 class Ledger:
-    """The engine's calls, each of which may be one turn."""
+    """The engine's calls, each of which may become one turn."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
@@ -268,7 +269,7 @@ class Ledger:
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     def match(self, attempt: str, turn: Turn, turns: Sequence[Turn]) -> list[Finding]:
-        """A turn has the tokens of a call of its own, for its prompt; all of them unless it was cut off."""
+        """Check that a turn has the tokens of its own call with its prompt: all of them, unless it was cut off."""
         prompt = np.concatenate([unpack_ids(part) for part in _prompt(turn, turns)])
         ids = unpack_ids(turn.output_ids).tolist()
         if not ids:
@@ -287,8 +288,8 @@ class Ledger:
         return findings
 
     def _fitting(self, attempt: str, prompt: Ids, ids: list[int], *, whole: bool) -> list[Call]:
-        """The calls that have given these tokens: one, or several where a reply went on after it was cut off. The last
-        one was given to its end, if the reply is `whole`. Empty if there are none."""
+        """The calls that gave these tokens: one, or several where a reply was continued after a cut. If the reply is
+        `whole`, the last call was given to its end. Empty if there are none."""
         for call in self._calls[attempt, digest_of(prompt)]:
             shared = next((at for at, (a, b) in enumerate(zip(call.ids, ids, strict=False)) if a != b), None)
             given = min(len(call.ids), len(ids)) if shared is None else shared

@@ -1,7 +1,8 @@
-"""The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it samples.
+"""The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it
+samples.
 
-`main(log, port, knobs)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so the
-log has every token that anybody can have been given, also after a kill.
+`main(log, port, knobs)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so
+after a kill, too, the log has every token that any client can have received.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A generation: the attempt that it is for, a digest of its prompt's ids, and all ids that it is to sample."""
+    """A generation: the id of its attempt, a digest of its prompt's ids, and all ids that it will sample."""
 
     session: str
     prompt: str
@@ -47,7 +48,7 @@ def digest_of(prompt: Ids) -> str:
 
 
 class LoggedEngine:
-    """`Engine`: each reply is random letters."""
+    """An `Engine` whose replies are random letters."""
 
     name = "campaign"
     mode = TokenMode.TOKENS

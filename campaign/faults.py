@@ -1,7 +1,8 @@
-"""What is broken in a run, and when: drawn from its seed, so that the same seed breaks the same at the same points.
+"""The faults of a run and their points, drawn from the run's seed: the same seed breaks the same things at the same
+points.
 
-The point of a fault is a share of the run's progress and not a time of day: a slow machine meets the same faults. Which
-sessions a fault then hits is up to the machine.
+The point of a fault is a fraction of the run's progress and not a time of day, so that a slow machine meets the same
+faults. Which sessions a fault then hits depends on the machine.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """`seconds` and `share` are those of the Fault."""
+    """What is broken. `seconds` and `share` in the comments are the fields of `Fault`."""
 
     SERVICE_KILLED = "service killed"
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
     ENGINE_FROZEN = "engine frozen"  # SIGSTOP for ten to forty-five seconds, then SIGCONT
-    ENGINE_SILENT = "engine silent"  # for as long its model gives nothing, while its server answers
-    ENGINE_DRIPS = "engine drips"  # for as long it gives a chunk every few seconds
-    ENGINE_LOST = "engine lost"  # the connections to it carry nothing more, and nobody is told; new ones work
-    ENGINE_ODD = "engine odd"  # for its `seconds` a proxy answers in its place: 200, with a page of HTML
-    STORE_SILENT = "store silent"  # a commit, or the database server, stands still for five to thirty seconds, or 120
+    ENGINE_SILENT = "engine silent"  # for as long, the model generates nothing, while its server responds
+    ENGINE_DRIPS = "engine drips"  # for as long, it sends a chunk every few seconds
+    ENGINE_LOST = "engine lost"  # existing connections to it carry nothing more, and stay open; new ones work
+    ENGINE_ODD = "engine odd"  # for its `seconds`, a proxy replies in the engine's place: 200, with a page of HTML
+    STORE_SILENT = "store silent"  # a commit, or the database server, freezes for five to thirty seconds, or 120
     STORE_AWAY = (
-        "store away"  # SIGKILL of the database server, which is there again after five to thirty seconds, or 120
+        "store away"  # SIGKILL of the database server, which is started again after five to thirty seconds, or 120
     )
     NODE_KILLED = "node killed"  # one of the processes that run sessions; only in runs that have several
-    MACHINE_KILLED = "machine killed"  # all processes of one that has joined; it is started again
+    MACHINE_KILLED = "machine killed"  # all processes of a machine that has joined; it is started again
     MACHINE_STOPPED = "machine stopped in order"
-    MACHINE_ENDED = "machine ended"  # SIGTERM for all its processes at once, those in sandboxes, too
-    CONNECTION_CUT = "connection cut"  # that of a machine, up to five times
-    CONNECTION_SLOW = "connection slow"  # nothing comes through for eight times its `seconds`, and then all
-    CONNECTION_SILENT = "connection silent"  # the same for so long that the service gives the machine up
+    MACHINE_ENDED = "machine ended"  # SIGTERM for all its processes at once, including those in sandboxes
+    CONNECTION_CUT = "connection cut"  # the connection of a machine, up to five times
+    CONNECTION_SLOW = "connection slow"  # nothing is forwarded for eight times its `seconds`, and then everything
+    CONNECTION_SILENT = "connection silent"  # the same for so long that the service declares the machine lost
     AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
-    POWER_LOST = "power lost"  # the service is killed, and what it had not synced to its disk is gone
+    POWER_LOST = "power lost"  # the service is killed, and all that it had not synced to its disk is lost
     DISK_FULL = "disk full"  # for its `seconds`
     DISK_SLOW = "disk slow"  # for its `seconds`: each commit waits 0.2 seconds times the `share`
     CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; set right after its `seconds`
@@ -58,7 +59,7 @@ SILENCES = (
     FaultKind.STORE_SILENT,
     FaultKind.STORE_AWAY,
 )
-"""Those that take long: every run has two of them, and its other faults are not drawn from them."""
+"""Faults that take long: every run has two of them, and its other faults are of other kinds."""
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
 ON_MACHINES = (
     FaultKind.MACHINE_KILLED,
@@ -68,14 +69,15 @@ ON_MACHINES = (
     FaultKind.CONNECTION_SLOW,
     FaultKind.CONNECTION_SILENT,
 )
-"""Those of machines that join. The `share` says which machine it is, and which way a connection is slow or silent."""
+"""Faults of machines that join. The `share` selects the machine, and the direction in which a connection is slow or
+silent."""
 _SOMETIMES = ON_SERVERS.union(ON_NODES, ON_MACHINES)
 ON_SQLITE = tuple(kind for kind in FaultKind if kind not in _SOMETIMES)
 ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in _SOMETIMES - ON_SERVERS | ON_FILES)
 
 
 class Fault(msgspec.Struct, frozen=True, order=True):
-    """`at` is the share of the run's progress at which it happens."""
+    """One fault. `at` is the fraction of the run's progress at which it happens."""
 
     at: float
     kind: FaultKind
@@ -84,7 +86,7 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
     @property
     def long(self) -> float:
-        """Seconds of one that takes long: 9 to 45."""
+        """Seconds of a fault that takes long: 9 to 45."""
         return 30.0 * self.seconds
 
     @property
@@ -94,18 +96,18 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
 
 DRAWN = 6
-"""Faults of any kind in a run, beside those that every run has."""
+"""Faults of any kind in a run, besides those that every run has."""
 SILENT = 2
 DRAWN_ON_MACHINES = 3
-"""The same, of machines that join, where there are any."""
+"""Further faults of machines that join, in runs that have machines."""
 
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE, *, silent: int = SILENT) -> list[Fault]:
-    """Faults of these kinds, in order.
+    """Draw faults of these kinds, in order.
 
     In every run the service is killed while groups are submitted, and once more later; the engine is killed; leases
-    lapse; and `silent` things are silent for long. Power is lost, or a database server is killed, where there is one.
-    Where there are nodes, two are killed; where there are machines, one is killed, and a connection is cut.
+    expire; and `silent` faults of long silence occur. Power is lost, or a database server is killed, where there is
+    one. Where there are nodes, two are killed; where there are machines, one is killed, and a connection is cut.
     """
     drawn = rng.choices([kind for kind in kinds if kind not in SILENCES], k=DRAWN)
     drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=silent)

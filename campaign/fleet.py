@@ -1,7 +1,8 @@
-"""What runs the sessions of a run: the service's own processes, and machines that join it, each over a way of its own.
+"""The processes that run the sessions of a run: the service's own, and machines that join it, each through its own
+proxy.
 
-A machine has a folder for temporary files of its own, as real ones have: what it leaves there when it is killed, only
-itself can remove.
+A machine has its own folder for temporary files, as real machines do: only the machine itself can remove what it
+leaves there when it is killed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from campaign.processes import Nursery, Program
 from campaign.way import Way
 
 MACHINES = (1, 2)
-"""How many processes each of the machines has that join."""
+"""The number of processes of each machine that joins."""
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """`processes` are the service's; `machines` has the number of each one's that joins. `elsewhere`: the service takes
-    these for machines that do not reach its engine, whose tokens then go through it."""
+    """`processes` are the service's; `machines` has the number of processes of each joining machine. `elsewhere`: the
+    service treats machines as unable to reach its engine, so their tokens go through the service."""
 
     processes: int
     machines: tuple[int, ...] = ()
@@ -32,13 +33,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """Whether processes beside the service's run sessions."""
+        """Whether processes besides the service's run sessions."""
         return self.processes > 1 or bool(self.machines)
 
 
 def fleet_of(seed: int) -> Fleet:
-    """One process, two, or machines that join, in turn; of these runs every second one has a process of the service's
-    own, too, and two in four have the engine's tokens go through the service."""
+    """The seed selects, in turn, one process, two processes, or machines that join. Of the fleets with machines every
+    second has a process of the service's own, too, and two in four send the engine's tokens through the service."""
     if seed % 3:
         return Fleet(processes=seed % 3)
     number = seed // 3
@@ -46,7 +47,7 @@ def fleet_of(seed: int) -> Fleet:
 
 
 class Machine:
-    """One that joins, under `name`. `program` is what keeps it joined."""
+    """A machine that joins under `name`. `program` keeps it joined."""
 
     def __init__(self, name: str, processes: int, way: Way, program: Program, temporary: Path) -> None:
         self.name = name
@@ -57,11 +58,12 @@ class Machine:
 
     @property
     def nodes(self) -> set[str]:
-        """Their names."""
+        """The names of the machine's nodes."""
         return {self.name} if self.processes == 1 else {f"{self.name}-{number}" for number in range(self.processes)}
 
     def kill(self) -> int:
-        """All its processes end in the same moment, as with a loss of power; how many did. It is then started again."""
+        """Kill all processes at once, as a loss of power does, and return their number. The machine is then
+        restarted."""
         number = 0
         for pid in self._stopped():
             with suppress(ProcessLookupError):
@@ -70,14 +72,14 @@ class Machine:
         return number
 
     def end(self) -> None:
-        """All its processes get SIGTERM at once, those in its sandboxes, too, as Slurm does it."""
+        """Send SIGTERM to all processes at once, including those in its sandboxes, as Slurm does."""
         if self.program.alive:
             for pid in (self.program.pid, *descendants(self.program.pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
     def _stopped(self) -> set[int]:
-        """Its processes, none of which can start another one."""
+        """Stop (SIGSTOP) all processes, so that none can start another one, and return them."""
         stopped: set[int] = set()
         while self.program.alive and (new := {self.program.pid, *descendants(self.program.pid)} - stopped):
             stopped |= new
@@ -89,8 +91,8 @@ class Machine:
 
 @asynccontextmanager
 async def machines_of(fleet: Fleet, nursery: Nursery, folder: Path, port: int) -> AsyncIterator[list[Machine]]:
-    """The machines of a run in that folder, which are to be started; their ways to the service at that port are open
-    while the block runs."""
+    """The machines of a run, in `folder`, not yet started. Their proxies to the service at `port` are open during the
+    block."""
     async with AsyncExitStack() as ways:
         machines = []
         for number, processes in enumerate(fleet.machines):

@@ -1,4 +1,4 @@
-"""What the processes of a run leave on the machine, while its last service is idle and after it has ended."""
+"""Finds what the processes of a run leave on the machine, while its last service is idle and after it has ended."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from outrider.runtimes.kernel import cgroups, process_marks
 from outrider.runtimes.node_host import PREFIX
 
 SETTLE_SECONDS = 15.0
-"""What a killed node had dies with it, but not in its last moment; its keeper takes some seconds."""
+"""Seconds to wait for cleanup: the processes of a killed node end a moment after it; its keeper takes some seconds."""
 LOOK_SECONDS = 0.1
 
 
 class Home(NamedTuple):
-    """A folder for temporary files, and how many nodes have theirs in it: of the service, or of a machine that has
-    joined."""
+    """A folder for temporary files, and the number of nodes, of the service or of a joined machine, whose folders are
+    in it."""
 
     temporary: Path
     nodes: int
@@ -46,20 +46,20 @@ def footprint(pid: int) -> Footprint:
 
 
 def nodes_of(program: int) -> set[int]:
-    """The processes that run sessions for a service, or for a machine that has joined, beside its own."""
+    """The processes that run sessions for a service or for a joined machine, without its main process."""
     below = descendants(program).items()
     return {pid for pid, command in below if "outrider.cli.node_process" in command}
 
 
 async def held_by_idle_service(client: AsyncClient, homes: Collection[Home]) -> list[Finding]:
-    """What a service without sessions still holds once it has had some time to put it down: slots, seats on engines,
-    folders and processes of sandboxes."""
+    """List the resources that a service without sessions still holds after some time to release them: slots, seats on
+    engines, folders and processes of sandboxes."""
     held = await _settled(lambda: _held(client, homes))
     return [Finding(Harm.LEAKED, f"the idle service holds {what}") for what in held]
 
 
 async def _settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
-    """What a look finds again and again until SETTLE_SECONDS are over; nothing as soon as it finds nothing."""
+    """Repeat `look` until it finds nothing or SETTLE_SECONDS have passed. Returns the last findings."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         if not (found := await look()) or time.monotonic() > deadline:
@@ -98,8 +98,8 @@ def _sandboxes(home: Home) -> list[str]:
 
 
 async def left_behind(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[Finding]:
-    """What is left when all programs of a run have ended: processes, mounts, control groups, folders, sockets. `hosts`
-    are all processes that have run sessions."""
+    """List the remains after all programs of a run have ended: processes, mounts, control groups, folders, sockets.
+    `hosts` are all processes that have run sessions."""
     left = await _settled(lambda: asyncio.to_thread(_left, nursery, folder, homes, hosts))
     return [Finding(Harm.LEAKED, f"left behind: {what}") for what in left]
 
@@ -112,7 +112,7 @@ def _left(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection
         left += [f"mount {line.split()[4]}" for line in mounts if str(home.temporary) in line]
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     left += [f"socket {name}" for name in sockets if str(folder) in name]
-    # A process's number names it in one PID namespace only, and groups are named after both.
+    # A process id is unique only within its PID namespace, so groups are named after both.
     namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     ours = {(namespace, str(pid)) for pid in hosts}
     for parent in set(cgroups.find().folders.values()):

@@ -1,10 +1,10 @@
 """`python -m campaign.nursery`: starts the programs of a campaign as its own children, by fork.
 
-It imports once what they need: a service that is killed and started again is there after a tenth of a second, and not
-after two. It reads requests from its standard input, a line of JSON each: `{"module", "arguments", "log", "temporary"}`
-runs `main(arguments)` of a module in a new process. It writes `{"started": pid}` in answer, and `{"ended": pid,
-"status": number}` whenever a program ends. Every orphan below it becomes its child, so its descendants are all that its
-programs have left. When its input ends, it kills them and ends.
+The programs' imports are done once, so that a killed service is up again after a tenth of a second instead of two.
+Requests arrive on standard input, one line of JSON each: `{"module", "arguments", "log", "temporary"}` runs
+`main(arguments)` of a module in a new process. The nursery writes `{"started": pid}` in reply, and `{"ended": pid,
+"status": number}` whenever a program ends. Orphans below it become its children, so its descendants are all that its
+programs have left. When its input ends, it kills them and exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = ("campaign.engine", "campaign.machine", "campaign.reader", "campaign.
 
 
 def descendants(of: int) -> dict[int, str]:
-    """The processes below one, by number, with their command lines; zombies too."""
+    """The processes below `of`, zombies included, by number, with their command lines."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -62,7 +62,7 @@ def main() -> None:
     os.set_blocking(ended, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in ENDING:  # a Ctrl-C reaches the campaign, too, which ends this process by the end of its input
+    for number in ENDING:  # a Ctrl-C also reaches the campaign, which then ends this process by closing its input
         signal.signal(number, signal.SIG_IGN)
     started: set[int] = set()
     _say({"ready": os.getpid()})
@@ -105,7 +105,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _start(request: dict[str, Any]) -> int:
-    """The number of the new process; in that process it does not return."""
+    """Fork a process for the request and return its number; does not return in the new process."""
     if pid := os.fork():
         return pid
     status = 1

@@ -1,4 +1,4 @@
-"""The campaign's end of the nursery, and a supervisor that starts a program again as soon as it has ended."""
+"""The campaign's client of the nursery, and a supervisor that restarts a program as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
 SHORT_LIFE = 1.0
-"""A program that ends sooner cannot start now: it is started again after a pause."""
+"""A program that ends within this time cannot start at present: it is restarted after a pause."""
 PAUSE_SECONDS = 0.2
 
 
 class Nursery:
-    """`pid` is that of the process whose descendants are all processes of the campaign's programs."""
+    """`pid` is the process whose descendants are all processes of the campaign's programs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -31,7 +31,7 @@ class Nursery:
         self._ended: dict[int, asyncio.Future[int]] = {}
 
     async def start(self, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> int:
-        """The number of a new process that runs `main` of a module."""
+        """Start a process that runs `main` of a module. Returns its number."""
         request = {"module": module, "arguments": list(arguments), "log": str(log), "temporary": str(temporary)}
         assert self._process.stdin is not None
         async with self._starting:
@@ -40,7 +40,7 @@ class Nursery:
             return await self._started
 
     async def ended(self, pid: int) -> int:
-        """Wait until a process has ended; its status."""
+        """Wait until a process has ended, and return its status."""
         return await asyncio.shield(self._ended[pid])
 
     def alive(self, pid: int) -> bool:
@@ -59,7 +59,7 @@ class Nursery:
 
 @asynccontextmanager
 async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
-    """All that its programs have left is killed at the end."""
+    """A nursery. All that its programs have left is killed at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, cwd=ROOT)
     assert process.stdin is not None
@@ -80,8 +80,8 @@ async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
 
 
 class Program:
-    """A program that is kept running from `start` to `stop`. `pids` are its processes so far; `statuses` are how those
-    ended that it has outlived."""
+    """A program that is kept running from `start` to `stop`. `pids` are its processes so far; `statuses` are the exit
+    statuses of the processes that have ended."""
 
     def __init__(self, nursery: Nursery, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> None:
         self.pids: list[int] = []
@@ -100,7 +100,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of its last process, `alive` or not."""
+        """The newest process, `alive` or not."""
         return self.pids[-1]
 
     @property
@@ -108,7 +108,7 @@ class Program:
         return self._nursery.alive(self.pid)
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the process that is there now; whether one was."""
+        """Send a signal to the present process. Returns whether there was one."""
         with suppress(ProcessLookupError):
             if self.alive:
                 os.kill(self.pid, number)
@@ -116,7 +116,7 @@ class Program:
         return False
 
     async def stop(self) -> bool:
-        """End it for good; False if it had to be killed."""
+        """Stop the program for good. False if it had to be killed."""
         self._wanted = False
         self.signal(signal.SIGTERM)
         try:
@@ -130,7 +130,7 @@ class Program:
 
     @asynccontextmanager
     async def down(self) -> AsyncIterator[bool]:
-        """Kill it, and start it again only at the end of the block; whether there was one to kill."""
+        """Kill the program, and restart it only at the end of the block. Yields whether a process was killed."""
         async with self._may_start:
             killed = self.signal(signal.SIGKILL)
             await self._nursery.ended(self.pid)

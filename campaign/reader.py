@@ -1,7 +1,7 @@
-"""A consumer that reads the results by cursor, and keeps what it was given together with its position.
+"""A consumer that reads the results by cursor, and stores each page together with its cursor.
 
-`main(url, file)` runs one as a process, which may be killed at any moment. Invariant: what a page brought and the
-cursor behind it are one transaction, so that each group is in the file exactly as often as the service gave it.
+`main(url, file)` runs it as a process, which may be killed at any moment. Invariant: a page and the cursor behind it
+are stored in one transaction, so that each group is in the file exactly as often as the service returned it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PAUSE_SECONDS = 0.1
 
 
 class Reader:
-    """`read` goes on until it is cancelled."""
+    """A reader of all results. `read` runs until it is cancelled."""
 
     def __init__(self, file: Path) -> None:
         self._kept = sqlite3.connect(file, isolation_level=None, timeout=30)
-        # A kill of the process undoes no commit, and the machine is not part of the campaign.
+        # A kill of the process loses no commit, and the campaign does not crash the machine.
         self._kept.execute("PRAGMA journal_mode=WAL")
         self._kept.execute("PRAGMA synchronous=OFF")
         self._kept.execute("CREATE TABLE IF NOT EXISTS pages (cursor INTEGER, groups BLOB)")
@@ -45,7 +45,7 @@ class Reader:
                     after = page.cursor
 
     def groups(self) -> list[GroupView]:
-        """All that was read, in order."""
+        """All groups read so far, in order."""
         pages = self._kept.execute("SELECT groups FROM pages ORDER BY rowid").fetchall()
         return [group for (page,) in pages for group in msgspec.json.decode(page, type=list[GroupView])]
 

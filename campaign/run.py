@@ -1,4 +1,5 @@
-"""One run: starts a service, an engine and consumers, submits groups, breaks what the seed says, and judges the end."""
+"""One run: starts a service, an engine and consumers, submits groups, injects the faults of its seed, and judges the
+end."""
 
 from __future__ import annotations
 
@@ -49,47 +50,47 @@ SUBMITTERS = 6
 CANCELLED = 4
 """Groups that their client cancels."""
 REPEATED = 0.2
-"""Share of groups that are submitted a second time, with their key."""
+"""Fraction of the groups that are submitted a second time, with their key."""
 STALL_SECONDS = 60.0
-"""A run that gets nothing done for so long has lost what it still waits for."""
+"""A run without progress for this many seconds has lost the groups that it still waits for."""
 START_SECONDS = 60.0
-"""In which a program that is started listens."""
+"""Seconds within which a started program listens."""
 IDLE_SECONDS = 2.0
 BUSY_LOOKS = 30
 BUSY_SESSIONS = 8
 MACHINE_LOOKS = 200
-"""The same, for one machine, which may have to join first."""
+"""The same, for a machine, which may have to join first."""
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.1
 DISK_MIB = 64
 FULLEST_COMMIT = 0.2
 DAY = 86_400.0
 LEAST_JUMP = 7200.0
-"""A service takes a time that is an hour ahead for one that its receiver has asked for."""
+"""Seconds. A service takes a time one hour ahead for a time that its receiver requested."""
 MOST_CUTS = 5
 CUT_PAUSE_SECONDS = 0.7
-"""Between two: as long as a node waits before it dials again, or longer."""
+"""Seconds between two cuts: at least as long as a node waits before it dials again."""
 SLOW = 8
-"""A slow connection stands still for so many times the `seconds` of its fault. After ten seconds a node dials again."""
+"""A slow connection is blocked for this many times the `seconds` of its fault. After ten seconds a node dials again."""
 SILENT_SECONDS = 22.0
-"""The least that a silent connection is so. After twenty the service gives a node up, and after thirty the node the
+"""Minimum length of a silence. After twenty seconds the service declares a node lost, after thirty the node the
 service."""
 WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
-"""In which directions a connection can be slow or silent."""
+"""The directions in which a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
-"""In which all nodes are there, or are again: the service first gives up machines that were killed."""
+"""Seconds within which all nodes have (re)joined: the service first declares killed machines lost."""
 DRIP_SECONDS = 4.0
-"""Between two chunks of a reply, of which each reply has four."""
+"""Seconds between two chunks of a reply, of which each reply has four."""
 FIRST_COMMIT_SECONDS = 0.5
-"""In which some commit begins that then takes long, and all others behind it."""
+"""Seconds within which a commit begins. That commit then takes long, and delays all commits behind it."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`kills` are SIGKILLs. `grown` is how the last service's memory (MiB) and descriptors have changed from its start
-    to its end. `left_out` are the faults that cannot be had on this machine."""
+    """The result of a run. `kills` counts SIGKILLs. `grown` is the growth of the last service's memory (MiB) and
+    descriptors from its start to its end. `left_out` are the faults that are impossible on this machine."""
 
     seed: int
     fleet: Fleet
@@ -107,7 +108,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress:
-    """How much of the run is done: an accepted group counts a quarter of one that was delivered."""
+    """The progress of a run: an accepted group counts a quarter of a delivered group."""
 
     def __init__(self, groups: int) -> None:
         self._all = groups * 4
@@ -124,7 +125,7 @@ class Progress:
 
     @property
     def all_but_last(self) -> bool:
-        """Whether nothing is left but the group that is submitted when nothing more breaks."""
+        """Whether only the group is left that is submitted after the last fault."""
         return self._done >= self._all - 4
 
     async def until(self, share: float) -> None:
@@ -133,8 +134,8 @@ class Progress:
 
 
 class Run:
-    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service; `silent` is how many
-    things are silent for long, which takes a minute."""
+    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service; `silent` is the
+    number of long silences, each of which takes a minute."""
 
     def __init__(
         self,
@@ -162,12 +163,12 @@ class Run:
         self._fleet = fleet
         self._machines: list[Machine]
         self._nodes: set[int] = set()
-        """All processes of nodes that there were, but for the services' own."""
+        """All processes of nodes so far, without those of the services."""
         kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
         kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
         self._faults = draw_faults(self._rng, kinds, silent=silent)
         self._machines_leave = self._rng.random() < 0.5
-        """Whether machines that have joined leave before the service ends, or after."""
+        """Whether joined machines leave before the service ends, or after."""
         self._left_out: list[str] = []
         self._progress = Progress(groups)
         self._accepted: dict[str, list[str]] = {}
@@ -193,7 +194,7 @@ class Run:
             ):
                 await self._start(service, engine, tasks)
                 async with AsyncClient(self._url) as self._client:
-                    await self._until_complete()  # what is broken from the beginning has them to break
+                    await self._until_complete()  # faults that exist from the beginning need their targets running
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -255,7 +256,7 @@ class Run:
         return Program(self._nursery, module, arguments, log=log, temporary=self._temporary)
 
     async def _drive(self, tasks: asyncio.TaskGroup) -> list[Finding]:
-        """Submit, break, cancel and read until all is delivered and broken."""
+        """Submit, inject faults, cancel and read until all groups are delivered and all faults are over."""
         runtime = "namespace" if NamespaceRuntime.available().ok else "memory"
         groups = draw_groups(self._rng, self._count, runtime=runtime, callback=self._receiver.url)
         repeated = {number for number in range(self._count) if self._rng.random() < REPEATED}
@@ -289,8 +290,8 @@ class Run:
                 self._with_callback.add(view.id)
 
     async def _submit_last(self, group: dict[str, Any], breaking: Sequence[asyncio.Task[None]]) -> None:
-        """Submit a group when nothing more breaks, and cancel it while it runs: no later service will clear up what the
-        last one leaves behind of it."""
+        """Submit a group after the last fault, and cancel it while it runs: no later service will clean up what the
+        last service leaves of it."""
         await asyncio.wait(breaking)
         await self._submit(group)
         (id,) = self._accepted[group["idempotency_key"]]
@@ -302,7 +303,7 @@ class Run:
                 return
 
     async def _cancel(self, at: float, rng: random.Random) -> None:
-        """Cancel a group with a session that runs, if there is one then."""
+        """Cancel a group with a running session, if there is one."""
         await self._progress.until(at)
         accepted = [ids[0] for ids in self._accepted.values() if ids]
         for group in rng.sample(accepted, k=len(accepted)):
@@ -312,7 +313,7 @@ class Run:
                 return
 
     async def _answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer of the service, once it is there to give one; None for a group that is lost: the checks say so."""
+        """The service's reply, once the service is up. None for a group that is lost, which the checks report."""
         while True:
             try:
                 return await call()
@@ -322,7 +323,7 @@ class Run:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _watch(self, doing: list[asyncio.Task[None]]) -> list[Finding]:
-        """Follow the progress to its end; what is lost for certain ends it at once."""
+        """Follow the progress to its end; a certain loss ends it at once."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._nodes |= await asyncio.to_thread(self._nodes_now)
@@ -346,8 +347,7 @@ class Run:
                 return [Finding(Harm.LOST, f"nothing was delivered for {STALL_SECONDS:.0f} s")]
 
     async def _lost(self, waiting: set[str], read_to: int) -> list[Finding]:
-        """Accepted groups that the service does not know any more, or that it gave a place that both readers have
-        passed."""
+        """Accepted groups that the service no longer has, or whose cursor both readers have passed."""
         lost = []
         for group in sorted(waiting):
             try:
@@ -485,7 +485,7 @@ class Run:
         self._kills += program.signal(signal.SIGKILL)
 
     async def _until_busy(self, machine: Machine | None = None) -> None:
-        """Wait until some sessions run, or one on the machine, unless it takes too long: they may all have ended."""
+        """Wait until some sessions run, or one on the machine. Gives up after a while: they may all have ended."""
         for _ in range(BUSY_LOOKS if machine is None else MACHINE_LOOKS):
             status = await self._answered(self._client.status)
             assert status is not None
@@ -499,7 +499,7 @@ class Run:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _nodes_now(self) -> set[int]:
-        """The processes that run sessions, but for the service's own."""
+        """The processes that run sessions, without the service's own."""
         if not self._fleet.several:
             return set()
         programs = (self._service, *(machine.program for machine in self._machines))
@@ -510,7 +510,7 @@ class Run:
         return [leaks.Home(self._temporary, self._fleet.processes), *joined]
 
     def _kill_agents(self, share: float) -> None:
-        """Some of the processes in sandboxes, whichever they are: agents, what they started, the sandboxes' own."""
+        """Kill some of the processes in sandboxes, of whatever kind: agents, their children, the sandboxes' own."""
         for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
             sandboxes = (each for each in sorted(folder.glob("s-*")) if each.is_dir())
             marked = [
@@ -523,7 +523,8 @@ class Run:
                     self._kills += 1
 
     async def _stop(self) -> list[Finding]:
-        """End all programs, the service and the machines first while they are idle; what they hold or leave."""
+        """Stop all programs, beginning with the service and the machines while they are idle. Returns what they hold or
+        leave."""
         findings = [Finding(Harm.LOST, f"{node} is not there again") for node in sorted(await self._until_complete())]
         for machine in self._machines:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
@@ -543,8 +544,8 @@ class Run:
         return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
 
     async def _until_complete(self) -> set[str]:
-        """Wait for the service and all nodes, its own and those of machines; returns those that do not come. A node
-        that starts removes what a killed one has left, and so must have started before that is looked for."""
+        """Wait for the service and for all nodes, its own and those of machines, and return the missing ones. Only a
+        node that starts removes what a killed one has left, so all must have started before the search for leaks."""
         nodes = {node for machine in self._machines for node in machine.nodes}
         missing = {"the service"}
         with suppress(TimeoutError):
@@ -566,8 +567,8 @@ class Run:
 
 
 def free_port() -> int:
-    """One outside of the range from which the kernel takes ports for connections: a program that is started again must
-    find its port free. It does not come from the seed: two campaigns of one seed may run side by side."""
+    """A port outside of the kernel's range for outgoing connections, because a restarted program must find its port
+    free. Not drawn from the seed: two campaigns of one seed may run side by side."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""Faults that need a place inside of a process: a clock that jumps, a disk that is slow, an engine that is.
+"""Faults that have to be injected inside a process: a clock that jumps, a slow disk, a silent or slow engine.
 
 `install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
 offset, and a COMMIT of SQLite first waits. Both are set from outside, in a file that the processes share; a process
@@ -39,7 +39,7 @@ class Knobs:
 
     @property
     def commit_seconds(self) -> float:
-        """How long each commit waits for the disk."""
+        """Seconds that each commit waits before it is written."""
         return self._get(_DELAY)
 
     @commit_seconds.setter
@@ -48,7 +48,7 @@ class Knobs:
 
     @property
     def engine_silent(self) -> bool:
-        """Whether the engine's server answers, and its model gives nothing."""
+        """Whether the model generates nothing, while the engine's server still responds."""
         return self._get(_SILENT) != 0
 
     @engine_silent.setter
@@ -57,7 +57,7 @@ class Knobs:
 
     @property
     def chunk_seconds(self) -> float:
-        """The least seconds between two chunks of a reply."""
+        """Minimum seconds between two chunks of a reply."""
         return self._get(_CHUNK)
 
     @chunk_seconds.setter
@@ -87,7 +87,8 @@ class _SlowConnection(sqlite3.Connection):
 
 
 def install() -> None:
-    """Must come before the first import of Outrider, whose classes take `time.time` as a default."""
+    """Patch the standard library. Must run before the first import of Outrider, whose classes take `time.time` as a
+    default."""
     true_time, true_time_ns = time.time, time.time_ns
 
     def shifted() -> float:

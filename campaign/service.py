@@ -1,7 +1,7 @@
-"""The service of a campaign: what `outrider serve` runs, with short pauses, on seams through which it can be broken.
+"""The service of a campaign: what `outrider serve` runs, with short pauses and with hooks for the injected faults.
 
-On SIGUSR1 the leases of all attempts under way lapse, as those of a node do that is cut off and does not know it: their
-sessions go back to the queue, and the old attempts run on beside the new ones until the store refuses them.
+On SIGUSR1 the leases of all attempts under way expire, as when a node is cut off without noticing: the sessions
+return to the queue, and the old attempts run on beside the new ones until the store refuses them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ HASTY = RetryPolicy(first=0.1, longest=0.5)
 """Waits between a session's failed attempts: a run has seconds."""
 
 STOP_SECONDS = 1.0
-"""What sessions under way have to end after a SIGTERM: some end, and some are interrupted."""
+"""Grace period of the sessions under way after a SIGTERM: some end, and some are interrupted."""
 
 log = logging.getLogger("campaign")
 
 
 def main(folder: str, port: str, engine: str, store: str, processes: str, elsewhere: str) -> None:
-    """Serve until SIGTERM. `folder` is the run's; `engine` and `store` are URLs, the last one empty for SQLite;
-    `processes` is how many run sessions. Unless `elsewhere` is empty, machines that join are taken for such that do not
-    reach the engine."""
+    """Serve until SIGTERM.
+
+    `folder` is the run's; `engine` and `store` are URLs, of which `store` is empty for SQLite; `processes` is how
+    many processes run sessions. Unless `elsewhere` is empty, the service treats machines that join as unable to reach
+    the engine.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
     Knobs(Path(folder) / "knobs").apply_state()

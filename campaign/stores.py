@@ -1,4 +1,4 @@
-"""The database of a run: opened for the checks, and watched from inside for writes that come too late."""
+"""The database of a run: opened for the checks, and watched by a trigger for writes that come too late."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ POSTGRESQL = f"""{TABLE}
 
 
 class StoreUnderTest(Protocol):
-    """`url` is that of the settings, empty for the file in the service's data folder."""
+    """The store of a run. `url` is the setting of the service, empty for the file in the service's data folder."""
 
     url: str
 
     async def watch_turns(self) -> None:
-        """To be called once the service has made its tables."""
+        """Install the trigger. Call this once the service has created its tables."""
         ...
 
     def open(self) -> Store:
-        """For the checks, when no service uses it."""
+        """The store, for the checks, when no service uses it."""
         ...
 
     async def close(self) -> list[Finding]:
-        """The turns that were stored for an attempt that was not under way, and what is left of the services."""
+        """Return the turns that were stored for an attempt that was not under way, and what is left of the services."""
         ...
 
 
@@ -73,27 +73,28 @@ class SqliteUnderTest:
 
 
 class Cluster:
-    """A PostgreSQL server of the campaign's own, with a database for each run."""
+    """A PostgreSQL server of the campaign, with a database for each run."""
 
     def __init__(self, server: PostgresqlServer) -> None:
         self._server = server
         self._breaking = asyncio.Lock()
-        """One fault at a time: a server that is away cannot be restarted."""
+        """Allows one fault at a time: a server that is down cannot be restarted."""
 
     async def new_database(self, name: str) -> PostgresqlUnderTest:
         await self._server.execute(f"CREATE DATABASE {name}")
         return PostgresqlUnderTest(self._server, name)
 
     async def restart(self, number: signal.Signals, *, away: float = 0.0) -> None:
-        """End the server and start it again, `away` seconds later. Starting blocks the event loop, with the campaign's
-        consumers: it has to be done in the main thread, for the server ends with the thread that has started it."""
+        """Stop the server and start it again, `away` seconds later. The start blocks the event loop, including the
+        campaign's consumers, because it must be in the main thread: the server is killed when the thread that started
+        it ends."""
         async with self._breaking:
             self._server.kill(number)
             await asyncio.sleep(away)
             self._server.start()
 
     async def freeze(self, seconds: float) -> None:
-        """Have all processes of the server stand still for so long."""
+        """Freeze all processes of the server for `seconds`."""
         async with self._breaking:
             pids = {self._server.pid, *descendants(self._server.pid)}
             _signal_all(pids, signal.SIGSTOP)
@@ -118,7 +119,7 @@ class PostgresqlUnderTest:
         return postgresql_store(self.url)
 
     async def close(self) -> list[Finding]:
-        """Removes the database, too."""
+        """Return the findings, and remove the database."""
         findings = [_stale(*row) for row in await self._server.execute(FOUND, self._name)]
         connected = await self._server.execute(f"SELECT pid FROM pg_stat_activity WHERE datname = '{self._name}'")
         if connected:

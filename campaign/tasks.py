@@ -1,10 +1,10 @@
-"""The tasks of a run, drawn from its seed: agents that talk to their model for a few turns and try again when it fails.
+"""The tasks of a run, drawn from its seed: agents that make a few model calls and retry calls that fail.
 
-All of them are honest: only what is broken keeps one from a reward of 1. Some give a call up after some seconds, and
-leave when three in a row were in vain, as if all were well or with an error.
+All agents are honest: only an injected fault can cost a reward of 1. Some agents give up a call after some seconds,
+and exit after three such calls in a row, with code 0 or with an error.
 
-An agent writes down each reply that it has read to its end. Its verdict gives them back (`told`), so that the campaign
-can ask for a stored turn for each of them.
+An agent notes each reply that it has read to its end. Its verdict returns the notes (`told`), so that the campaign
+can require a stored turn for each of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
 
 SESSIONS = 4
-"""In each group."""
+"""Number of sessions in each group."""
 MAX_ATTEMPTS = 8
 NOTES = "notes.json"
 PATIENCE = 60
-"""How often an agent asks again, 0.2 seconds apart."""
+"""How often an agent retries, 0.2 seconds apart."""
 IMPATIENCE = 3
-"""The same, for an agent that gives a call up after some seconds."""
+"""The same, for an agent that gives up calls after some seconds."""
 GIVES_UP = (0.0, 0.0, 2.0, 5.0, 12.0)
-"""Seconds in which a call must be answered; 0 waits for ever."""
+"""Seconds after which an agent gives up a call; 0 waits for ever."""
 
 PROGRAM = """
 address=${OPENAI_BASE_URL#http://}; path=/${address#*/}; address=${address%%/*}
@@ -93,15 +93,15 @@ class Talker:
 
 
 async def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward is 1 if the agent has noted a reply for each of its turns: it does, unless something keeps it from its
-    work. The verdict's reason names the replies."""
+    """The reward is 1 if the agent has noted a reply for each of its turns, which only a fault can prevent. The
+    verdict's reason has the replies."""
     told = json.loads(await outcome.runtime.read(NOTES))["told"]
     done = len(told.split()) == outcome.task.evaluator.options["turns"]
     return {"reward": float(done), "reason": told}
 
 
 def draw_groups(rng: random.Random, count: int, *, runtime: str, callback: str) -> list[dict[str, Any]]:
-    """`count` groups. `runtime` is that of agents in bash; half of the groups have the `callback`."""
+    """Draw `count` groups. `runtime` is the runtime of agents in bash; half of the groups have the `callback`."""
     return [_group(rng, number, runtime, callback) for number in range(count)]
 
 

@@ -1,7 +1,7 @@
-"""The way from a machine that joins to the service, or from the service to its engine: a proxy for TCP that breaks.
+"""A TCP proxy with faults, between a joined machine and the service or between the service and its engine.
 
-It cuts connections, holds their bytes back, loses them, or answers itself. Invariant: bytes that it has taken arrive
-whole and in order, however late, unless their connection was cut or lost.
+It cuts connections, holds back their bytes, loses them, or replies itself. Invariant: bytes that it has accepted
+arrive whole and in order, however late, unless their connection was cut or lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Direction(StrEnum):
 
 
 class Way:
-    """To the server at that port of this machine; `url` is the other end while the block of `open` runs."""
+    """The proxy to the server at that port of this machine. `url` is the proxy's own address while the block of `open`
+    runs."""
 
     def __init__(self, port: int) -> None:
         self.url = ""
@@ -44,7 +45,7 @@ class Way:
                 task = tasks.create_task(self._carry(reader, writer))
                 self._connections.add(task)
                 task.add_done_callback(self._connections.discard)
-                # Not in the task, of which nothing runs if it is cancelled at once.
+                # A callback, because a task that is cancelled at once runs none of its own code.
                 task.add_done_callback(lambda _: writer.transport.abort())
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -56,18 +57,18 @@ class Way:
                 self.cut()
 
     def cut(self) -> int:
-        """Break all connections that there are; how many were. What was under way on them is lost."""
+        """Abort all open connections, with loss of the bytes in transit. Returns their number."""
         for connection in self._connections:
             connection.cancel()
         return len(self._connections)
 
     def lose(self) -> int:
-        """Carry nothing more on the connections that there are, and tell neither end; how many there are."""
+        """Forward nothing more on the open connections, without closing them. Returns their number."""
         self._lost |= self._connections
         return len(self._connections)
 
     async def answer(self, seconds: float) -> None:
-        """Cut all connections, and answer new ones with a page of HTML for so long."""
+        """Cut all connections, and reply to new ones with a page of HTML for `seconds`."""
         self.cut()
         self._answers_itself = True
         try:
@@ -76,7 +77,7 @@ class Way:
             self._answers_itself = False
 
     async def hold(self, seconds: float, directions: Collection[Direction]) -> None:
-        """Let nothing through for so long, and then all of it: bytes, new connections, and ends of connections."""
+        """Hold back bytes, new connections and closes of connections for `seconds`, and then forward all of them."""
         end = asyncio.get_running_loop().time() + seconds
         for direction in directions:
             self._held_until[direction] = max(self._held_until[direction], end)
@@ -118,7 +119,7 @@ class Way:
         sink: asyncio.StreamWriter,
         direction: Direction,
     ) -> None:
-        """Until one end closes, which the other one is then told; whatever breaks a connection ends it in both ways."""
+        """Copy until `source` closes, then close `sink`. An error on a connection ends both directions."""
         try:
             while data := await source.read(PIECE):
                 await self._let_through(direction)

@@ -2,10 +2,11 @@
 
     python scripts/fuzz_gateway.py --dialect chat --requests 100000 --seed 1
 
-Everything happens in this process: the real gateway and sessions, on a scripted engine that keeps its own record of
-what it was given and gave. Prints a verdict (`--json`: as JSON); ends with 1, and with how to see it again, for a 5xx,
-a hang, an error in another dialect's shape, a reply that its dialect does not allow, or a token that was lost, trained
-on twice or labelled wrongly. The fuzzer itself is tests/support/fuzz; the fast tests run a little of it.
+Everything runs in this process: the real gateway and sessions, on a scripted engine that keeps its own record of
+prompts and outputs. Prints a verdict (`--json`: as JSON). The exit code is 1, and the command to reproduce the
+failure is printed, after a 5xx, a hang, an error in another dialect's format, a reply that its dialect does not
+allow, or a token that was lost, trained on twice or labelled wrongly. The fuzzer itself is tests/support/fuzz; the
+fast tests run a little of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes what a preset says into its page: the last section of docs/harnesses/NAME.md, for every preset.
+"""Writes the contents of each preset into its page: the last section of docs/harnesses/NAME.md.
 
-It runs by hand, after a preset has changed; a test compares. It knows nothing of what is above that section.
-Invariant: a page that is up to date is written as it was.
+Run this by hand after a preset has changed; a test compares. The text above the section is left alone. Invariant: a
+page that is up to date is written unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def section(preset: Preset) -> str:
 
 
 def with_section(text: str, preset: Preset) -> str:
-    """A page's text with that section as its last."""
+    """Return a page's text with that section as its last."""
     return text.split(f"{HEADING}\n")[0].rstrip("\n") + "\n\n" + section(preset)
 
 
@@ -64,7 +64,7 @@ def _words(preset: Preset) -> Iterator[tuple[str, str]]:
 
 
 def _table(columns: tuple[str, str], rows: Iterator[tuple[str, str]]) -> list[str]:
-    """An empty line and the table; nothing where it would have no rows."""
+    """An empty line and the table; nothing for a table without rows."""
     body = [f"| {' | '.join(row)} |" for row in rows]
     return ["", f"| {' | '.join(columns)} |", "|---|---|", *body] if body else []
 

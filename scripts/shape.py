@@ -3,8 +3,8 @@
     python scripts/shape.py src/outrider [OTHER_PACKAGE_DIR ...] [--json | --list]
 
 Prints a table with one column per package. `--json` prints the same numbers as a list with one object per package.
-`--list` adds where the numbers of the first package come from: its single-use helpers, its longest import chain, and
-the files with the fewest comments. Standard library only. It knows no target: a number is a question, not a rule.
+`--list` adds the sources of the first package's numbers: its single-use helpers, its longest import chain, and the
+files with the fewest comments. Standard library only. There are no targets: a number is a question, not a rule.
 Invariant: it parses and tokenizes files and imports none of them, so the packages need not be installed.
 
 Definitions:
@@ -15,9 +15,9 @@ Definitions:
   lines run from `def` to its last line; the docstring is included, decorators are not.
 - A docstring is the first string of a module, class or function. A string directly below an assignment in the body of
   a module or class documents the assigned name. A code line holds a token of neither of these and of no comment.
-- A comment is a line with a `#`, also behind code. A shebang, a coding line, and words to a tool alone (`type: ignore`,
-  `noqa`, `pragma: no cover`, `fmt: off`) do not count; with a reason behind them they do. A string that documents an
-  assigned name counts as one comment.
+- A comment is a line with a `#`, also behind code. A shebang, a coding line, and words to a tool alone (`type:
+  ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; with a reason behind them they do. A string that
+  documents an assigned name counts as one comment.
 - A private helper is a function whose name starts with exactly one underscore. It is left out if it has a decorator
   that is not in TRANSPARENT, which may register it, or if its module defines two helpers of this name, such as a
   method and its override.
@@ -26,10 +26,10 @@ Definitions:
   function of a module, other modules refer by `module.name` and by the uses of the imported name; an import without
   use counts as one. Objects are not traced to their types: an attribute of that name counts for every class. Two
   modules often use the same name for different helpers; the second row of helpers leaves such names out.
-- The import graph has an edge from a module to each module of the package that it imports while it is imported itself,
-  so not within functions, nor below an `if` whose test starts with TYPE_CHECKING. `from pkg import name` leads to
-  `pkg.name` if that is a module, else to `pkg`. Importing `pkg.name` is no edge to `pkg`. A chain is a path in this
-  graph; its length is its number of modules, and a cycle of modules counts as one.
+- The import graph has an edge from a module to each module of the package that it imports while it is imported
+  itself, so not within functions, nor below an `if` whose test starts with TYPE_CHECKING. `from pkg import name`
+  leads to `pkg.name` if that is a module, else to `pkg`. Importing `pkg.name` is no edge to `pkg`. A chain is a path
+  in this graph; its length is its number of modules, and a cycle of modules counts as one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TRANSPARENT = frozenset(
 """Decorators that only change how a function is called."""
 
 FEWEST = 10
-"""How many of the files with the fewest comments `--list` prints."""
+"""Number of files with the fewest comments that `--list` prints."""
 
 TO_A_TOOL = re.compile(
     r"type:\s*ignore(\[[^\]]*\])?"
@@ -74,7 +74,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 class Function:
     node: Definition
     owner: ast.AST
-    """The module, class or function that it is defined in."""
+    """The module, class or function that contains the definition."""
 
     @property
     def lines(self) -> int:
@@ -89,7 +89,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Imported:
-    """What one name of an import statement binds: `module`, or where `name` is given that name of it."""
+    """The binding of one name by an import statement: `module`, or its attribute `name` if given."""
 
     binding: str
     module: str
@@ -117,13 +117,13 @@ class Module:
 
     @cached_property
     def names(self) -> Counter[str]:
-        """How often each name is read."""
+        """The number of reads of each name."""
         names = (node for node in self.nodes if isinstance(node, ast.Name))
         return Counter(node.id for node in names if isinstance(node.ctx, ast.Load))
 
     @cached_property
     def attributes(self) -> Counter[str]:
-        """How often each attribute is named, whatever it is an attribute of."""
+        """The number of mentions of each attribute, of any object."""
         return Counter(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
 
     @cached_property
@@ -152,7 +152,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Package:
-    """`modules` are those of the package by their dotted names, its sub-packages' included."""
+    """`modules` are the package's modules by dotted name, including those of sub-packages."""
 
     name: str
     modules: dict[str, Module]
@@ -186,7 +186,7 @@ class Shape:
     comments_per_100_code_lines: float
     helpers_used_once_percent: float
     unique_helpers_used_once_percent: float
-    """Only the helpers whose name is used nowhere else in the package."""
+    """Counts only the helpers whose name is used nowhere else in the package."""
     longest_import_chain: int
 
     @property
@@ -226,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read(folder: Path) -> Package:
-    """Raises OSError where there are no files, SyntaxError or ValueError where one is not Python."""
+    """Parse the package in `folder`. Raises OSError if there are no files, SyntaxError or ValueError for a file that is
+    not Python."""
     root = folder.resolve()
     names = [root.name]
     while (root.parent / "__init__.py").exists():  # imports name a package inside of another in full
@@ -309,7 +310,7 @@ def helpers_used_once(package: Package) -> Iterator[tuple[Module, Function]]:
 
 
 def import_graph(package: Package) -> dict[str, set[str]]:
-    """The modules of the package that are imported by each of them as it is imported itself."""
+    """For each module, the modules of the package that it imports while it is imported itself."""
     return {
         module.name: {
             imported.module
@@ -363,7 +364,7 @@ def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
 
 
 def imported_by(statement: ast.Import | ast.ImportFrom, importer: Module, package: Package) -> Iterator[Imported]:
-    """What the statement imports of the package."""
+    """The names that the statement imports from the package."""
     if isinstance(statement, ast.Import):
         found = (Imported(alias.asname or alias.name, alias.name) for alias in statement.names)
         yield from (imported for imported in found if imported.module in package.modules)
@@ -388,7 +389,7 @@ def source_of(statement: ast.ImportFrom, importer: Module) -> str:
 
 
 def references_from_outside(package: Package) -> Counter[tuple[str, str]]:
-    """How often modules refer to a private name of another one; the keys are the module and the name."""
+    """The number of references of modules to a private name of another module, by module and name."""
     references: Counter[tuple[str, str]] = Counter()
     for module in package.modules.values():
         modules = {}
@@ -435,12 +436,12 @@ def is_string(statement: ast.stmt) -> TypeGuard[ast.Expr]:
 
 
 def span(node: ast.Expr) -> tuple[tuple[int, int], tuple[int, int]]:
-    # Columns are bytes here and characters in tokens, which differ only behind other text on the same line.
+    # Columns are bytes here and characters in tokens; they differ only behind other text on the same line.
     return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
 
 
 def says_something(comment: tokenize.TokenInfo) -> bool:
-    """False if it speaks to a tool alone."""
+    """False for a comment that is only an instruction to a tool."""
     if comment.start[0] <= 2 and FIRST_LINES.fullmatch(comment.string):
         return False
     parts = [part.strip() for part in comment.string.split("#")[1:]]

@@ -1,10 +1,10 @@
-"""`python scripts/soak.py --minutes 30`: runs a service long at 80 % of what it can do, and looks for growth.
+"""`python scripts/soak.py --minutes 30`: runs a service long at 80 % of its peak rate, and looks for growth.
 
-The service is `outrider serve`, with an engine that answers from a script; each session is a namespace sandbox, the
-built-in agent with a call of a tool, and a grader in a new sandbox. First all lanes are kept full for a while, which is
-the peak. Then groups are submitted at 80 % of that rate, and their results are taken by a consumer and acknowledged.
-Every ten seconds the service is looked at from outside: resident memory, file descriptors, threads, the processes below
-it. It ends with one line of JSON; exit code 1 if a session did not end well.
+The service is `outrider serve`, with an engine that replies from a script; each session is a namespace sandbox, the
+built-in agent with a tool call, and a grader in a new sandbox. First all lanes are kept full for a while, which gives
+the peak rate. Then groups are submitted at 80 % of that rate, and a consumer reads and acknowledges their results.
+Every ten seconds the service is measured from outside: resident memory, file descriptors, threads, the processes
+below it. The last output is one line of JSON; the exit code is 1 if a session did not end well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTSTANDING = 16
 """Groups that keep all lanes full."""
 LOOK_SECONDS = 10.0
 SETTLING_SHARE = 0.2
-"""Of the time, at whose end memory counts as settled: pools and caches have filled up by then."""
+"""Fraction of the run after which memory counts as settled: pools and caches are full by then."""
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo found > out.txt"}}\n</tool_call><|im_end|>'
 TASK = {
     "instruction": "Write the word found into out.txt.",
@@ -58,7 +58,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct):
-    """Sessions that have ended since the start, and how many of them without reward 1."""
+    """Sessions that have ended since the start, and the number of them without reward 1."""
 
     sessions: int = 0
     failed: int = 0
@@ -93,7 +93,7 @@ def _below(pid: int) -> int:
 
 
 async def submitting(client: AsyncClient, every: float, until: float) -> None:
-    """A group at each tick, also where the one before was late."""
+    """Submit a group at each tick, even if the previous one was late."""
     due = time.monotonic()
     while due < until:
         await client.submit({"task": TASK, "n": GROUP_SIZE})
@@ -102,7 +102,7 @@ async def submitting(client: AsyncClient, every: float, until: float) -> None:
 
 
 async def peak(client: AsyncClient, seconds: float, done: Done) -> float:
-    """Sessions a second with all lanes full."""
+    """Sessions per second with all lanes full."""
 
     async def one_after_another() -> None:
         while time.monotonic() < end:
@@ -132,7 +132,7 @@ async def under_way(client: AsyncClient) -> int:
 
 
 def growth(looks: Sequence[Look]) -> float:
-    """MiB an hour, by the line of least squares."""
+    """MiB per hour, by linear regression."""
     slope, _ = statistics.linear_regression([each.at for each in looks], [each.memory_mb for each in looks])
     return slope * 3600
 

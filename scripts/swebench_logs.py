@@ -1,8 +1,8 @@
-"""Write the logs that tests/evaluators/test_swebench_parity.py reads, by running the test tools that are here.
+"""Writes the logs that tests/evaluators/test_swebench_parity.py reads, by running the test tools of this machine.
 
-Each tool runs a small project twice: once with a fault, and once without. What it prints becomes `failing.log` and
-`passing.log` in the folder of the parser that reads such logs. Logs of tools that do not run are left as they are.
-Commands find JavaScript tools in `node_modules` of --node, and Python ones beside --python.
+Each tool runs a small project twice: once with a fault, and once without. The outputs become `failing.log` and
+`passing.log` in the folder of the parser that reads such logs. Logs of tools that do not run are left unchanged.
+JavaScript tools are found in `node_modules` of --node, and Python tools beside --python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 LOGS = Path(__file__).parent.parent / "tests" / "evaluators" / "swebench_logs"
 FAULT = "@VALUE@"
-"""In a file of a project: 2, or 1 where it is mended."""
+"""Stands in a file of a project for 2, or for 1 if the fault is mended."""
 RUN_SECONDS = 300
 
 
@@ -163,7 +163,7 @@ module.exports = (config) => config.set({
 
 
 def karma(browser: str, reporter: str, *, shown: str = "", system: str = "0.0.0") -> Run:
-    """With `system`, the browser tells its processor, as older ones did."""
+    """With `system`, the browser reports its processor, like older ones."""
     config = KARMA_CONFIG.replace("REPORTER", reporter).replace("BROWSER", browser)
     screen = "" if browser.endswith("Headless") else "xvfb-run -a "
     start = f"CHROME_BIN=$(command -v chromium) {screen}node_modules/.bin/karma start karma.conf.js --no-colors"
@@ -294,7 +294,7 @@ RUNS: dict[str, Run] = {
                 "<version>1</version><packaging>pom</packaging></project>\n"
             )
         },
-        # Without a registry there is no plugin that runs tests: what Maven prints of a build that fails is the same.
+        # Without a registry the plugin that runs tests is missing; Maven's output for a failed build is the same.
         "set -x; mvn -o -B validate -Dtest=Prices#first; mvn -o -B validate -Dtest=Prices#second; "
         "mvn -o -B $([ @VALUE@ = 1 ] && echo validate || echo nothing) -Dtest=Prices#third",
     ),
@@ -362,7 +362,7 @@ def main() -> None:
 
 
 def printed(run: Run, value: str, node: Path | None, python: Path) -> str:
-    """What the command of a project prints, with what is of this machine left out."""
+    """The output of a project's command, without details of this machine."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path, text in run.files.items():

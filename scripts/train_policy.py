@@ -1,8 +1,8 @@
 """Train the demo's tiny policy from nothing, in about half a minute: `make policy`.
 
-Makes the tokenizer from the task's own dialogues, teaches the model the task (warm-up A), then bad habits
-(warm-up B), so that it starts out right only some of the time, and writes a folder in Hugging Face layout.
-With --grpo it goes on to train that policy on the task, writes nothing, and shows that it can be done.
+Makes the tokenizer from the task's own dialogues, teaches the model the task (warm-up A), then bad habits (warm-up
+B), so that it starts out right only some of the time, and writes a folder in Hugging Face layout. With --grpo it
+trains an existing policy on the task, writes nothing, and demonstrates that this works.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SPECIALS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
 PAD, END_ID = 0, 2
-# Qwen's: a word takes the space before it along, so that " maple" is one token in a question and in a call.
+# Qwen's rule: a word includes the space before it, so that " maple" is one token in a question and in a call.
 PRE_TOKENIZER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# At the usual 0.02 copying a word from the prompt does not appear in any reasonable number of steps.
+# With the usual 0.02, copying a word from the prompt is not learned in any reasonable number of steps.
 INITIAL_STD = 0.05
 
-# Warm-up B: how often the model answers without looking, and, when it looks, how often at the wrong file and
-# how often it then does not say what it read.
+# Warm-up B: how often the model answers without looking; when it looks, how often at the wrong file; and how often it
+# then answers with something other than what it read.
 GUESSES, WRONG_FILES, WRONG_ANSWERS = 0.6, 0.25, 0.25
 
 
@@ -73,7 +73,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def make_policy(folder: Path, seed: int) -> None:
-    """Train and write the policy. Exits with an error when its reward is not in [0.05, 0.5]."""
+    """Train and write the policy. Exits with an error if its reward is not in [0.05, 0.5]."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     template = POLICY / "chat_template.jinja"
@@ -106,7 +106,7 @@ def good(script: Script, rng: random.Random) -> list[Piece]:
 
 
 def habit(script: Script, rng: random.Random) -> list[Piece]:
-    """A demonstration of the mixture the policy starts out with."""
+    """A demonstration from the mixture of habits with which the policy starts."""
     episode = make_task(rng)
     if rng.random() < GUESSES:
         return script.guess(episode, rng.choice(ZONES))
@@ -201,7 +201,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """A padded batch: ids (rows, tokens), and `spoken` alike, True where a token is the model's own."""
+    """A padded batch: ids (rows, tokens), and `spoken` of the same shape, True where a token is the model's own."""
 
     ids: Tensor
     spoken: Tensor
@@ -227,7 +227,7 @@ def spoken_logprobs(model: Llama, rows: Rows) -> Tensor:
 def warm_up(
     model: Llama, tokenizer: Tokenizer, dialogues: Iterator[list[Piece]], *, lr: float, until: float = 0.0
 ) -> None:
-    """Imitate the dialogues, 48 a step, until there are no more or the smoothed loss is below `until`."""
+    """Imitate the dialogues, 48 per step, until there are no more or the smoothed loss is below `until`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     smoothed, step = 4.0, 0
     while rows := [encode(tokenizer, pieces) for _, pieces in zip(range(48), dialogues, strict=False)]:
@@ -255,7 +255,7 @@ def mean_reward(rollouts: Sequence[SimulatedSession]) -> float:
 
 
 def train_grpo(folder: Path, seed: int, *, prompts: int = 16, samples: int = 8, steps: int = 60) -> None:
-    """Group-relative policy optimisation of the policy in `folder`, one update a step, printing the reward."""
+    """Group-relative policy optimisation of the policy in `folder`, one update per step. Prints the reward."""
     model, tokenizer, script = load_model(folder), Tokenizer.load(folder), Script.load(folder)
     model.requires_grad_(True)
     rng = random.Random(seed)

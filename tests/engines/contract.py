@@ -1,7 +1,7 @@
-"""What every `Engine` must do, as plain async functions over a rig. Any engine's tests run `CHECKS` on it.
+"""The contract of `Engine`, as plain async functions over a rig. The tests of any engine run `CHECKS` on it.
 
-A rig is one started engine in a world of its own, made by a factory: `factory(slow=True)` gives one whose
-generations do not end before `finish` is called, whatever is asked of them short of an abort.
+A rig is one started engine in a world of its own, made by a factory: `factory(slow=True)` gives an engine whose
+generations do not end before `finish` is called, unless they are aborted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Generation:
-    """A whole generation, put together from its chunks."""
+    """A whole generation, joined from its chunks."""
 
     ids: list[int]
     logprobs: list[float]
@@ -37,12 +37,12 @@ class Generation:
 
 @dataclass
 class Rig:
-    """An engine under test and what a check must know of its world.
+    """An engine under test, and what a check needs of its world.
 
-    `max_tokens` is room enough for its deterministic generation to `prompt` to have at least 8 tokens.
-    `oracle` gives the exact ids and log-probabilities of a generation where they are known beforehand.
-    `aborted` returns once the engine itself has noticed that a consumer left. `kill` makes it unavailable.
-    `logprob_tolerance` is 0 where the same prompt gives the very same numbers in any company.
+    `max_tokens` is enough for its deterministic generation to `prompt` to have at least 8 tokens. `oracle` gives the
+    exact ids and log-probabilities of a generation where they are known beforehand. `aborted` returns once the engine
+    itself has noticed that a consumer left. `kill` makes it unavailable. `logprob_tolerance` is 0 where the same
+    prompt gives exactly the same numbers in any batch.
     """
 
     engine: Engine
@@ -72,7 +72,7 @@ class Factory(Protocol):
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> Generation:
-    """Read a stream to its end, checking what holds for every stream."""
+    """Read a stream to its end, and check what holds for every stream."""
     ids: list[int] = []
     logprobs: list[float] = []
     last: Chunk | None = None
@@ -103,7 +103,7 @@ async def streams_equal_lengths_and_one_finish(factory: Factory) -> None:
 
 
 async def gives_exact_values(factory: Factory) -> None:
-    """Against the oracle where there is one, and in any case the same twice."""
+    """Equal to the oracle where there is one, and always the same twice."""
     async with factory() as rig:
         request = rig.request()
         whole = await collect(rig.engine.generate(request))
@@ -184,7 +184,7 @@ async def aborts_when_closed(factory: Factory) -> None:
 
 
 async def serves_many_at_once(factory: Factory) -> None:
-    """Every one of many generations equals the same generation alone."""
+    """Each of many concurrent generations equals the same generation alone."""
     async with factory() as rig:
         prompts = [np.concatenate([rig.prompt, rig.prompt[: n % 5]]) for n in range(16)]
         alone = [await collect(rig.engine.generate(rig.request(prompt))) for prompt in prompts]
@@ -197,7 +197,7 @@ async def serves_many_at_once(factory: Factory) -> None:
 
 
 async def pausing_keeps(factory: Factory) -> None:
-    """`keep` freezes a generation where it is; `resume` goes on with the same tokens."""
+    """`keep` freezes a generation; `resume` continues it with the same tokens."""
     async with factory(slow=True) as rig, asyncio.TaskGroup() as group:
         chunks = rig.engine.generate(rig.request())
         first = await anext(chunks)
@@ -229,7 +229,7 @@ async def pausing_aborts(factory: Factory) -> None:
 
 
 async def pausing_finishes(factory: Factory) -> None:
-    """`finish` returns once what is in flight has ended by itself, and holds new generations back."""
+    """`finish` holds new generations back, and returns once those in flight have ended by themselves."""
     async with factory(slow=True) as rig, asyncio.TaskGroup() as group:
         chunks = rig.engine.generate(rig.request())
         await anext(chunks)
@@ -286,4 +286,4 @@ CHECKS = (
     pausing_finishes,
     stamps_versions,
 )
-"""Every engine passes these. `tokenizes` is for those that are `TokenizesText`."""
+"""Every engine passes these. `tokenizes` is for engines that are `TokenizesText`."""

@@ -1,7 +1,7 @@
-"""Routers before scripted engines: what must hold behind any of them, and a fake one.
+"""Routers in front of scripted engines: what must hold behind any router, and a fake router.
 
-`CHECKS` are plain async functions over a world: workers, each with a URL, and a router before them. tests/real runs
-them with the real programs. The fake does what vllm-router 0.1.17 and sglang-router 0.3.2 were seen to do.
+`CHECKS` are plain async functions over a world: workers, each with a URL, and a router in front of them. tests/real
+runs them with the real programs. The fake behaves as vllm-router 0.1.17 and sglang-router 0.3.2 were seen to behave.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Kind = Literal["vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")
 SESSION_HEADERS: dict[Kind, str] = {"vllm": "x-session-id", "sglang": "x-smg-routing-key"}
 MANY = 8000
-"""Tokens of a reply that is not over before its consumer is seen to have left."""
+"""Tokens of a reply that is still running when its consumer is seen to have left."""
 
 SESSIONS = 50
-"""So many that a router which places them by their hashes gives some to either of two workers."""
+"""Enough sessions that a router which places them by hashes gives some to each of two workers."""
 
 SOON = 0.05
 GENERATE = ("/inference/v1/generate", "/generate")
@@ -47,7 +47,7 @@ GENERATE = ("/inference/v1/generate", "/generate")
 
 @dataclass
 class RunningRouter:
-    """`add` and `remove` change its list of workers, by URL."""
+    """A router that runs. `add` and `remove` change its list of workers, by URL."""
 
     url: str
     add: Callable[[str], Awaitable[None]]
@@ -64,7 +64,7 @@ class Router(Protocol):
 
 @dataclass
 class Seen:
-    """A request as a worker got it."""
+    """A request as a worker received it."""
 
     worker: int
     path: str
@@ -85,7 +85,7 @@ class World:
 
     @asynccontextmanager
     async def engine(self) -> AsyncGenerator[Any, None]:
-        """The router as an engine, started and asked for its health."""
+        """The router as an engine, started and healthy."""
         engine = ADAPTERS[self.kind](EngineOptions(name="behind", url=self.router.url))
         await engine.start()
         try:
@@ -107,7 +107,7 @@ class World:
         return [seen for seen in self.seen if seen.path in GENERATE]
 
     async def check_exact(self, engine: Engine, request: GenerateRequest) -> None:
-        """The ids and log-probabilities are those that the script gives."""
+        """Check that the ids and log-probabilities equal the script's."""
         whole = await collect(engine.generate(request))
         ids, start = self.tokenizer.encode(REPLY), len(request.input_ids)
         assert whole.ids == ids
@@ -167,7 +167,7 @@ def _recorded(app: Application, worker: int, seen: list[Seen]) -> Application:
 
 
 def _prefill(app: Application) -> Application:
-    """A prefill worker of SGLang is asked for the whole reply, as its decode worker is, and stops after one token."""
+    """A prefill worker of SGLang gets the same request as its decode worker, and stops after one token."""
 
     async def prefill(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/generate":
@@ -180,7 +180,7 @@ def _prefill(app: Application) -> Application:
 
 
 async def _body(receive: Receive) -> tuple[bytes, Receive]:
-    """The body, and a `receive` that gives it again."""
+    """The body, and a `receive` that returns the same body again."""
     body = b""
     while True:
         message = await receive()
@@ -196,7 +196,7 @@ def _again(body: bytes) -> Receive:
     return receive
 
 
-# What must hold.
+# The checks.
 
 
 async def is_one_exact_engine(worlds: Worlds) -> None:
@@ -224,7 +224,7 @@ async def streams_while_the_worker_generates(worlds: Worlds) -> None:
 
 
 async def sends_a_session_to_one_worker(worlds: Worlds) -> None:
-    """In the router's own words: the header by which it keeps sessions apart. The prompts have nothing in common."""
+    """Each router has its own header by which it keeps sessions apart. The prompts have nothing in common."""
     async with worlds() as world, world.engine() as engine:
         for session in range(SESSIONS):
             for turn in range(2):
@@ -299,7 +299,7 @@ async def tells_every_worker(worlds: Worlds) -> None:
             await engine.set_version(8)
             assert [worker.version for worker in world.workers] == [8] * 3
             world.workers[2].version = 5
-            assert (await engine.health()).version == 5  # the oldest: the pool holds it back until all are told again
+            assert (await engine.health()).version == 5  # the oldest: the pool holds the router back until all agree
             await world.kill(1)
             await engine.set_version(9)
             assert [worker.version for worker in world.workers] == [9, 8, 9]
@@ -366,7 +366,7 @@ CHECKS = (
 
 
 async def refuses_what_it_would_drop(worlds: Worlds) -> None:
-    """Of sglang-router, which passes on only the fields that it knows."""
+    """Only sglang-router: it forwards only the fields of its own schema."""
     async with worlds() as world, world.engine() as engine:
         with pytest.raises(EngineRejected, match="drops a request's logit_bias"):
             await collect(engine.generate(world.request(logit_bias={5: 1.0})))
@@ -382,7 +382,7 @@ DROPPED_SAMPLING = {"logit_bias", "spaces_between_special_tokens"}
 async def fake_router(
     kind: Kind, urls: Sequence[str], *, apart: bool, hidden: bool = False
 ) -> AsyncGenerator[RunningRouter, None]:
-    """With `hidden` it lists an address for its workers that only it could connect to."""
+    """With `hidden`, the router lists an address of its workers to which only the router could connect."""
     workers = dict.fromkeys(urls, "regular")
     if apart:
         workers = {url: "decode" if number else "prefill" for number, url in enumerate(urls)}
@@ -398,10 +398,13 @@ async def fake_router(
 
 
 class _FakeRouter:
-    """A session's worker is found by its header. vllm-router forwards what it does not know to one worker; where
-    prefill and decode are apart, POSTs to one worker of each, and no GET. sglang-router forwards `/generate`, without
-    the fields that it does not know, and answers 404 to the rest. A worker that is gone is a 500, and is asked no more;
-    `/health` says that all is well meanwhile. sglang-router notices that a client has left with the next chunk."""
+    """A router that finds a session's worker by the header.
+
+    vllm-router forwards unknown routes to one worker; with prefill and decode apart it sends POSTs to one worker of
+    each, and no GET. sglang-router forwards `/generate` without the fields outside its schema, and returns 404 for
+    the rest. A worker that is gone gives a 500 and gets no more requests; `/health` is good meanwhile. sglang-router
+    notices a client that has left with the next chunk.
+    """
 
     def __init__(self, kind: Kind, workers: dict[str, str], session: aiohttp.ClientSession, hidden: bool) -> None:
         self._kind = kind
@@ -452,7 +455,7 @@ class _FakeRouter:
         else:
             body = _known(body) | {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 1}
             first = body
-        kept = headers if self._kind == "sglang" else {}  # vllm-router passes on neither session nor key
+        kept = headers if self._kind == "sglang" else {}  # vllm-router forwards neither session nor key
         async with self._session.post(prefill + path, data=orjson.dumps(first)) as response:
             await response.read()
         await self._forward(scope, send, decode, path, kept, orjson.dumps(body))
@@ -483,7 +486,7 @@ class _FakeRouter:
             self._gone.add(worker)
             if not started:
                 await _answer(send, 500, b"Request failed: error sending request")
-            # Else the server cuts the answer, which has no end.
+            # Otherwise the server cuts the response, which has no end.
         finally:
             left.notify(None)
 

@@ -1,4 +1,4 @@
-"""What the adapters do with answers that no good engine gives, and what exactly they send."""
+"""The adapters' exact requests, and their reaction to responses that no good engine sends."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ async def test_penalties_and_bias_reach_sglang_in_its_own_words() -> None:
 
 
 async def test_a_minimum_is_no_more_than_the_maximum() -> None:
-    """Which the session's own limits may have lowered."""
+    """The session's own limits may have lowered the maximum."""
     sampling = msgspec.structs.replace(REQUEST.sampling, min_tokens=50)
     async with upstream(Answer(events=[vllm_event([1], [-0.5])])) as (url, server):
         await generate(VLLMEngine, url, sampling=sampling)
@@ -282,7 +282,7 @@ async def test_how_many_tokens_the_engine_says_the_prompt_had(kind: Adapter, eve
 
 
 async def test_vllm_falls_back_from_a_token_route_that_does_not_stream() -> None:
-    """Until 0.19 the route takes `stream` and answers in one piece all the same."""
+    """Until 0.19 the route accepts `stream` and still replies in one piece."""
     in_one_piece = b'{"request_id": "r", "choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}'
     whole = {"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "length"}
     async with upstream(Answer(events=[in_one_piece], done=False), Answer(events=[{"choices": [whole]}])) as (
@@ -359,7 +359,7 @@ async def test_sglang_that_does_not_tell_its_version_is_well() -> None:
 
 @pytest.mark.parametrize(("status", "version"), [(404, 5), (200, 0)])
 async def test_vllm_that_takes_no_label_serves_the_version_it_is_told(status: int, version: int) -> None:
-    """One that takes labels and then says it has none was started again, with the weights it began with."""
+    """A server that accepted labels and then reports none was restarted, with the weights of its start."""
     event = vllm_event([1], [-0.5], weight_versions=[{"version": "default", "start": 0, "end": 1}])
     async with upstream(Answer(status, done=False), Answer(events=[event])) as (url, _):
         engine = VLLMEngine(EngineOptions(name="e", url=url), retry=HASTY)

@@ -1,4 +1,5 @@
-"""Engines that send what cannot be true: each reply is refused, whichever way it came, and the engine is suspect."""
+"""Engines that send impossible values: each such reply is refused, whichever route it took, and the engine is
+suspect."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_what_cannot_be_true_is_refused(chunk: Chunk, reason: str) -> None:
         good(ids=[1] * 5, logprobs=[-5000.0] * 5),
         good(stop_match="END", versions=SPANS, prompt_tokens=4, cached_tokens=0),
         good(stop_match=1),
-        good(prompt_ids=[1000]),  # another prompt than ours is drift, and counted as such
+        good(prompt_ids=[1000]),  # a prompt other than ours is drift, and is counted as drift
     ],
 )
 def test_what_honest_engines_send_is_taken(chunk: Chunk) -> None:
@@ -169,7 +170,7 @@ PAGES = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
 
 
 async def refused(kind: str, events: Sequence[Any]) -> tuple[str, str | None]:
-    """What a server of this kind that streams these events is refused for, and what it is then suspected of."""
+    """The error with which a stream of these events is refused, and the suspicion against the server afterwards."""
     async with upstream(Answer(events=events), pages=PAGES) as (url, _), EnginePool(probing=NEVER) as pool:
         await pool.add(EngineSpec(kind=kind, name="e", url=url))
         reply: PoolReply[Any] = pool.chat(chat_request("s")) if kind == "openai" else pool.generate(request("s"))
@@ -219,7 +220,7 @@ async def test_an_event_without_an_end_does_not_fill_the_memory() -> None:
 
 
 class Odd(ScriptedEngine):
-    """Adds a token that nobody has to so many of its replies, after so many good ones."""
+    """Adds an impossible token to `odd` of its replies, after the first `good` ones."""
 
     odd = 0
     after = 0
@@ -227,7 +228,7 @@ class Odd(ScriptedEngine):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(super().generate(request)) as chunks:
             given = 0
-            await asyncio.sleep(0)  # as any server takes its time, so that calls are there side by side
+            await asyncio.sleep(0)  # like any server, so that calls overlap
             async for chunk in chunks:
                 if self.odd and given == self.after:
                     self.odd -= 1
@@ -272,7 +273,7 @@ async def test_a_bad_later_chunk_ends_the_call_and_the_session_goes_on_elsewhere
         assert [(await anext(generation)).ids for _ in range(2)] == [[1], [2]]
         with pytest.raises(EngineMisbehaved):
             await anext(generation)
-        assert await served(pool, "s") == "odd"  # there is no other
+        assert await served(pool, "s") == "odd"  # it is the only one
         pool.release("s")
         await pool.add_engine(engine_of("good"))
         assert await served(pool, "s") == "good"
@@ -288,7 +289,7 @@ async def test_parallel_calls_of_a_session_leave_a_bad_engine_together() -> None
 
 
 async def test_a_session_that_keeps_to_a_suspect_engine_stays() -> None:
-    """Its cache is there, and to it the engine has done nothing."""
+    """The session's cache is there, and its own replies were good."""
     odd = odd_engine("odd", odd=0)
     async with EnginePool(probing=NEVER) as pool:
         await pool.add_engine(odd)
@@ -344,7 +345,7 @@ class Boastful(ScriptedEngine):
 
 
 class Mute:
-    """A chat engine whose reply reports ids, but not those of the prompt."""
+    """A chat engine whose reply reports ids, but not the ids of the prompt."""
 
     name = "mute"
     mode = TokenMode.CAPTURE

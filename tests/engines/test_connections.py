@@ -1,4 +1,4 @@
-"""The HTTP client against a server of bytes: how answers end, break, and give their connections back."""
+"""The HTTP client against a server of raw bytes: how responses end and break, and when connections are reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\
 
 
 class Script:
-    """Answers each request on each connection with the next of its answers; `end` closes the connection after it."""
+    """Sends the next response of its list for each request on each connection; `end` closes the connection after a
+    response."""
 
     def __init__(self, *answers: bytes, end: bool = False) -> None:
         self._answers = list(answers)
@@ -207,7 +208,7 @@ async def test_a_server_that_speaks_another_protocol_is_no_bug() -> None:
 
 
 async def test_a_second_answer_is_taken_for_no_answer() -> None:
-    """Neither for the first request's, nor for the next one's."""
+    """It counts neither for the first request nor for the next."""
     script = Script(WHOLE + b"HTTP/1.1 500 Oh\r\nContent-Length: 3\r\n\r\nbad", WHOLE)
     async with a_server(script) as connections:
         response = await connections.request("GET", "/x")
@@ -218,9 +219,9 @@ async def test_a_second_answer_is_taken_for_no_answer() -> None:
 
 
 async def test_a_connection_that_does_not_read_is_not_used_again() -> None:
-    """The rest of an answer came while nobody took it."""
+    """The rest of a response arrived while nobody read it."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
-    size = HIGH_WATER + 1 - len(head % HIGH_WATER)  # with its last byte too much is unread
+    size = HIGH_WATER + 1 - len(head % HIGH_WATER)  # with the last byte, one too many is unread
     script = Script(head % size + b"x" * size, WHOLE)
     async with a_server(script) as connections, asyncio.timeout(30):
         response = await connections.request("GET", "/x")

@@ -1,4 +1,4 @@
-"""The engine contract over the scripted engine: by itself, and behind every protocol an adapter speaks."""
+"""The engine contract over the scripted engine: by itself, and behind every protocol that has an adapter."""
 
 from __future__ import annotations
 

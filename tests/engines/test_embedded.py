@@ -213,7 +213,8 @@ async def test_an_update_in_flight_with_the_same_weights_changes_no_logprob(refe
 
 
 async def test_an_update_in_flight_with_other_weights(reference: ReferenceLlama) -> None:
-    """Before it the old weights' numbers; after it nothing that they computed is reused by anyone else."""
+    """Before the update, log-probabilities are the old weights'; after it, nothing computed with them is reused for
+    others."""
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
     changed_reference = ReferenceLlama(POLICY, other)
     async with running(slots=2) as engine:
@@ -288,7 +289,7 @@ async def test_an_update_is_whole_or_not_at_all(reference: ReferenceLlama, tmp_p
 
 
 async def test_a_qwen2_shaped_model(tmp_path: Path) -> None:
-    """Biases on query, key and value, and a head of its own."""
+    """Biases on query, key and value, and an output head of its own."""
     from safetensors.torch import save_file
 
     config = json.loads((POLICY / "config.json").read_text())
@@ -422,7 +423,8 @@ async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
 async def test_a_generation_that_an_update_cuts_is_exact_in_both_parts(
     reference: ReferenceLlama, tmp_path: Path
 ) -> None:
-    """By a pool's policy, with weights from a file: behind the cut all of it, the prompt too, is the new weights'."""
+    """Under a pool's policy, with weights from a file: behind the cut everything, the prompt included, is the new
+    weights'."""
     from safetensors.torch import save_file
 
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}

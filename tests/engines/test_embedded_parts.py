@@ -1,4 +1,4 @@
-"""The embedded engine's parts by themselves: what is sampled from, where output stops, which slot is taken."""
+"""Parts of the embedded engine: the distribution sampled from, the end of an output, the choice of slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
 
 
 def drawn(count: int = 4000, **sampling: Any) -> list[float]:
-    """How often each token comes, over many draws of one stream."""
+    """The frequency of each token over many draws of one stream."""
     state = SamplingState(SamplingParams(max_tokens=1, seed=0, **sampling))
     logits = torch.tensor([PROBABILITIES]).log().repeat(count, 1)
     draws = sample(logits, [state] * count)
@@ -60,7 +60,7 @@ def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
 
 
 def stops(text: str, *, limit: int = 100, **sampling: Any) -> tuple[int, object, object] | None:
-    """After how many tokens of `text` a watch stops, why, and on what."""
+    """The number of tokens of `text` after which a watch stops, the reason, and the match."""
     params = SamplingParams(max_tokens=limit, **sampling)
     watch = StopChecker(params, limit=limit, text=TOKENIZER.stream())
     for count, token in enumerate(TOKENIZER.encode(text), 1):
@@ -177,7 +177,7 @@ LOGITS = (2.0, 1.0, -1.0, 0.0, -2.0)
 def test_what_alters_the_logits(
     sampling: dict[str, Any], prompt: tuple[int, ...], before: tuple[int, ...], expected: tuple[float, ...]
 ) -> None:
-    """By hand, from vLLM's formulas."""
+    """Expected values computed by hand, from vLLM's formulas."""
     state = SamplingState(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
     for token in before:
         state.accept(token)

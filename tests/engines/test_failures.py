@@ -60,7 +60,7 @@ def test_openai_names_its_overflow() -> None:
 
 
 DEEP = b'{"error": ' + b"[" * 500 + b"]" * 500 + b"}"
-"""orjson reads it, and does not write it."""
+"""orjson can read this, but not write it."""
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b'{"detail": [{"loc": ["x"]}]}', b"null", b'"words"', b"[1]", DEEP])

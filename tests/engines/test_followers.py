@@ -47,12 +47,12 @@ async def test_a_gate_has_settled_when_all_followers_have(
         gate.expect(name)
         gate.report(name, report(gate))
     gate.close(mode)
-    assert not await settles(gate)  # neither has heard of it
+    assert not await settles(gate)  # neither has received the order
     gate.report("a", report(gate))
     assert not await settles(gate)
     gate.report("b", report(gate, in_flight=1, whole=field == "whole"))
     assert not await settles(gate)
-    gate.report("b", report(gate, in_flight=mode == "abort"))  # what can be cut off need not end
+    gate.report("b", report(gate, in_flight=mode == "abort"))  # generations that can be cut off need not end
     assert await settles(gate)
 
 
@@ -66,7 +66,7 @@ async def test_a_stricter_closing_is_waited_for_anew() -> None:
     assert not await settles(gate)
     gate.report("a", report(gate))
     assert await settles(gate)
-    gate.close("finish")  # milder: nothing changes
+    gate.close("finish")  # a milder mode changes nothing
     assert gate.mode == "abort"
     assert await settles(gate)
 
@@ -84,7 +84,7 @@ async def test_a_follower_that_is_gone_has_nothing_in_flight() -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_a_follower_that_takes_too_long_is_lost(answers: bool) -> None:
-    """One that says nothing of a pause, and one that says for ever that its generations go on."""
+    """A follower that never acknowledges a pause, and one that reports generations in flight for ever."""
     gate, lost = PolicyGate(), list[str]()
     gate.answer_seconds, gate.settle_seconds = (60.0, 0.05) if answers else (0.05, 60.0)
     gate.expect("slow", lost.append)
@@ -97,7 +97,7 @@ async def test_a_follower_that_takes_too_long_is_lost(answers: bool) -> None:
         await gate.settled()
     assert len(lost) == 1
     assert ("had its generations end" if answers else "answered") in lost[0]
-    gate.report("slow", report(gate, in_flight=10**9))  # what is lost does not count
+    gate.report("slow", report(gate, in_flight=10**9))  # a lost follower does not count
     assert await settles(gate)
 
 
@@ -135,7 +135,7 @@ class SilentLeader:
 async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
     tokenizer_folder: Path, protocol: Literal["vllm", "sglang"]
 ) -> None:
-    """The follower hears of the new version only after the server has gone on."""
+    """The follower receives the new version only after the server has resumed."""
     engine, cache, length = StampingEngine(tokenizer_folder), PrefixCache(), 20
     settings = ServeSettings(prefix_cache=cache)
     async with (
@@ -176,7 +176,7 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
         async with asyncio.timeout(20):
             say(0, None, 0)
             assert len(await asked()) > 1
-            await engine.pause("finish")  # the server keeps what arrives now
+            await engine.pause("finish")  # the server holds requests that arrive now
             kept = asyncio.create_task(asked())
             while len(engine.requests) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A router's list of workers, as a pool follows it."""
+"""A pool follows a router's list of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pages = dict[str, Any]
 async def fleet(
     *workers: ScriptedEngine, check: Callable[[AnyEngine], Any] | None = None
 ) -> AsyncGenerator[tuple[EnginePool, str, Pages, list[str]], None]:
-    """A pool, the URL of a router, what that answers to GETs, and the URLs of the workers, all of which it lists."""
+    """A pool, the URL of a router, its replies to GETs, and the URLs of the workers, all of which it lists."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine_app(worker))) for worker in workers]
         pages: Pages = {}
@@ -171,7 +171,7 @@ async def test_a_worker_taken_out_by_hand_stays_out_while_it_is_listed() -> None
     async with fleet(engine_of("a"), engine_of("b")) as (pool, url, pages, urls):
         await pool.add(spec(url))
         await pool.remove(name_of(urls[0]))
-        show(pages, *urls, "http://127.0.0.1:9")  # seen in the detail, once the list was read again
+        show(pages, *urls, "http://127.0.0.1:9")  # shown in the detail once the list was read again
         await until(lambda: "127.0.0.1:9" in rows(pool)["fleet"].detail)
         assert list(rows(pool)) == ["fleet", name_of(urls[1])]
 

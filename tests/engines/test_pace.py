@@ -33,7 +33,7 @@ SLOW = PaceSummary(first=9.0, first_per_prompt_token=0.0, per_token=1.0, first_t
 
 
 def learned(pace: Pace, call: dict[str, Any], *, since: float, seconds: float, calls_per_second: int) -> float:
-    """Let the pace look at calls for some seconds; the time at which they end."""
+    """Record calls for some seconds. Returns the time at which they end."""
     for number in range(int(seconds * calls_per_second)):
         pace.note(since + number / calls_per_second, **call)
     return since + seconds
@@ -50,7 +50,7 @@ def test_the_pace_of_an_engine_does_not_move_while_it_misbehaves_for_a_minute(ca
     usual = dues(pace)
     now = learned(pace, DRIP, since=now, seconds=60, calls_per_second=calls_per_second)
     assert dues(pace) == usual
-    learned(pace, DRIP, since=now, seconds=300, calls_per_second=calls_per_second)  # it has become slower for good
+    learned(pace, DRIP, since=now, seconds=300, calls_per_second=calls_per_second)  # it has become slower permanently
     assert dues(pace) > usual
 
 
@@ -82,7 +82,7 @@ def test_a_pace_is_not_learned_of_calls_during_a_silence_but_of_a_slow_engine() 
 
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_slow_engine_that_is_seldom_asked_is_known_after_a_few_calls(remembered: bool) -> None:
-    """Another one than that whose pace was remembered, perhaps."""
+    """The engine may be another one than that of the remembered pace."""
     pace = Pace()
     if remembered:
         learned(pace, USUAL, since=0, seconds=20, calls_per_second=1)
@@ -108,7 +108,7 @@ def test_an_engine_of_whole_replies_is_known_as_one_though_most_are_short() -> N
     pace = Pace()
     short = USUAL | {"first_tokens": 5, "rest": 0.0, "rest_tokens": 0}
     now = learned(pace, short, since=0, seconds=20, calls_per_second=1)
-    assert pace.whole_reply(1000) > 0  # it may be one
+    assert pace.whole_reply(1000) > 0  # it may be an engine of whole replies
     for _ in range(20):
         now = learned(pace, short, since=now, seconds=4, calls_per_second=1)
         pace.note(now := now + 60, **short | {"first": 60.0, "first_tokens": 1500})
@@ -147,7 +147,7 @@ def test_a_prompt_much_longer_than_usual_and_replies_in_one_piece_are_due_later(
     whole = {"first": 8.0, "prompt_tokens": 100, "first_tokens": 800, "rest": 0.0, "rest_tokens": 0, "overdue": True}
     learned(pace, whole, since=0, seconds=130, calls_per_second=1)
     assert pace.first_due(LIMITS, 100_000, 800) > 50
-    assert pace.first_due(LIMITS, 100, 8000) >= 8 * 8  # eight times the longest that it has given lately
+    assert pace.first_due(LIMITS, 100, 8000) >= 8 * 8  # eight times its longest recent wait
     assert pace.whole_reply(8000) == 80
 
 
@@ -177,7 +177,7 @@ async def test_a_pool_starts_from_what_is_remembered_of_the_same_engine() -> Non
         assert pool.paces() == {"a": remembered}
     async with EnginePool(paces={"a": msgspec.structs.replace(remembered, url="http://127.0.0.1:1")}) as pool:
         await pool.add_engine(engine())
-        assert pool.paces() == {}  # it was another one, of the same name
+        assert pool.paces() == {}  # it was another engine of the same name
 
 
 async def test_an_engine_that_hangs_from_the_start_is_found_out_sooner_if_its_pace_is_remembered() -> None:
@@ -206,7 +206,7 @@ async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_other
         pool.note_uses("one", {"a": EngineUse(pace=newer)})
         assert pool.paces()["a"].pace == newer
         pool.note_uses("one", {})
-        assert pool.paces()["a"].pace == SLOW  # what it had said first
+        assert pool.paces()["a"].pace == SLOW  # the pace that it reported first
 
 
 async def test_a_pool_remembers_the_pace_of_an_engine_that_leaves_and_returns() -> None:

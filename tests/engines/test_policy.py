@@ -1,4 +1,4 @@
-"""Pauses and updates of a pool's policy: what engines are told, what a cut generation becomes, what failures leave."""
+"""Pauses and updates of a pool's policy: the orders to engines, the continuation of cut generations, and failures."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ async def read(pool: EnginePool, asked: GenerateRequest) -> list[Chunk]:
 
 
 def check(engine: StampingEngine, chunks: list[Chunk], *, prompt: int = len(PROMPT), length: int = LENGTH) -> str:
-    """The versions of a reply's tokens, one digit each. The ids say the same as the spans, nothing is missing, and each
-    log-probability is that of its own place."""
+    """The versions of a reply's tokens, one digit each. Checks that ids and spans agree, that nothing is missing, and
+    that each log-probability belongs to its position."""
     ids = [token for chunk in chunks for token in chunk.ids]
     logprobs = [value for chunk in chunks for value in chunk.logprobs]
     assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -76,13 +76,13 @@ def check(engine: StampingEngine, chunks: list[Chunk], *, prompt: int = len(PROM
 
 
 async def until_waiting() -> None:
-    """Let everybody go as far as they come."""
+    """Wait until every task is blocked."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def all_up(pool: EnginePool) -> None:
-    """Returns once every engine serves."""
+    """Return once every engine serves."""
     for _ in range(1000):
         if all(engine.ok for engine in pool.policy.status().engines):
             return
@@ -164,7 +164,7 @@ async def test_the_limit_on_tokens_holds_over_a_cut(folder: Path) -> None:
 
 
 async def test_a_stop_string_that_spans_a_cut_is_found(folder: Path) -> None:
-    """Four letters of one version, and two of the next: the engine sees neither half of `aaabb` as a stop."""
+    """Four letters of one version, and two of the next: the engine never sees the whole stop string `aaabb`."""
     engine = StampingEngine(folder)
     async with pool_of(engine, text=Tokenizer.load(folder).stream) as pool, asyncio.TaskGroup() as group:
         engine.hold(4)
@@ -218,7 +218,7 @@ async def test_a_waiting_pause_becomes_stricter(folder: Path) -> None:
         await until_waiting()
         await pool.policy.pause("abort")
         await patient
-        await pool.policy.pause("finish")  # milder: nothing is in flight, and it stays as it is
+        await pool.policy.pause("finish")  # a milder mode: nothing is in flight, and nothing changes
         assert pool.policy.status().paused == "abort"
         engine.release()
         await pool.policy.resume(2)
@@ -281,7 +281,7 @@ async def test_a_version_goes_back_where_that_is_asked_for(folder: Path) -> None
         second.fails["set_version"] = EngineUnavailable("down")
         await pool.policy.resume(5, go_back=True)
         assert (pool.policy.version, first.version, kept[-1]) == (5, 5, KnownPolicy(5))
-        # One that was away still reports the version that was undone, and serves nobody until it is told.
+        # An engine that was away still reports the version that was undone, and serves nothing until it is updated.
         del second.fails["set_version"]
         assert second.version == (1 << 31) - 1
         await until_waiting()
@@ -327,7 +327,7 @@ async def test_an_engine_that_refuses_to_cut_leaves_all_going_on(folder: Path) -
             await pool.policy.pause("abort")
         assert check(one, await reply) == "0" * 21
         assert pool.policy.status().paused is None
-        await pool.policy.pause("finish")  # the pool needs no help where nothing is in flight
+        await pool.policy.pause("finish")  # with nothing in flight, no continuation is needed
         await pool.policy.resume(1)
         assert [engine.version for engine in pool.policy.status().engines] == [1, 1]
 
@@ -385,7 +385,7 @@ async def test_an_engine_that_dies_while_paused_loses_no_generation(folder: Path
 
 
 async def test_an_engine_that_dies_in_the_middle_of_the_pause_loses_no_generation(folder: Path) -> None:
-    """Its stream breaks instead of ending: what it gave is kept all the same."""
+    """Its stream breaks instead of ending, but its tokens are kept."""
     one, other = StampingEngine(folder, name="one"), StampingEngine(folder, name="other")
     async with pool_of(one, other, probing=NEVER) as pool, asyncio.TaskGroup() as group:
         one.hold(4)
@@ -400,7 +400,7 @@ async def test_an_engine_that_dies_in_the_middle_of_the_pause_loses_no_generatio
 
 
 async def test_an_engine_with_older_weights_serves_nobody(folder: Path) -> None:
-    """The trainer changes weights by its own means: nothing can be loaded from here."""
+    """The trainer changes weights by its own means, so the service cannot load any."""
     engine = StampingEngine(folder)
     async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish")
@@ -420,7 +420,7 @@ async def test_an_engine_that_gets_its_weights_from_the_trainer_serves_then(fold
     async with pool_of(engine, probing=RetryPolicy(first=0.01, longest=0.01)) as pool:
         await pool.policy.update(4, mode="finish")
         await pool.add_engine(late)
-        late.version = 4  # the trainer has labelled it
+        late.version = 4  # the trainer has set its label
         await all_up(pool)
 
 
@@ -524,7 +524,7 @@ async def test_patience_is_not_spent_while_paused(folder: Path) -> None:
 
 
 async def test_a_pause_that_is_cancelled_before_its_turn_leaves_nothing_paused(folder: Path) -> None:
-    """Another operation has the turn: a resume that an engine takes its time for."""
+    """Another operation is under way: a resume on a slow engine."""
 
     class Slow(StampingEngine):
         asked = asyncio.Event()
@@ -549,7 +549,7 @@ async def test_a_pause_that_is_cancelled_before_its_turn_leaves_nothing_paused(f
 
 
 async def test_a_second_update_follows_the_first(folder: Path) -> None:
-    """Both are asked for while a generation runs; so is a pause behind them."""
+    """Both are requested while a generation runs, and so is a later pause."""
     engine = StampingEngine(folder)
     async with pool_of(engine) as pool, asyncio.TaskGroup() as group:
         engine.hold(5)
@@ -581,7 +581,7 @@ async def test_an_engine_that_joins_in_the_middle_of_an_update_has_its_weights_b
 
 
 async def test_what_runs_on_an_engine_that_is_given_up_is_cut_too(folder: Path) -> None:
-    """One of its requests has failed, so it gets no more; another still runs there."""
+    """One of its requests has failed, so it gets no more; another request still runs there."""
     engine = StampingEngine(folder)
     async with pool_of(engine, probing=NEVER) as pool, asyncio.TaskGroup() as group:
         engine.hold(5)
@@ -620,7 +620,7 @@ async def test_what_runs_on_an_engine_that_is_being_removed_is_cut_too(folder: P
 
 
 async def test_no_weights_are_loaded_while_an_engine_generates(folder: Path) -> None:
-    """It could not be told to pause, and what ran there goes on: it catches up when that has ended."""
+    """The order to pause failed, and the engine's generation went on: the engine is updated when that has ended."""
     engine, spare = StampingEngine(folder), StampingEngine(folder, name="spare")
     async with (
         pool_of(engine, spare, probing=RetryPolicy(first=0.01, longest=0.01)) as pool,
@@ -652,7 +652,7 @@ async def test_an_engine_without_versions_joins_at_the_policys(folder: Path) -> 
 
 
 async def test_a_policy_goes_on_where_an_earlier_service_left_it(folder: Path) -> None:
-    """Before its first engine joins: one that has the weights serves, another loads them first."""
+    """Before its first engine joins: an engine that has the weights serves, another loads them first."""
     known = KnownPolicy(3, "weights-3")
     fresh, kept = StampingEngine(folder, name="fresh"), StampingEngine(folder, name="kept")
     kept.version = 3
@@ -676,7 +676,7 @@ async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder:
 
     async with pool_of(engine, keep=keep) as pool:
         await pool.policy.update(1, mode="finish", weights="weights-1")
-        await pool.policy.update(1, mode="finish")  # said again: the weights are where they were
+        await pool.policy.update(1, mode="finish")  # a repetition: the weights are at the same path
         with pytest.raises(EngineRejected):
             await pool.policy.update(2, mode="finish", weights="nowhere")
         await pool.policy.pause("finish")
@@ -687,13 +687,13 @@ async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder:
 
 
 async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(folder: Path) -> None:
-    """A restart finds the folder of the last update deleted: nothing serves until the trainer gives new weights."""
+    """After a restart the folder of the last update is gone: nothing serves until the trainer gives new weights."""
     engine = StampingEngine(folder)
     probing = RetryPolicy(first=0.01, longest=0.01)
     async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:
         while engine.told.count("update_weights") < 2:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)
-        await pool.policy.resume(3)  # nobody takes the trainer's word for what can be loaded
+        await pool.policy.resume(3)  # the trainer's report does not decide what can be loaded
         assert (engine.version, pool.policy.status().engines[0].ok) == (0, False)
         await pool.policy.update(4, mode="finish", weights="weights-4")
         assert (engine.version, pool.policy.status().engines[0].ok) == (4, True)

@@ -70,7 +70,7 @@ def pool_of(*, patience: float = 5.0, probing: RetryPolicy = NEVER, **options: A
 
 
 async def turn(pool: EnginePool, session: str, prompt_tokens: int = 4) -> str:
-    """One whole generation; the name of the engine that served it."""
+    """Run one whole generation. Returns the name of the engine that served it."""
     generation = pool.generate(request(session, prompt_tokens))
     async with aclosing(generation) as chunks:
         ids = [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids]
@@ -260,7 +260,7 @@ async def test_an_overflow_is_nobodys_failure() -> None:
 
 
 async def test_an_overflow_that_cannot_be_is_the_engines_fault() -> None:
-    """A prompt that is too long is graded, so it is not the engine's word that counts."""
+    """A prompt that is too long is graded, so the engine's report alone does not count."""
     async with pool_of() as pool:
         await pool.add_engine(engine_of("a", fail="overflow"))
         with pytest.raises(EngineMisbehaved, match=r"a prompt of 4 tokens does not fit a context of"):
@@ -328,7 +328,7 @@ async def test_an_engine_that_restarts_fails_no_session() -> None:
 
 
 async def test_a_request_that_no_engine_survives_is_given_up() -> None:
-    """It would otherwise keep taking healthy engines from everybody else."""
+    """It would otherwise keep taking healthy engines from all other requests."""
     engines = [engine_of(name, fail="unavailable") for name in "ab"]
     async with pool_of(probing=AT_ONCE, patience=1e9) as pool:
         for engine in engines:
@@ -339,7 +339,7 @@ async def test_a_request_that_no_engine_survives_is_given_up() -> None:
 
 
 class Careless(ScriptedEngine):
-    """Somebody's own engine, with mistakes in it: so many times its health cannot be asked."""
+    """A third party's engine with bugs: its health check fails so many times."""
 
     unwell = 0
 

@@ -1,4 +1,4 @@
-"""What broke with real servers on a GPU, over fakes that have learnt it: pauses, probes, dead servers, old keys."""
+"""Failures seen with real servers on a GPU, reproduced by fakes: pauses, probes, dead servers, old keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SERVERS = list(GENERATE)
 
 
 class Watched:
-    """An application, and how often each path was asked."""
+    """An application that counts the requests for each path."""
 
     def __init__(self, app: Application) -> None:
         self.asked: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Watched:
         await self._app(scope, receive, send)
 
     async def until(self, path: str, times: int = 1) -> None:
-        """Returns once a path was asked so often, and the application has got so far with it as it comes."""
+        """Return once a path was requested so often, and the application has got as far with the request as it can."""
         while True:
             more = self._more.next()
             if self.asked[path] >= times:
@@ -81,8 +81,8 @@ class Watched:
 
 
 class Live(NamedTuple):
-    """A pool over an adapter over a fake server over a scripted engine, and a client of the server beside Outrider.
-    `server` counts what it was asked."""
+    """A pool over an adapter over a fake server over a scripted engine, and another client of the server. `server`
+    counts the requests."""
 
     pool: EnginePool
     adapter: Any
@@ -142,7 +142,7 @@ async def post(world: Live, path: str, body: Any = None) -> int:
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_paused_sglang_is_attached_and_resumed(tokenizer_folder: Path, mode: str) -> None:
-    """As a service must that was killed during an update. `/health` would hang for 20 s."""
+    """A service that was killed during an update has to do this. `/health` would hang for 20 s."""
     async with live("sglang", tokenizer_folder) as world:
         await post(world, "/pause_generation", {"mode": mode})
         async with asyncio.timeout(5):
@@ -159,7 +159,7 @@ async def test_a_paused_sglang_is_attached_and_resumed(tokenizer_folder: Path, m
 async def test_a_request_that_sglang_drops_for_somebody_elses_pause_begins_again(
     tokenizer_folder: Path, world_name: World, sampling: dict[str, Any]
 ) -> None:
-    """The server answers it with code 499, and the agent got a 400."""
+    """The server replies with code 499, which used to reach the agent as a 400."""
     async with live(world_name, tokenizer_folder) as world:
         await world.pool.add_engine(world.adapter)
         await post(world, "/pause_generation", {"mode": "abort"})
@@ -175,7 +175,7 @@ async def test_a_request_that_sglang_drops_for_somebody_elses_pause_begins_again
 
 @pytest.mark.parametrize("server", SERVERS)
 async def test_nothing_is_in_flight_once_a_pause_has_cut(tokenizer_folder: Path, server: World) -> None:
-    """A request that arrives in the moment of the pause is held by the server: it is given up, and asked again."""
+    """A request that arrives at the moment of the pause is held by the server: it is given up, and sent again."""
     protocol = SETTINGS[server][0]
     routes = {"sglang": "/pause_generation", "vllm": "/pause?mode=abort"}
     async with live(server, tokenizer_folder) as world:
@@ -196,7 +196,7 @@ async def test_nothing_is_in_flight_once_a_pause_has_cut(tokenizer_folder: Path,
 
 
 async def test_an_update_spares_sglang_with_somebody_elses_request(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Frozen in place, the other request would have ended the server when its cache was flushed."""
+    """The other request, frozen in place, would have crashed the server when its cache was flushed."""
     fake = scripted(tokenizer_folder, replies=[{"reply": REPLY, "stall": 2}])
     async with live("sglang", tokenizer_folder, fake) as world:
         await world.pool.add_engine(world.adapter)
@@ -213,7 +213,7 @@ WAITED = {"type": "abort", "message": "Abort in waiting queue"}
 
 
 def queued(ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """The end of a request that went back to the queue and was aborted there: of its ids the last one comes again."""
+    """The end of a request that was put back in the queue and aborted there: the last of its ids is sent again."""
     return sglang_event(ids, logprobs, len(ids), WAITED) | {"output_ids": ids[-1:]}
 
 
@@ -273,7 +273,7 @@ async def test_an_engine_that_only_ever_drops_a_request_is_not_asked_for_ever(to
 PAGES = {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}, "/model_info": {"weight_version": "default"}}
 
 
-# What a server does not say by itself
+# Properties that a server does not report
 
 
 async def test_sglang_that_repeats_itself_is_told_of(caplog: pytest.LogCaptureFixture, tokenizer_folder: Path) -> None:
@@ -315,11 +315,11 @@ async def test_vllm_that_counts_no_cached_tokens_is_told_of(
         assert ("--enable-prompt-tokens-details" in world.pool.status()[0].advice) == advised
 
 
-# Weights that are not there
+# Missing weights
 
 
 async def test_vllm_is_not_given_a_folder_that_is_not_there(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """It would end itself."""
+    """Such a vLLM would exit."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     async with live("vllm-0.26", tokenizer_folder) as world:
@@ -338,9 +338,9 @@ async def test_vllm_is_not_given_a_folder_that_is_not_there(tokenizer_folder: Pa
     ("server", "weights"),
     [
         ("http://10.0.0.5:8000", "{here}/nowhere"),  # another machine's disk
-        ("http://127.0.0.1:8000", "/no/parent/here"),  # as of a container
-        ("http://127.0.0.1:8000", "relative"),  # to the server's own folder
-        ("http://127.0.0.1:8000", "{here}/" + "x" * 300),  # the name is too long for a look
+        ("http://127.0.0.1:8000", "/no/parent/here"),  # like a path in a container
+        ("http://127.0.0.1:8000", "relative"),  # relative to the server's own folder
+        ("http://127.0.0.1:8000", "{here}/" + "x" * 300),  # the name is too long for stat
     ],
 )
 def test_weights_that_cannot_be_seen_from_here_are_left_to_the_server(
@@ -359,7 +359,7 @@ async def test_a_vllm_that_has_ended_itself_is_told_of(tokenizer_folder: Path) -
         assert not status.ok
 
 
-# Token ids that no model has
+# Token ids outside the vocabulary
 
 
 @pytest.mark.parametrize(
@@ -406,13 +406,13 @@ async def test_old_keys_are_not_used_when_the_trainer_changes_the_weights_itself
         await read(world.pool, request("b"))
         assert world.cache.hits == 16  # within a version, prefixes are found: 16 of 20, in blocks of 4
         await world.pool.policy.pause("finish")
-        world.fake.version = 1  # the trainer has pushed the weights, and names the version only
+        world.fake.version = 1  # the trainer has loaded the weights itself, and only reports the version
         await world.pool.policy.resume(1)
         await read(world.pool, request("c"))
         assert (world.cache.hits, world.cache.stale) == (16, 0)
         await read(world.pool, request("d"))
         assert (world.cache.hits, world.cache.stale) == (32, 0)
-        await world.pool.policy.resume(1)  # the same version, said again
+        await world.pool.policy.resume(1)  # the same version again
         await read(world.pool, request("e"))
         assert (world.cache.hits, world.cache.stale) == (48, 0)
 
@@ -442,7 +442,7 @@ async def test_a_stream_without_a_finish_is_a_failure_where_no_pause_of_ours_abo
         engine.hold(9)
         reply = asyncio.ensure_future(collect(world.adapter.generate(request())))
         await engine.held.wait()
-        await post(world, "/pause?mode=abort")  # somebody else's
+        await post(world, "/pause?mode=abort")  # a pause by another client
         engine.release()
         with pytest.raises(EngineUnavailable, match="ended its stream before"):
             await reply
@@ -487,7 +487,7 @@ async def test_a_stream_that_our_pause_aborted_before_its_first_event_says_nothi
 
 @pytest.mark.parametrize("server", ["vllm", "vllm-0.26"])
 async def test_a_request_that_was_held_over_an_update_is_asked_again(tokenizer_folder: Path, server: World) -> None:
-    """It names the salt of the old weights, and the server answers it with the new ones."""
+    """The request has the salt of the old weights, and the server computes it with the new ones."""
     async with live(server, tokenizer_folder) as world:
         await world.adapter.health()
         await collect(world.adapter.generate(request("a")))
@@ -495,14 +495,14 @@ async def test_a_request_that_was_held_over_an_update_is_asked_again(tokenizer_f
         held = asyncio.ensure_future(collect(world.adapter.generate(request("b"))))
         await world.server.until(GENERATE[server], 2)
         world.fake.version = 1
-        await world.adapter.set_version(1)  # as a process is told that pauses nothing itself
+        await world.adapter.set_version(1)  # the order for a process that does not pause the server itself
         await post(world, "/resume")
         whole = await held
         assert (whole.ids, whole.finish) == ([], FinishReason.ABORT)
 
 
 async def test_sglang_says_itself_that_its_weights_are_newer(tokenizer_folder: Path) -> None:
-    """The trainer tells the server alone: from the first reply on, the salt is another."""
+    """The trainer changes the version on the server only: the salt changes from the first reply on."""
     async with live("sglang", tokenizer_folder) as world:
         await world.pool.add_engine(world.adapter)
         await read(world.pool, request("a"))
@@ -513,7 +513,7 @@ async def test_sglang_says_itself_that_its_weights_are_newer(tokenizer_folder: P
 
 
 async def test_two_services_share_no_salt(tokenizer_folder: Path) -> None:
-    """The weights of one run's version 1 are not those of another's."""
+    """Version 1 of one run has other weights than version 1 of another."""
     async with live("vllm", tokenizer_folder) as world:
         url = world.url
         for run in ("one", "two"):
@@ -564,7 +564,7 @@ async def test_an_engine_that_may_use_old_keys_is_warned_of_once(
     with caplog.at_level(logging.WARNING, "outrider.engine"):
         async with EnginePool() as pool:
             await pool.add_engine(engine)
-            await pool.policy.update(1, mode="finish", weights="weights")  # the engine has loaded them itself
+            await pool.policy.update(1, mode="finish", weights="weights")  # the engine has loaded them without the pool
             assert not caplog.records
             await pool.policy.resume(2)
             await pool.policy.resume(3)

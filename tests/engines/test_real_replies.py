@@ -1,8 +1,9 @@
-"""What real servers have answered, replayed to the adapters: SGLang 0.5.17 and vLLM 0.26.0, on one H200.
+"""Recorded responses of real servers, replayed to the adapters: SGLang 0.5.17 and vLLM 0.26.0, on one H200.
 
-Each line of tests/golden/real_engines is one reply: its status, its body as it came (of long streams the first three
-events and the last two; `cut` where the capture, or the server, broke off), and what the adapter is to make of it. The
-adapters ask for streams only, so a generation that came in one piece is replayed as a stream of one event.
+Each line of tests/golden/real_engines is one response: its status, its unchanged body (of long streams the first
+three events and the last two; `cut` where the capture, or the server, broke off), and the expected result of the
+adapter. The adapters request streams only, so a generation that came in one piece is replayed as a stream of one
+event.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ GENERATE = {"sglang": ("/generate",), "vllm": ("/inference/v1/generate", "/v1/co
 
 
 class Made(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an adapter made of a reply. `versions` are the spans as triples; `error` is the name of the error's class,
-    and `says` some of its words."""
+    """The result of the adapter. `versions` are the spans as triples; `error` is the name of the error's class, and
+    `says` some words of its message."""
 
     ids: list[int] = []
     logprobs: list[float] = []
@@ -45,7 +46,7 @@ class Made(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`prompt` and `max_tokens` are the sizes that were asked for."""
+    """A recorded response. `prompt` and `max_tokens` are the sizes in the request."""
 
     name: str
     method: str
@@ -79,7 +80,7 @@ GENERATIONS = [
 
 
 class Replaying:
-    """Answers each path with its reply, the body in pieces of these sizes in turn."""
+    """Sends the recorded response of each path, the body in pieces of these sizes in turn."""
 
     def __init__(self, *known: Reply, sizes: Sequence[int] = (1 << 20,)) -> None:
         self.replies = {(reply.method, reply.path): reply for reply in known}
@@ -154,7 +155,7 @@ def sampled(kind: str, reply: Reply) -> list[tuple[int, float]]:
     events = [line[6:] for line in reply.body.splitlines() if line.startswith("data: {") and line.endswith("}")]
     found: list[tuple[int, float]] = []
     for event in map(json.loads, events or [reply.body]):
-        if kind == "sglang" and "meta_info" in event:  # each event holds all tokens until then
+        if kind == "sglang" and "meta_info" in event:  # each event has all tokens so far
             found = [(entry[1], entry[0]) for entry in event["meta_info"].get("output_token_logprobs", [])]
         for choice in event.get("choices", []):
             logprobs = choice["logprobs"]
@@ -183,7 +184,7 @@ def page(kind: str, name: str) -> Reply:
 
 @pytest.mark.parametrize("server", [page("sglang", "get /health"), page("sglang", "/health while paused by in_place")])
 async def test_sglang_is_well_whatever_its_health_route_says(server: Reply) -> None:
-    """That route answers 503 until the server is warm, and while it is paused."""
+    """The health route returns 503 until the server is warm, and while it is paused."""
     models, info = page("sglang", "get /v1/models"), page("sglang", "get /model_info")
     replaying = Replaying(server, models, info)
     async with adapter("sglang", replaying) as engine:
@@ -210,7 +211,7 @@ async def test_sglang_after_an_update() -> None:
 
 
 async def test_vllm_after_an_update() -> None:
-    """It has no route for a label, so the adapter remembers the version."""
+    """vLLM has no route for a label, so the adapter keeps the version."""
     replaying = Replaying(
         *(
             page("vllm", name)

@@ -71,14 +71,14 @@ def request(*, tokens: int = 100, first: int = 3, session: str | None = None) ->
 
 
 def expected(asked: GenerateRequest) -> tuple[list[int], list[float]]:
-    """What `Counter` generates for a request: ids and log-probabilities that tell prompt and position."""
+    """The ids and log-probabilities that `Counter` generates for a request; they identify prompt and position."""
     first = int(asked.input_ids[0])
     ids = [(first * 7919 + position * 31) % 50_000 for position in range(asked.sampling.max_tokens)]
     return ids, [scripted_logprob(position + first, token) for position, token in enumerate(ids)]
 
 
 class Counter:
-    """A generate function whose tokens are known. It waits at token `stall`, if there is one, until `go` is set."""
+    """A generate function with predictable tokens. It waits at token `stall`, if given, until `go` is set."""
 
     def __init__(self, *, stall: int | None = None, most: int = 3) -> None:
         self.stall = stall
@@ -88,7 +88,7 @@ class Counter:
         self.started = 0
         self.given = 0
         self.left = 0
-        """Generations that were closed before their end."""
+        """Number of generations that were closed before their end."""
 
     async def __call__(self, asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.started += 1
@@ -118,8 +118,8 @@ class Counter:
 
 
 async def gathered(engine: RelayEngine, asked: GenerateRequest, *, slowness: int = 0) -> None:
-    """Read a whole generation, and check that it has each token once and in order. The reader lets others take so many
-    turns between two chunks."""
+    """Read a whole generation, and check that it has each token once and in order. Between two chunks the reader yields
+    to the event loop `slowness` times."""
     ids, logprobs = expected(asked)
 
     async def read() -> AsyncGenerator[Chunk, None]:
@@ -142,7 +142,7 @@ async def attached(url: str, generate: Any, **fields: Any) -> AsyncGenerator[Wor
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give other tasks a turn until it holds."""
+    """Yield to other tasks until the condition holds."""
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0)
@@ -162,7 +162,7 @@ async def test_connections_cut_in_many_ways_lose_double_and_mix_up_nothing(seed:
 
 
 async def cut_a_hundred_times(*, seed: int, most: int, window: int) -> None:
-    """32 streams at once, over a connection that is cut at random bytes, until it was cut 100 times."""
+    """Run 32 streams at once over a connection that is cut at random bytes, until it was cut 100 times."""
     engine = relay(window=window, total_window=20 * window)
     counter = Counter()
     lengths = random.Random(seed)
@@ -181,8 +181,8 @@ async def cut_a_hundred_times(*, seed: int, most: int, window: int) -> None:
                 for number in range(32):
                     group.create_task(stream(number))
             assert proxy.made >= 100
-            assert worker.connections > 10  # others are cut in the greeting
-            await until(lambda: not worker._generations.held)  # the last acknowledgements are on their way
+            assert worker.connections > 10  # other connections are cut in the greeting
+            await until(lambda: not worker._generations.held)  # the last acknowledgements are in transit
     assert counter.started == done, "a generation began twice, or was thrown away"
 
 
@@ -211,7 +211,7 @@ async def test_a_slow_reader_holds_its_generation_back_and_no_other() -> None:
             await gathered(engine, request(tokens=500))
             before = counter.given
             for _ in range(20):
-                await engine.health()  # messages go to the worker and back: it had time for more
+                await engine.health()  # messages travel to the worker and back, so the worker had time for more
             assert counter.given == before <= 500 + 1 + 8 + 1
             rest = [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids]
         assert first.ids + rest == expected(slow)[0]
@@ -297,7 +297,7 @@ async def test_a_worker_that_leaves_hands_over_what_has_no_token_yet() -> None:
             reading = group.create_task(gathered(engine, request()))
             await one.stalled.wait()
             async with attached(url, other):
-                pass  # the next one stays; this one shows that attaching changes nothing for others
+                pass  # this worker leaves at once: attaching changes nothing for others
             assert other.started == 0
             later = Worker(url, other, reconnecting=AT_ONCE)
             serving = group.create_task(later.run())
@@ -348,7 +348,7 @@ async def test_a_worker_that_was_given_up_starts_afresh() -> None:
 
 
 async def test_a_restarted_service_is_found_again() -> None:
-    """What ran for the old service is ended; the new one is served by the same worker."""
+    """Generations for the old service are ended; the same worker serves the new service."""
     counter = Counter(stall=5)
     before, after = relay(), relay()
     async with AsyncExitStack() as held:
@@ -438,7 +438,7 @@ async def test_tokens_keep_the_version_that_the_trainer_had_set() -> None:
 
 
 async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
-    """It came out of a queue, and the version has changed since it went in."""
+    """The chunk came out of a queue, and the version has changed since it was put in."""
 
     async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(ids=[1, 2], logprobs=[-0.5, -0.5], versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
@@ -452,7 +452,7 @@ async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
 
 
 async def test_a_thread_serves_code_that_blocks() -> None:
-    """The loop of this test is the service's; the worker has its own, in a thread of a thread."""
+    """The loop of this test is the service's; the worker has its own loop, in a thread of a thread."""
     engine = relay()
 
     async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -524,7 +524,7 @@ async def test_a_pause_outlives_the_connection_it_was_asked_on() -> None:
 
 
 async def test_a_worker_that_attaches_while_the_engine_is_resumed_goes_on() -> None:
-    """It is told to pause on its way in; the resume comes before it has answered."""
+    """The worker is ordered to pause on attaching; the resume comes before its reply."""
     engine = relay()
     async with relay_served(engine) as url:
         await engine.pause("finish")
@@ -713,7 +713,7 @@ async def test_a_worker_that_is_away_during_an_update_loads_before_it_serves() -
 
 
 async def test_a_worker_that_attaches_while_others_load_gets_the_new_weights_too() -> None:
-    """It comes in the middle of an update, and another update follows while it loads."""
+    """The worker attaches during an update, and another update follows while it loads."""
     engine = relay()
     first, second = Weights(goes=False), Weights(goes=False)
     async with relay_served(engine) as url, attached(url, Counter(), update_weights=first):
@@ -777,11 +777,11 @@ async def test_a_worker_of_an_older_version_gets_no_work_until_it_says_that_it_h
             await gathered(engine, request())
 
 
-# ---- workers that speak the protocol by themselves
+# ---- workers that implement the protocol by hand
 
 
 class RawWorker:
-    """A worker written by hand."""
+    """A worker that sends and receives the protocol's messages by hand."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket
@@ -796,7 +796,7 @@ class RawWorker:
         await self._websocket.send_str(text)
 
     async def closed(self) -> tuple[int, str]:
-        """How the service closes the connection."""
+        """Wait until the service closes the connection. Returns code and reason."""
         while (message := await self._websocket.receive()).type is not aiohttp.WSMsgType.CLOSE:
             assert message.type is aiohttp.WSMsgType.BINARY
         return message.data, message.extra or ""
@@ -834,7 +834,7 @@ def tokens(generation: int, number: int = 1, *, ids: list[int] | None = None, **
 
 
 def end_of(length: int) -> dict[str, Any]:
-    """What the last chunk of an output of that length has besides tokens."""
+    """The fields of the last chunk of an output of that length, besides its tokens."""
     return {"finish": FinishReason.LENGTH, "versions": (VersionSpan(0, 0, length),)}
 
 
@@ -862,7 +862,7 @@ NONSENSE: dict[str, tuple[Callable[[int], Any], str]] = {
 
 @pytest.mark.parametrize("case", NONSENSE)
 async def test_a_worker_that_speaks_nonsense_is_cut_off_with_the_reason(case: str) -> None:
-    """What it had in hand goes to another worker."""
+    """Its generations move to another worker."""
     make, reason = NONSENSE[case]
     engine = relay()
     async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
@@ -940,7 +940,7 @@ async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, re
 
 
 async def test_a_worker_does_not_shorten_the_context_for_others() -> None:
-    """It did not say before how much it is."""
+    """The worker sent no context length before."""
     engine = relay()
     async with (
         relay_served(engine) as url,
@@ -1120,7 +1120,7 @@ async def test_silence_is_noticed_by_the_service() -> None:
 
 
 async def test_silence_is_noticed_by_the_worker() -> None:
-    """It connects again, and says why it has left."""
+    """The worker closes the connection with the reason, and connects again."""
     closed: list[int] = []
     silent = WorkerWelcome(
         protocol=PROTOCOL, resumed={}, heartbeat=0.02, silence=0.1, resume=1, window=8, total_window=8
@@ -1173,7 +1173,7 @@ async def test_heartbeats_keep_a_quiet_connection() -> None:
     ):
         await anext(chunks)
         await counter.stalled.wait()
-        await asyncio.sleep(1.2)  # more than two silences
+        await asyncio.sleep(1.2)  # more than two periods of silence
         assert worker.connections == 1
 
 

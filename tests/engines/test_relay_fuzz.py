@@ -1,4 +1,4 @@
-"""A fuzzer of the relay: whatever a worker says, no other worker's generation is touched, and nothing is a bug."""
+"""A fuzzer of the relay: no message of one worker affects another worker's generation or reveals a bug."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .test_relay import Counter, attached, end_of, gathered, hello, relay, reque
 
 
 def honest_words(generation: int, call: int, number: int) -> list[dict[str, Any]]:
-    """What a worker may say, as it is sent."""
+    """Messages that a worker may send, in their encoded form."""
     record = ErrorRecord(boundary=Boundary.ENGINE, code="engine_unavailable", message="")
     words = [
         tokens(generation, number),
@@ -61,8 +61,7 @@ SAID = WORDS | st.binary(max_size=40) | DEEP
 
 
 async def misbehave(url: str, words: list[Any], *, greets: bool) -> None:
-    """A worker says these words, in answer to what it is asked for, or in place of its greeting, until it is cut
-    off."""
+    """Send these messages in reply to requests, or in place of the greeting, until the service hangs up."""
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x", max_msg_size=0) as websocket:
         if greets:
             await websocket.send_bytes(encode(hello(name="bad")))
@@ -89,12 +88,12 @@ async def misbehave(url: str, words: list[Any], *, greets: bool) -> None:
 
 
 def arrived(engine: RelayEngine, saying: asyncio.Task[None]) -> bool:
-    """Whether the worker that says those words is attached beside the good one, or has been cut off."""
+    """Whether the misbehaving worker is attached beside the good one, or has been cut off."""
     return len(engine._workers) > 1 or saying.done()
 
 
 async def read(engine: RelayEngine, asked: GenerateRequest) -> None:
-    """A generation of whichever worker: what is passed on can be, and it ends well or as an engine's failure."""
+    """Read a generation of any worker: its chunks are valid, and it ends well or with an EngineError."""
     with suppress(EngineError):
         for chunk in await chunks_of(engine.generate(asked)):
             assert len(chunk.ids) == len(chunk.logprobs)
@@ -113,7 +112,7 @@ async def read(engine: RelayEngine, asked: GenerateRequest) -> None:
 def test_whatever_workers_say_the_others_go_on(
     caplog: pytest.LogCaptureFixture, workers: list[tuple[bool, list[Any]]]
 ) -> None:
-    """Words that are nearly right, and some that are none. A good worker is there all the time, and does its work."""
+    """Messages that are nearly valid, and some that are not valid at all. A good worker serves all the time."""
     caplog.clear()
 
     async def run() -> None:

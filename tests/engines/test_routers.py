@@ -39,7 +39,7 @@ async def test_workers_out_of_reach_generate_and_cannot_be_told(kind: Kind, toke
                 await order
             assert "let the service connect" in (refused.value.hint or "")
         assert [worker.weights for worker in world.workers] == [None, None]
-        await engine.set_version(3)  # weights that somebody else has changed
+        await engine.set_version(3)  # weights that were changed from outside
         assert (await collect(engine.generate(world.request()))).versions[0].version == 3
         assert (await engine.health()).version == 3
 
@@ -54,7 +54,7 @@ async def test_a_server_is_no_router(kind: Kind, tokenizer_folder: Path) -> None
 
 
 async def test_a_worker_that_breaks_off_an_order_is_not_passed_over(tokenizer_folder: Path) -> None:
-    """It may live on, and generate: only one that cannot be connected to does not."""
+    """Such a worker may be alive and still generate. Only a worker that refuses connections is surely gone."""
     pages = {"/v1/models": {"data": [{"id": "policy"}]}, "/weight_info": {"weight_version": "default"}}
     async with worlds_of("vllm", fake_router, tokenizer_folder)() as world, world.engine() as engine:
         async with upstream(Answer(cut=True), pages=pages) as (broken, _):

@@ -52,7 +52,7 @@ async def test_only_the_sessions_that_asked_last_keep_their_place(monkeypatch: p
     monkeypatch.setattr(scripted_engine, "REMEMBERED_SESSIONS", 2)
     engine = engine_of({"ids": [1]}, {"ids": [2]}, {"ids": [3]})
     said = [(await collect(engine.generate(request([9], session)))).ids[0] for session in "abacab"]
-    assert said == [1, 1, 2, 1, 3, 1]  # when c came, b had been silent for longest
+    assert said == [1, 1, 2, 1, 3, 1]  # when c came, b had been idle for longest
 
 
 async def test_rules_go_before_lines(tokenizer_folder: Path) -> None:

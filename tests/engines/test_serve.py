@@ -1,4 +1,4 @@
-"""What the served engine answers to a plain HTTP client: shapes, refusals, one-piece replies."""
+"""The served engine's responses to a plain HTTP client: shapes, refusals, one-piece replies."""
 
 from __future__ import annotations
 

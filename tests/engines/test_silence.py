@@ -1,4 +1,4 @@
-"""An engine that falls silent is found out, and what waits for it goes on; nobody's clock runs meanwhile."""
+"""An engine that falls silent is detected, its requests move on, and no session's clock runs meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOON = RetryPolicy(first=0.05, longest=0.1)
 
 
 class Losing(ScriptedEngine):
-    """Loses the first call of the session "lost", as a connection does whose other end is gone; serves all others."""
+    """Loses the first call of the session "lost", like a connection whose other end is gone; serves all others."""
 
     lost = 0
 
@@ -52,7 +52,7 @@ class Dripping(ScriptedEngine):
 
 
 class Generous(ScriptedEngine):
-    """Gives its whole reply, however few tokens are asked for."""
+    """Sends its whole reply, however few tokens are requested."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         asked = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=9))
@@ -75,7 +75,7 @@ def request(session: str) -> GenerateRequest:
 
 
 class Call:
-    """One generation, what came of it, and how its session's clocks stand."""
+    """One generation, its result, and the state of its session's clocks."""
 
     def __init__(self, pool: EnginePool, session: str, overdue: Overdue | None = None) -> None:
         self.overdue = overdue or Overdue()
@@ -91,7 +91,7 @@ class Call:
 
 
 async def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
-    """Let the loop's time pass until something is true."""
+    """Advance the loop's time until the condition holds."""
     while not condition():
         assert seconds > 0
         seconds -= 0.5
@@ -105,7 +105,7 @@ async def known(pool: EnginePool, sessions: str = "warm") -> None:
 
 
 async def known_slowly(pool: EnginePool) -> None:
-    """As `known`, for an engine whose calls take some of the loop's time."""
+    """Like `known`, for an engine whose calls take some of the loop's time."""
     for number in range(KNOWN_CALLS):
         call = Call(pool, f"s{number}")
         await until(call.task.done)
@@ -285,7 +285,7 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
         else:
             a.seconds = 2.5
         call = Call(pool, "s")
-        await pass_time(2.0)  # less than eight times what it usually takes
+        await pass_time(2.0)  # less than eight times its usual time
         call.task.cancel()
         await asyncio.wait([call.task])
         [check_engine] = call.overdue.pending_checks
@@ -301,16 +301,16 @@ async def test_a_call_that_was_given_up_is_doubted_until_its_engine_answers(hang
 @pytest.mark.parametrize(
     ("silent", "usual", "before", "fault"),
     [
-        (1.5, 0.05, 0.0, True),  # far longer than usual, whatever others were given
+        (1.5, 0.05, 0.0, True),  # far longer than usual, whatever others received
         (1.5, 0.5, 0.0, False),
-        (6.0, 0.5, 0.0, True),  # nobody was given anything, and the answer came late
+        (6.0, 0.5, 0.0, True),  # nobody received anything, and the reply came late
         (3.0, 0.5, 0.0, False),
         (20.0, None, 0.0, True),  # it has just begun
         (2.0, None, 0.0, False),
         (2.0, None, 4.0, True),
         (2.0, 0.4, 4.0, True),  # the third call in a row that waits five times as long as usual
         (2.0, 0.4, 0.0, False),
-        (0.7, 0.4, 60.0, False),  # an agent that gives up sooner than its engine answers is not excused
+        (0.7, 0.4, 60.0, False),  # an agent that gives up sooner than its engine replies is not excused
     ],
 )
 def test_who_is_to_blame_for_a_call_that_was_given_up(
@@ -321,7 +321,7 @@ def test_who_is_to_blame_for_a_call_that_was_given_up(
 
 @pytest.mark.parametrize("stops", [False, True])
 async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) -> None:
-    """Its last wait is short. What is given up right after a chunk is given up for what that says."""
+    """Its last wait is short. A call given up right after a chunk is given up because of the chunk's content."""
     a = engine_of("a", Dripping)
     a.seconds = 0.05
     async with EnginePool(probing=SOON) as pool:
@@ -343,7 +343,7 @@ async def test_a_reply_that_drips_is_given_up_between_two_chunks(stops: bool) ->
 
 @pytest.mark.parametrize("given", [False, True])
 async def test_calls_given_up_in_a_row_are_one_wait_until_something_is_given(given: bool) -> None:
-    """Each is given up sooner than the engine could be blamed for, and none is answered."""
+    """Each call is given up before the engine could be blamed for it, and none gets a reply."""
     a = engine_of("a", Dripping)
     a.seconds = 0.5
     async with EnginePool(probing=SOON) as pool:
@@ -401,7 +401,7 @@ def test_a_session_is_not_overdue_behind_its_own_earlier_requests() -> None:
         wait.begin(now)
         overdue.add(wait)
     now += 3.0
-    later.last = now  # what began later got something: the other one waits in vain
+    later.last = now  # a later call received something: the other one waits in vain
     now += 3.0
     assert overdue.seconds() == 2.0
 

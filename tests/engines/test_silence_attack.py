@@ -1,4 +1,4 @@
-"""What looks like silence and is none, what an agent could make of it, and cancellations that meet a cut."""
+"""False silences, attempts of an agent to exploit the rules of silence, and cancellations that coincide with a cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Slow(OneSlot):
 
 
 class Relay(ScriptedEngine):
-    """An engine whose workers connect; they take `seconds` before they begin with a request."""
+    """An engine whose workers connect; they take `seconds` to begin with a request."""
 
     awaits_workers = True
     seconds = 0.0
@@ -70,7 +70,7 @@ class Relay(ScriptedEngine):
 
 
 class Deaf(ScriptedEngine):
-    """Its health answers while it hangs."""
+    """Hangs, while its health route still replies."""
 
     async def health(self) -> EngineHealth:
         return EngineHealth(ok=True, detail="", model="scripted", context_tokens=32768, version=0)
@@ -126,7 +126,7 @@ async def test_calls_that_queue_for_minutes_keep_their_place() -> None:
         a.seconds = 2.5
         calls = [Call(pool, f"s{number}") for number in range(60)]
         await answered(*calls)
-        # One more for each look whether it still serves: one look is under way at a time.
+        # One more for each health check: one check is under way at a time.
         assert a.asked - asked < 60 + 150 / LIMITS.check + 1
         assert pool.status()[0].failures == 0
 

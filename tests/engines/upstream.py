@@ -1,4 +1,4 @@
-"""A server that answers from a list: canned statuses and event streams, for what a good engine never does."""
+"""A server that replies from a list: canned statuses and event streams that no good engine sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.testing.engine_servers.app import serving
 
 
 class Answer(msgspec.Struct):
-    """What to answer one POST with. `cut` breaks the connection off instead of ending the body."""
+    """The response to one POST. `cut` breaks the connection off instead of ending the body."""
 
     status: int = 200
     events: Sequence[Any] = ()
@@ -25,7 +25,7 @@ class Answer(msgspec.Struct):
 
 
 class Upstream:
-    """Answers POSTs in order, the last answer again and again; GETs from `pages`. Records bodies and paths."""
+    """Answers POSTs in order, repeating the last response, and GETs from `pages`. Records bodies and paths."""
 
     def __init__(self, *answers: Answer, pages: dict[str, Any] | None = None) -> None:
         self._answers = list(answers)
@@ -62,7 +62,7 @@ async def _send(send: Send, answer: Answer) -> None:
     if answer.status != 200:
         await _json(send, answer.status, {"error": {"message": answer.message}}, answer.headers)
         return
-    # A promised length that is not kept makes the server break the connection off.
+    # A content length that is not reached makes the server break the connection off.
     headers = [(b"content-length", b"1000000")] if answer.cut else []
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for event in answer.events:

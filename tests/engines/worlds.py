@@ -1,4 +1,4 @@
-"""The scripted engine in the worlds it is tested in: by itself, and behind each protocol it is served in."""
+"""The scripted engine in the worlds in which it is tested: by itself, and behind each protocol that serves it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def factory_of(world: World, folder: Path) -> Factory:
 
 @asynccontextmanager
 async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[Engine, None]:
-    """The engine through which the fake is reached in this world, started."""
+    """The started engine through which the fake is reached in this world."""
     if world == "direct":
         yield fake
         return
@@ -101,7 +101,7 @@ async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[En
 
 
 def function_of(fake: Engine, tokenizer: Tokenizer) -> FunctionEngine:
-    """An engine that has only the fake's generate function, and what a trainer would say of it."""
+    """An engine with only the fake's generate function, and the values that a trainer would configure."""
 
     async def generate(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(fake.generate(request)) as chunks:

@@ -1,4 +1,4 @@
-"""The bounds of what is kept of a sandbox, and how it lies in the service's folder."""
+"""The limits of the files kept of a sandbox, and their layout in the service's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.testing.memory_runtime.runtime import MemoryRuntime
 
 
 class Hanging(MemoryRuntime):
-    """Never says what there is."""
+    """A runtime whose listing of files never returns."""
 
     async def glob(self, pattern: str, *, limit: int = 0) -> list[str]:
         await asyncio.Event().wait()
@@ -26,7 +26,7 @@ class Hanging(MemoryRuntime):
 async def collected(
     folder: Path, bounds: ArtifactLimits, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
 ) -> ArtifactList:
-    """What is kept of a sandbox with a few files."""
+    """The artifacts collected from a sandbox with a few files."""
     runtime_spec = RuntimeSpec(kind="memory")
     task = TaskSpec(
         instruction="x",

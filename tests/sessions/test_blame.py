@@ -1,4 +1,5 @@
-"""Who is to blame: each rule by examples, the promises over all combinations of facts, and mutants of every rule."""
+"""The table of blame: examples of each rule, its guarantees over all combinations of facts, and mutants of every
+rule."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ HARM = ("node_died", "stalled", "overdue")
 INFRASTRUCTURE = ("unrecorded", "engine_failed", "in_vain")
 IMPOSSIBLE = {
     *((stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
-    # A stage without a failure needs no decision: the next one begins.
+    # A stage without a failure needs no decision: the next stage begins.
     *((stage, End.RETURNED) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
-    # An evaluation has a clock of its own, whose end is an EvaluatorError.
+    # An evaluation has its own clock, whose end is an EvaluatorError.
     (Stage.GRADE, End.SESSION_CLOCK),
 }
 
@@ -44,7 +45,7 @@ def at(stage: Stage, end: End, *true: str) -> Facts:
 
 
 def examples() -> Iterator[Example]:
-    """What each rule decides, with no more facts than it needs, and with the rivals that it outranks."""
+    """The decision of each rule, with the fewest facts that it needs, and with the rival rules that it outranks."""
     worked = ("called", "replied")
     for end in End:
         bad = (*worked, "hung_up")
@@ -120,7 +121,7 @@ def all_facts() -> tuple[Facts, ...]:
         for stage, end in itertools.product(Stage, End)
         if (stage, end) not in IMPOSSIBLE
         for values in itertools.product((False, True), repeat=len(FLAGS))
-        # A run does not read the last one, and the other stages only the last three.
+        # A run does not read the last fact, and the other stages only the last three.
         if not (values[-1] if stage is Stage.RUN else any(values[:-3]))
     )
 
@@ -168,7 +169,7 @@ def test_a_grade_has_a_reason_and_an_error_a_cause() -> None:
 
 @cache
 def fitting() -> tuple[frozenset[int], ...]:
-    """For each rule the numbers of the facts that it fits."""
+    """For each rule, the numbers of the facts that it fits."""
     return tuple(frozenset(n for n, facts in enumerate(all_facts()) if rule.fits(facts)) for rule in RULES)
 
 
@@ -203,7 +204,7 @@ def mutants() -> Iterator[tuple[str, tuple[BlameRule, ...]]]:
 
 
 def rivals(place: int) -> bool:
-    """Whether the order of a rule and the next one matters to some facts."""
+    """Whether the order of a rule and the next rule matters for some facts."""
     earlier = frozenset[int]().union(*fitting()[:place])
     return bool(fitting()[place] & fitting()[place + 1] - earlier)
 

@@ -1,4 +1,4 @@
-"""Bodies judged while they arrive: by their size, by how many JSON values they have, and by what is held already."""
+"""Bodies are judged while they arrive: by size, by number of JSON values, and by the bytes already held."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def pictures() -> BodyCapacity:
 
 
 def values_in(value: Any) -> int:
-    """Objects, lists, and the commas in them."""
+    """The number of objects, lists, and commas in them."""
     if not isinstance(value, list | dict):
         return 0
     inner = list(value.values()) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Engines that only take messages: their ids are captured where they tell any, and nothing is ever spliced."""
+"""Engines that only take messages: their ids are captured where they report any, and nothing is ever spliced."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, 
 
 
 class Told:
-    """A chat engine that reports the given (prompt ids, output ids) for one call after the other; None for a
-    call whose ids it keeps to itself."""
+    """A chat engine that reports the given (prompt ids, output ids) call by call, and no ids for a call that has
+    None."""
 
     name = "told"
     logprob_kind = LogprobKind.RAW
@@ -187,7 +187,7 @@ async def test_tokens_are_counted_but_those_of_images_are_not_known(tmp_path: Pa
 
 
 async def test_the_same_ids_with_another_image_do_not_extend_the_record(tmp_path: Path) -> None:
-    """Images of one size have the same ids: what was shown is told by their digests."""
+    """Images of one size have the same ids, so images are distinguished by their digests."""
     said = {"role": "assistant", "content": "hello"}
     ids = (([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5], [7]))
     async with told(tmp_path, *ids) as (world, turns):
@@ -211,7 +211,7 @@ async def test_a_replaced_image_alone_is_a_rewritten_history(tmp_path: Path) -> 
 
 
 async def test_an_image_that_moved_into_the_known_history_is_not_lost(tmp_path: Path) -> None:
-    """A client that puts two messages into one shows the image where only its message's number says it is known."""
+    """A client may merge two messages, and then the image is in a message whose number is already recorded."""
     async with told(tmp_path, ([1], [2]), ([1, 2, 3], [4])) as (world, turns):
         await world.ask(USER)
         await world.ask({"role": "user", "content": "hello"}, picture(b"new"))

@@ -1,4 +1,4 @@
-"""A budget runs only while it is being spent, and says itself whether it ran out; a cutoff ends its own block."""
+"""A budget runs only while it is spent and reports whether it ran out; a cutoff ends its own block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.sessions.clock import LOOK_AGAIN, Budget, Cutoff, Stopwatch
 
 
 def never() -> float:
-    """The event loop did not stand still."""
+    """A clock of stalls for an event loop that never stalls."""
     return 0.0
 
 
@@ -77,7 +77,7 @@ def test_a_stopwatch_books_everything_between_laps() -> None:
 
 
 async def test_a_clock_that_stands_still_is_not_looked_at_all_the_time() -> None:
-    """A policy may be paused for minutes, just when next to nothing is left."""
+    """A policy may be paused for minutes, even when almost nothing is left."""
     loop = asyncio.get_running_loop()
     began, looks = loop.time(), 0
 

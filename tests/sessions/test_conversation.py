@@ -1,4 +1,4 @@
-"""A model call from messages to a stored turn: what the engine is given is what is recorded and trained on."""
+"""A model call from messages to a stored turn: what the engine receives is what is recorded and trained on."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ BREAKS_OFF = {"when": "hello there", "reply": "some words and more<|im_end|>", "
 
 
 async def test_a_call_beside_the_one_that_failed_does_not_make_up_for_it(tmp_path: Path) -> None:
-    """The newest call to end has succeeded, but the agent has not gone on."""
+    """The newest call to end has succeeded, but the agent has not continued."""
     async with a_world(tmp_path, [BREAKS_OFF, {"reply": "a title<|im_end|>", "stall": 1}]) as world:
         async with asyncio.TaskGroup() as group:
             beside = group.create_task(world.ask(TITLE, tools=[BASH]))
@@ -156,7 +156,7 @@ async def test_a_call_for_a_title_does_not_show_that_the_work_goes_on(
 
 
 async def test_an_engines_failure_outranks_a_prompt_that_was_too_long(tmp_path: Path) -> None:
-    """Such as a side call's, after which the work would be graded."""
+    """The prompt may be a side call's, after which the attempt would be graded."""
     async with a_world(tmp_path, [BREAKS_OFF], context_tokens=256) as world:
         with pytest.raises(EngineUnavailable):
             await world.ask(USER, tools=[BASH])
@@ -200,7 +200,7 @@ async def test_an_engine_that_dies_mid_reply_leaves_an_aborted_turn(tmp_path: Pa
 
 
 class Liar(ScriptedEngine):
-    """Two tokens of its script, then an id that no tokenizer has."""
+    """An engine that sends two tokens of its script, then an id outside the tokenizer's vocabulary."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(super().generate(request)) as chunks:
@@ -286,7 +286,7 @@ async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_pa
 
 
 async def test_a_turn_that_cannot_be_stored_is_known_though_its_caller_has_left(tmp_path: Path) -> None:
-    """As an agent that ends while its last call is under way."""
+    """An agent may end while its last call is under way."""
     async with a_world(tmp_path, ["one<|im_end|>"]) as world:
         world.store_failure = ServiceError("disk full")
         async with asyncio.TaskGroup() as callers:

@@ -1,4 +1,4 @@
-"""Drift in `tokens` mode: what an engine says of the prompt it was given is compared with what it was given."""
+"""Drift in `tokens` mode: the prompt that an engine reports is compared with the prompt that it received."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ USER = {"role": "user", "content": "hello there"}
 
 
 class Echoing(ScriptedEngine):
-    """With its first chunk it gives the prompt's ids back, `changed` of them others; with its last it says that the
-    prompt had so many `more` tokens."""
+    """The first chunk returns the prompt's ids, `changed` of them altered; the last one reports `more` tokens than the
+    prompt has."""
 
     def __init__(self, options: EngineOptions, *, changed: int | None, more: int | None) -> None:
         super().__init__(options)

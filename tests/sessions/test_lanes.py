@@ -1,4 +1,4 @@
-"""A lane never gives out more than it has, serves by priority, and survives cancelled waits."""
+"""A lane never gives out more slots than it has, serves by priority, and survives cancelled waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Turns and tokens of a session whose calls run side by side: no more than the limit, and nobody harmed before it."""
+"""Limits of turns and tokens of a session with concurrent calls: never exceeded, and no call is harmed before the
+limit."""
 
 from __future__ import annotations
 
@@ -45,13 +46,13 @@ async def all_of(world: World, count: int, **fields: Any) -> list[Completion | B
 
 
 async def settled() -> None:
-    """Until every task waits for something that only the test can give."""
+    """Wait until every task is blocked on something that only the test can do."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def length_of(folder: Path) -> int:
-    """Of the reply, alone."""
+    """The length of the reply when it runs alone."""
     async with a_world(folder, [WORDS]) as world:
         await world.ask(asking(0))
         return lengths(world.turns)[0]
@@ -117,7 +118,7 @@ async def test_a_call_has_all_that_is_free_beyond_its_promise(tmp_path: Path) ->
 
 
 async def test_a_call_beyond_its_promise_is_cut_where_another_was_promised_the_rest(tmp_path: Path) -> None:
-    """The other one, which has sampled nothing yet, ends as it would."""
+    """The other call, which has sampled nothing yet, ends as it would alone."""
     replies = [
         {"ids": [7] * 5000, "when": "question 1", "stall": PROMISED_TOKENS},
         {"ids": [8] * 40, "when": "question 2"},
@@ -198,7 +199,7 @@ async def test_a_reply_that_is_still_being_read_counts_as_one_turn(tmp_path: Pat
 
 
 class Captured:
-    """A chat engine whose replies have 10 tokens, or as many as may be."""
+    """A chat engine whose replies have 10 tokens, or fewer if the limit is lower."""
 
     name = "captured"
     mode = TokenMode.CAPTURE

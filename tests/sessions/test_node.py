@@ -1,4 +1,4 @@
-"""A node's own start and end."""
+"""The start and end of a node."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def a_node(files: Path) -> LocalNode:
 
 
 def traces() -> tuple[set[str], int]:
-    """Processes that this one has started, and its descriptors."""
+    """The child processes of this process, and the number of its descriptors."""
     tasks = Path("/proc/self/task").glob("*/children")
     return {pid for path in tasks for pid in path.read_text().split()}, len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 async def test_a_node_whose_start_is_cancelled_leaves_nothing(temporary: Path, number: int) -> None:
-    """While its folder is made, and in the sweeps that follow."""
+    """Cancelled while its folder is made, and in the sweeps that follow."""
     before = traces()
     node = a_node(temporary)
     assert await cancelled_late(node.__aenter__(), number=number)
@@ -58,7 +58,7 @@ async def test_a_node_begins_with_a_sweep_whatever_it_is_to_run(temporary: Path)
     if not (parents := set(cgroups.find().folders.values())):
         pytest.skip("this process can make no control groups")
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    left = [parent / f"{PREFIX}{namespace}-1-0-{temporary.name}" for parent in parents]  # no process began at 0
+    left = [parent / f"{PREFIX}{namespace}-1-0-{temporary.name}" for parent in parents]  # no process has start time 0
     for folder in left:
         (folder / "s-1-1").mkdir(parents=True)
     dead_folder(temporary, "outrider-one")

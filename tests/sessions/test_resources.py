@@ -1,4 +1,5 @@
-"""Resources are never given out twice, nobody is delayed by who asks for less, and how much a machine has."""
+"""Resources are never given out twice, smaller requests do not delay larger ones, and the capacity of a machine is
+found."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def cpus(number: float) -> ResourceAmount:
 
 
 class Line:
-    """Takers that note when they are served and leave when they are told."""
+    """A line of takers that record when they are served and leave on command."""
 
     def __init__(self, resources: NodeResources, group: asyncio.TaskGroup) -> None:
         self.resources = resources
@@ -62,7 +63,7 @@ class Line:
 
 
 async def settled() -> None:
-    """Every task has gone as far as it can: none takes more than a few steps."""
+    """Wait until every task is blocked: none takes more than a few steps."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -151,8 +152,8 @@ async def test_who_wants_nothing_of_what_others_wait_for_passes_and_delays_nobod
         await line.comes("all gpus", ResourceAmount(gpus=3))
         await line.comes("next gpu", ResourceAmount(gpus=1, cpus=2))
         await line.comes("later gpu", ResourceAmount(gpus=1, cpus=2))
-        await line.comes("too many cpus", cpus(3))  # the first in line is to find two of the four
-        await line.comes("few cpus", cpus(1))  # there would be room, but the one before it waits for cpus
+        await line.comes("too many cpus", cpus(3))  # the first in line will get two of the four
+        await line.comes("few cpus", cpus(1))  # there would be room, but the first in line waits for cpus
         await line.comes("memory", ResourceAmount(memory_mb=500))
         assert line.served == ["all gpus", "memory"]
         await line.leaves("all gpus")
@@ -171,7 +172,7 @@ async def test_cpus_are_given_out_while_many_wait_for_gpus() -> None:
         names = [f"gpu {number}" for number in range(9)]
         for name in names:
             await line.comes(name, ResourceAmount(gpus=1, cpus=0.5))
-        await line.comes("cpus", cpus(2))  # all that three have left, but for what the first in line needs
+        await line.comes("cpus", cpus(2))  # all that three have left, minus the need of the first in line
         assert line.served == [*names[:3], "cpus"]
         for name in [*names, "cpus"]:
             await line.leaves(name)
@@ -195,7 +196,7 @@ async def test_those_who_pass_do_not_starve_who_waits_for_gpus_and_cpus() -> Non
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 9)), max_size=40))
 def test_no_gpu_is_given_to_two_at_once(steps: list[tuple[int, int, int, int]]) -> None:
-    """Takers come, give up and leave in any order."""
+    """Takers arrive, give up and leave in any order."""
 
     async def play() -> None:
         resources = some_resources()
@@ -206,7 +207,7 @@ def test_no_gpu_is_given_to_two_at_once(steps: list[tuple[int, int, int, int]]) 
                 case 0 | 1 if held:
                     held.pop(choice % len(held)).release()
                 case 2 if waiting:
-                    waiting[0].cancel()  # perhaps as it is served
+                    waiting[0].cancel()  # perhaps in the moment it is served
                 case 3 if (share := resources.try_take(ResourceAmount(gpus=wanted, cpus=wanted_cpus))) is not None:
                     held.append(share)
                 case _:
@@ -359,7 +360,7 @@ def test_no_bound_of_version_1(tmp_path: Path) -> None:
 
 
 def gpus_of(folder: Path, *, settings: SandboxesConfig) -> tuple[str, ...]:
-    """Of a machine with two GPUs."""
+    """The GPUs that are found on a machine with two."""
     for number, bus in enumerate(("0000:07:00.0", "0000:0a:00.0")):
         (folder / "proc/gpus" / bus).mkdir(parents=True)
         text = f"Model: Test\nGPU UUID: GPU-{number}{number}\nDevice Minor: {number}\n"

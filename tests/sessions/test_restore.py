@@ -1,4 +1,4 @@
-"""A conversation is restored from the turns that are stored of it, and goes on as if nothing had happened."""
+"""A conversation is restored from its stored turns, and continues as if it had never been interrupted."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_turns_without_ids_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("images", [True, False])
 async def test_turns_are_restored_as_a_store_gives_them(tmp_path: Path, images: bool) -> None:
-    """With the bytes of their images or without."""
+    """Stored turns come with the bytes of their images or without."""
     shown = picture(b"one")
     async with (
         sqlite_store(tmp_path / "store.db") as store,

@@ -1,4 +1,4 @@
-"""One attempt over fakes: an agent that the test writes, a sandbox in memory, a scripted engine, lists for a store."""
+"""One attempt over fakes: an agent written by the test, a sandbox in memory, a scripted engine, lists as the store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GRADER = "sessions.test_rollout:grade"
 
 
 class Script:
-    """What happens in one attempt."""
+    """The events of one attempt."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -59,14 +59,14 @@ class Script:
         self.grading_failure: OutriderError | None = None
         self.graded: list[StopReason] = []
         self.stall = 0.0
-        """Seconds for which the service stands still while the agent runs."""
+        """Seconds for which the service is blocked while the agent runs."""
 
 
 _script: ContextVar[Script] = ContextVar("script")
 
 
 class ScriptedAgent:
-    """An agent in this process that does what the script has."""
+    """An agent in this process that follows the script."""
 
     def __init__(self, options: object) -> None:
         self._script = _script.get()
@@ -98,7 +98,7 @@ async def grade(outcome: Outcome) -> float:
 
 
 class Turns:
-    """The attempt's rows of a store."""
+    """The store of the attempt's turns."""
 
     def __init__(self) -> None:
         self.turns_of_policy: list[Turn] = []
@@ -335,7 +335,7 @@ async def test_a_failed_engine_is_the_error_however_the_agent_ended(bench: Bench
 
 
 async def test_an_attempt_whose_turn_is_not_stored_ends_at_once(bench: Bench) -> None:
-    """It can never be a sample, whatever its agent does later; its slot is for others."""
+    """Such an attempt can never be a sample, whatever its agent does later, so its slot is freed."""
     bench.store.failure = ServiceError("the disk is gone")
 
     async def goes_on(script: Script, context: HarnessContext) -> HarnessOutcome:
@@ -392,5 +392,5 @@ async def test_a_cancelled_attempt_leaves_nothing(bench: Bench) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    # The engine has no session, and the next attempt finds every slot free.
+    # The session on the engine was released, and the next attempt finds every slot free.
     assert (await bench.run(works)).stop_reason is StopReason.COMPLETED

@@ -1,4 +1,4 @@
-"""Every call of every sample has a seed of its own, and the same task has the same ones again."""
+"""Every call of every sample has its own seed, and the same task gets the same seeds again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SEEDED = Sampling(seed=(1 << 63) - 1)
 
 
 async def seeds(folder: Path, *asked: int | None, sample_index: int = 0, sampling: Sampling = SEEDED) -> list[Any]:
-    """Those of a session's calls, one for each of `asked`, as its engine was given them and its turns have them."""
+    """The seeds of a session's calls, one for each of `asked`, as the engine received them and as the turns have
+    them."""
     async with a_world(folder, ["hi<|im_end|>"], sampling=sampling, sample_index=sample_index) as world:
         for seed in asked:
             await world.ask(USER, **({} if seed is None else {"seed": seed}))
@@ -56,5 +57,5 @@ def test_every_engine_takes_it(seed: int, sample: int, call: int) -> None:
 
 
 def test_it_stays_what_it_is() -> None:
-    """Whoever submits the same task to a later version wants the same seeds."""
+    """A client that submits the same task to a later version gets the same seeds."""
     assert [derived_seed(0, 0, 1), derived_seed(42, 3, 2)] == [99209766, 358580291]

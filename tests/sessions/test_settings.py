@@ -1,4 +1,4 @@
-"""What a client asks for besides its messages: what of it the engine is told, what is recorded, what is refused."""
+"""The parameters of a request besides its messages: which are sent to the engine, recorded, or refused."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_stop_token_of_the_clients_is_no_text(tmp_path: Path) -> None:
 
 
 class Plain(ScriptedEngine):
-    """An engine of somebody's that says nothing of forms."""
+    """A third party's engine that does not declare response formats."""
 
     constraints = frozenset()
 

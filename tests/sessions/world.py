@@ -1,4 +1,4 @@
-"""A conversation on a scripted engine, with a list for a store: the world of the tests about model calls."""
+"""A conversation on a scripted engine, with a list as its store, for the tests of model calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def call_markup(command: str) -> str:
 
 
 class World:
-    """One conversation, its engine, and the turns it recorded."""
+    """A conversation, its engine, and the recorded turns."""
 
     def __init__(self, new: Callable[[], Conversation], engine: ScriptedEngine, turns: list[Turn]) -> None:
         self._new = new
@@ -55,7 +55,7 @@ class World:
         self.storing = asyncio.Event()
 
     async def restart(self) -> None:
-        """Go on with a conversation that is restored from the turns, as they are stored."""
+        """Continue with a conversation that is restored from the stored turns."""
         await self.conversation.close()
         self.conversation = self._new()
         self.models = SessionModels(self.conversation)
@@ -77,7 +77,7 @@ def chat_request(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
 
 
 def picture(data: bytes) -> dict[str, Any]:
-    """A user's message of one image."""
+    """A user message with one image."""
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
@@ -127,7 +127,7 @@ async def a_world(
     async def record(turn: Turn) -> None:
         if world is not None and world.store_failure is not None:
             world.storing.set()
-            await asyncio.sleep(0.01)  # a disk takes its time
+            await asyncio.sleep(0.01)  # a disk takes some time
             raise world.store_failure
         turns.append(turn)
 

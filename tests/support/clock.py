@@ -1,4 +1,4 @@
-"""Time that a test lets pass, for what would else depend on how busy the machine is: clocks of the event loop only."""
+"""Control of the event loop's clock, for tests that would otherwise depend on how busy the machine is."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import time
 
 
 def stop_time() -> None:
-    """From now on no time passes for the running loop, but what `pass_time` lets pass."""
+    """Stop the running loop's clock; only `pass_time` moves it."""
     loop = asyncio.get_running_loop()
     now = loop.time()
-    loop.time = lambda: now  # type: ignore[method-assign]  # asyncio asks the loop for the time, wherever it does
+    loop.time = lambda: now  # type: ignore[method-assign]  # asyncio reads the time from the loop everywhere
 
 
 async def pass_time(seconds: float, *, step: float = 0.02, real_step: float = 0.0) -> None:
-    """Let so many seconds pass at once for the running loop: in small steps, each with all that is due then; in one
-    step, as when something holds the loop up. `real_step`: real seconds for each step, in which threads get on with
-    their work."""
+    """Advance the running loop's clock by `seconds`.
+
+    With small steps, all that is due in each step runs in that step. One step for all the seconds is like a loop that
+    was blocked. `real_step`: real seconds of sleep per step, in which threads can work.
+    """
     loop = asyncio.get_running_loop()
     real, ahead = loop.time, 0.0
     loop.time = lambda: real() + ahead  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A task that needs no program: its agent calls the model once, and its grade is drawn by the prompt's number."""
+"""A task that needs no program: its agent calls the model once, and its reward is fixed or drawn at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.messages import Message, Role
 
 
 class OneCall:
-    """An agent that says what it is told, after `seconds`."""
+    """An agent that makes one model call, after `seconds`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds = float(options.get("seconds", 0.0))
@@ -28,7 +28,7 @@ class OneCall:
 
 
 def grade(outcome: Outcome) -> float:
-    """The reward that the options name; else a fair coin where the task teaches something, and always 1 where not."""
+    """The reward named in the options; else a fair coin if the options have `teaches`, and always 1 if not."""
     options = outcome.task.evaluator.options
     if "reward" in options:
         return float(options["reward"])

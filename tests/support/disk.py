@@ -1,5 +1,5 @@
-"""A small disk that can be full and can lose its power: ext4 in a file, through a loop device. One has to be allowed to
-mount it."""
+"""A small disk that can be full and can lose power: ext4 in a file, mounted through a loop device, which requires the
+permission to mount."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pathlib import Path
 
 FS_IOC_SHUTDOWN = 0x8004587D
 WITHOUT_FLUSH = 2
-"""Nothing more is written to the device, the file system's own journal included: what was not synced is gone."""
+"""Nothing more is written to the device, not even the file system's own journal: all that was not synced is lost."""
 RELEASE_SECONDS = 10.0
-"""In which the processes that had files open there are gone."""
+"""Seconds within which the processes that had files open on the disk exit."""
 
 
 class Disk:
-    """Mounted at `folder`."""
+    """A disk that is mounted at `folder`."""
 
     def __init__(self, folder: Path, image: Path) -> None:
         self.folder = folder
         self._image = image
         self._lock = threading.Lock()
-        """Held while it is not mounted, and by who must not write to the folder beneath it instead."""
+        """Held while the disk is not mounted, and by writers, which must not write to the folder beneath the mount."""
 
     def lose_power(self) -> None:
-        """Lose all that was not synced. The processes that use the disk must have been killed; afterwards it is mounted
-        again, as after a restart of the machine."""
+        """Lose all that was not synced, and mount the disk again as after a restart of the machine. The processes that
+        use the disk must have been killed."""
         with self._lock:
             root = os.open(self.folder, os.O_RDONLY)
             try:
@@ -39,8 +39,8 @@ class Disk:
             finally:
                 os.close(root)
             _until_none(lambda: _run("umount", str(self.folder)))
-            # A copy, because mount namespaces of other programs may still have the file system that is shut down, and
-            # to mount the same image would then bring that one back.
+            # A copy, because mount namespaces of other programs may still hold the file system that was shut down,
+            # and mounting the same image would bring that file system back.
             copy = self._image.with_name(f"{self._image.name}.copy")
             subprocess.run(["cp", "--sparse=always", self._image, copy], check=True)
             copy.replace(self._image)
@@ -48,24 +48,25 @@ class Disk:
                 raise RuntimeError(fault)
 
     def write_names(self) -> None:
-        """Write the names of all files to the disk, but not what is in new ones, as a commit of a database does."""
+        """Write the names of all files to the disk, but not the contents of new files, as a commit of a database
+        does."""
         with (self.folder / "other").open("w") as file:
             os.fsync(file.fileno())
 
     def mount(self) -> str | None:
-        """What speaks against it, if anything."""
+        """Mount the disk. Returns the error, or None."""
         return _run("mount", "-o", "loop", str(self._image), str(self.folder))
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """There is no room on it."""
+        """Fill the disk for the length of the block."""
         big = self.folder / "big"
         with self._lock:
-            assert self.folder.is_mount()  # or the machine's own disk is filled
+            assert self.folder.is_mount()  # otherwise the machine's own disk would be filled
             with suppress(OSError), big.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 20))
-            # The last bytes, too: a file system gives whole pages.
+            # The last bytes, too: the file system wrote whole pages so far.
             with suppress(OSError), big.open("ab", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
@@ -78,7 +79,8 @@ class Disk:
 
 @contextmanager
 def a_disk(folder: Path, mib: int) -> Iterator[Disk | None]:
-    """A disk of `mib` MiB at `folder`, which is made. None where the machine allows none: it is a plain folder then."""
+    """A disk of `mib` MiB at `folder`, which is created. None where the machine cannot mount one: `folder` is then a
+    plain folder."""
     folder.mkdir()
     image = folder.with_name(f"{folder.name}.ext4")
     with image.open("wb") as file:
@@ -105,7 +107,7 @@ def _until_none(look: Callable[[], str | None]) -> None:
 
 
 def _run(*command: str) -> str | None:
-    """What the command said, if it failed."""
+    """Run a command. Returns its output if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""An embedded engine over the shipped policy, as tests want it."""
+"""An embedded engine over the shipped policy, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 TOKENIZER = Tokenizer.load(POLICY)
 EPISODE = Episode("maple", "jade", "Where is maple?")
 DIALOGUE = encode(TOKENIZER, Script.load().read(EPISODE, "maple", "jade"))[0]
-"""A whole dialogue of the demo task, as ids."""
+"""The token ids of a whole dialogue of the demo task."""
 PROMPT = TOKENIZER.encode(Script.load().prompt(EPISODE.question))
 
 
@@ -33,7 +33,7 @@ async def running(**options: Any) -> AsyncGenerator[EmbeddedEngine, None]:
 
 
 def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
-    """A greedy request of 16 tokens, unless said otherwise."""
+    """A request, by default greedy and of 16 tokens."""
     return GenerateRequest(
         request_id="request",
         session_key="session",
@@ -43,7 +43,7 @@ def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
 
 
 async def everything(chunks: AsyncIterable[Chunk]) -> Chunk:
-    """A stream as one chunk."""
+    """Join the chunks of a stream."""
     ids: list[int] = []
     logprobs: list[float] = []
     async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Virtual environments as `python -m venv` makes them, in no time: nothing is run."""
+"""Virtual environments like those of `python -m venv`, written at once: nothing is run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERPRETER = Path(os.path.realpath(sys.executable))
 
 
 def environment(folder: Path, python: Path = INTERPRETER, version: str = OURS) -> Path:
-    """Make one of that interpreter, in a folder that does not exist yet; its folder of packages."""
+    """Make a virtual environment of `python` in a folder that does not exist yet. Returns its folder of packages."""
     packages = folder / "lib" / version / "site-packages"
     packages.mkdir(parents=True)
     (folder / "bin").mkdir()
@@ -22,7 +22,7 @@ def environment(folder: Path, python: Path = INTERPRETER, version: str = OURS) -
 
 
 def program(path: Path, interpreter: Path | str, text: str) -> None:
-    """Write a script that can be executed."""
+    """Write an executable script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)

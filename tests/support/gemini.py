@@ -1,4 +1,4 @@
-"""Heads and bodies of Google calls, and what a client makes of a reply, for the tests of that dialect."""
+"""Heads and bodies of Google calls, and a client's reading of replies, for the tests of that dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that joins a service over a WebSocket, and says whatever a test has it say."""
+"""A node that joins a service over a WebSocket and sends whatever a test tells it to send."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hello(**fields: Any) -> NodeHello:
 
 
 def report(capacity: int = 8, **fields: Any) -> Report:
-    """A node with so much room."""
+    """The report of a node with this capacity."""
     lane = LaneStats(name="run", size=capacity, in_use=0, waiting=0, served=0, waited_seconds=0.0)
     resources = ResourceStats(cpus=CAPACITY.cpus, memory_mb=CAPACITY.memory_mb)
     stats: dict[str, Any] = {"name": "x", "sessions": 0, "capacity": capacity, "lanes": (lane,), "resources": resources}
@@ -50,7 +50,8 @@ def report(capacity: int = 8, **fields: Any) -> Report:
 
 
 class HostileNode:
-    """`received`: the pieces that it says it has; by default those that came."""
+    """A node whose messages are written by the test. `received`: the number of pieces that the node claims to have
+    received, by default the true number."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self.websocket = websocket
@@ -60,7 +61,7 @@ class HostileNode:
     @classmethod
     @asynccontextmanager
     async def joined(cls, url: str, name: str = "bad", *, capacity: int = 8, ready: bool = True) -> AsyncIterator[Self]:
-        """It has joined and has room for sessions, unless it is not to be ready."""
+        """A node that has joined and, unless `ready` is false, has room for sessions."""
         async with cls.dialled(url, name) as node:
             await node.send_bytes(encode(hello()))
             WELCOME.decode(await node.receive_bytes())
@@ -71,7 +72,7 @@ class HostileNode:
     @classmethod
     @asynccontextmanager
     async def dialled(cls, url: str, name: str = "bad", **options: Any) -> AsyncIterator[Self]:
-        """It has a connection, and has said nothing."""
+        """A node that is connected and has sent nothing."""
         async with (
             aiohttp.ClientSession() as session,
             session.ws_connect(f"{url}/v1/nodes/{name}/join", max_msg_size=0, **options) as websocket,
@@ -82,7 +83,7 @@ class HostileNode:
         await self.websocket.send_bytes(data)
 
     async def receive_bytes(self) -> bytes:
-        """Raises Ended."""
+        """Receive one binary message. Raises Ended."""
         message = await self.websocket.receive()
         if message.type is not aiohttp.WSMsgType.BINARY:
             raise Ended(self.websocket.close_code, message.extra or "")
@@ -98,7 +99,7 @@ class HostileNode:
                 await self.send_bytes(head + frame[start : start + PIECE])
 
     async def hear(self) -> Any:
-        """The next message of the service. Raises Ended."""
+        """Return the next message of the service. Raises Ended."""
         while True:
             data = await self.receive_bytes()
             self.received += 1
@@ -114,7 +115,7 @@ class HostileNode:
         return message
 
     async def ended(self) -> Ended:
-        """How the service ends the connection."""
+        """Read until the service closes the connection, and return the Ended."""
         try:
             while True:
                 await self.hear()

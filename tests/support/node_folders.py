@@ -1,4 +1,4 @@
-"""A temporary folder of a test's own in the place of the system's, and what killed nodes leave in it."""
+"""A test's own temporary folder in place of the system's, and the folders that killed nodes leave in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def dead_folder(temporary: Path, name: str) -> Path:
-    """What a killed node leaves: a folder whose lock nobody holds."""
+    """Make the folder that a killed node leaves: its lock is free."""
     folder = temporary / name
     (folder / "s-1-1").mkdir(parents=True)
     (folder / LOCK).touch()

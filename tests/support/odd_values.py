@@ -1,4 +1,4 @@
-"""Puts values that cannot be into messages that may be sent, for tests of what other programs say."""
+"""Puts invalid values into valid messages, for tests of messages from other programs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from math import nan
 from typing import Any
 
 ODD: list[Any] = [None, True, -1, 2**63, 1e308, nan, "", "x" * 300, "../../x", b"", b"123", [], {}, [[]] * 50, {"": 1}]
-"""Values that are put in the place of others."""
+"""Values that replace others."""
 
 
 def mutated(thing: Any, at: int, odd: Any) -> Any:
-    """The thing with one of its values replaced: the one of that number, counted through all levels."""
+    """A copy of `thing` with one value replaced by `odd`: value number `at`, counted through all levels."""
     count = at
 
     def walk(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests again as an ordinary user of this machine, where the tests themselves are run by root."""
+"""Runs tests again as an unprivileged user of this machine, where the tests themselves run as root."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def ordinary_user(*readable: str | Path) -> Iterator[str]:
-    """A user of its own for as long as the block lasts, who can read these files; else the test is skipped."""
+    """A new user for the length of the block, who can read these files. Skips the test if that is impossible."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user already")
     remove = ["userdel", "--remove", USER]
-    subprocess.run(remove, capture_output=True, check=False)  # a run that was killed may have left it
+    subprocess.run(remove, capture_output=True, check=False)  # a killed run may have left the user
     subprocess.run(["useradd", "--create-home", USER], check=True, capture_output=True)
     try:
         for path in (__file__, *readable):
@@ -39,8 +39,8 @@ def ordinary_user(*readable: str | Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]]:
-    """The command of an interpreter that has our packages, run as `user`, by the program that stands `before` it, with
-    this environment. It is the portable one, as ours may be in a folder of root's own."""
+    """The command of an interpreter that has our packages, run as `user` by the program `before` with this environment.
+    The interpreter is the portable one, because ours may be in a folder that only root can read."""
     with tempfile.TemporaryDirectory(prefix="outrider-user-") as shared:
         os.chmod(shared, 0o755)
         python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True) / "bin/python3"
@@ -59,15 +59,15 @@ def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]
 
 
 def find_own_libraries(python: Path) -> None:
-    """A program looks for libraries where it was told to when it was linked, which may be a folder of root's own: let
-    this copy look beside itself. So it needs no loader before it, and can be started as `sys.executable`."""
+    """Make this copy of Python find its libraries beside itself, so that it needs no loader and can be started as
+    `sys.executable`. The path that was linked in may be a folder that only root can read."""
     told, beside = f"\0{sysconfig.get_config_var('LIBDIR')}\0".encode(), b"\0$ORIGIN/../lib\0"
     if len(beside) <= len(told):
         python.write_bytes(python.read_bytes().replace(told, beside.ljust(len(told), b"\0")))
 
 
 def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:
-    """What pytest printed, which this interpreter ran."""
+    """Run tests with this interpreter and return pytest's output."""
     command = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
     command += [str(ROOT / "tests" / test) for test in tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)

@@ -1,4 +1,4 @@
-"""A service whose engine takes images, and an agent that shows it some in any dialect."""
+"""A service whose engine takes images, and an agent that sends images in any dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADDRESS = "https://example.org/there.png"
 SAID = "seen"
 PAGES = {"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
 CONVERSATION = (([1, 2, 3], [7, 8]), ([1, 2, 3, 7, 8, 4, 5], [9]))
-"""Prompt and output ids of two turns, the second of which goes on from the first."""
+"""Prompt and output ids of two turns; the second continues the first."""
 
 _BASE64 = base64.b64encode(PNG).decode()
 _DATA_URL = f"data:image/png;base64,{_BASE64}"
@@ -54,7 +54,8 @@ def _gemini(shown: Sequence[str]) -> dict[str, Any]:
 
 
 def bodies(dialect: str) -> list[dict[str, Any]]:
-    """Two requests of one conversation: a user shows PNG; then, behind the reply, PNG again and what is at ADDRESS."""
+    """Two requests of one conversation: the user sends PNG, then, after the reply, PNG again and the image at
+    ADDRESS."""
     first, again = [_DATA_URL], [_DATA_URL, ADDRESS]
     said = {"role": "assistant", "content": SAID}
     match dialect:
@@ -71,7 +72,7 @@ def bodies(dialect: str) -> list[dict[str, Any]]:
 
 
 def result_body(dialect: str) -> dict[str, Any]:
-    """A request in which PNG is the result of a tool, as a screenshot is."""
+    """A request in which PNG is the result of a tool call, as a screenshot is."""
     match dialect:
         case "chat":
             call = {"id": "call_1", "type": "function", "function": {"name": "screenshot", "arguments": "{}"}}
@@ -107,15 +108,15 @@ COUNTED = "/v1/messages/count_tokens"
 
 
 class Shower:
-    """An agent that makes the calls of `bodies` over HTTP, or that of `result_body`; one that is not answered with 200
-    is an error."""
+    """An agent that makes the calls of `bodies` over HTTP, or the call of `result_body`. Any status but 200 is an
+    error."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dialect: str = options["dialect"]
         self._bodies = [result_body(self._dialect)] if options.get("result") else bodies(self._dialect)
 
     async def init(self, context: HarnessContext) -> None:
-        """It needs nothing in the sandbox."""
+        """Nothing: the agent needs nothing in the sandbox."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         async with aiohttp.ClientSession() as http:
@@ -128,7 +129,7 @@ class Shower:
 
 
 def seen_by_the_grader(outcome: Outcome) -> float:
-    """How many of the images in the transcript it is given with their bytes."""
+    """The number of images in the transcript whose bytes reached the grader."""
     return sum(image.data == PNG for message in outcome.transcript for image in images_in(message))
 
 
@@ -154,7 +155,8 @@ def _answer(prompt: list[int], output: list[int], *, captured: bool) -> Answer:
 async def picture_service(
     tmp_path: Path, *, sessions: int = 1, captured: bool = True
 ) -> AsyncIterator[tuple[Service, str, Upstream]]:
-    """The service, its URL and what its engine was asked. So many sessions get answers, one after another."""
+    """The service, its URL and its upstream, which records requests. It has responses for so many sessions in
+    sequence."""
     answers = [_answer(*ids, captured=captured) for ids in CONVERSATION] * sessions
     async with upstream(*answers, pages=PAGES) as (server_url, server):
         engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": captured})

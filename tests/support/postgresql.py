@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, in a new folder, over a Unix socket, run by an ordinary user."""
+"""A PostgreSQL server for the tests, in a new folder, over a Unix socket, run by an unprivileged user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 USER = "outrider"
 READY = "database system is ready to accept connections"
 SETTINGS = {
-    "fsync": "off",  # a server that is killed loses nothing by it, only one whose machine stops
+    "fsync": "off",  # killing the server loses nothing without fsync; only a crash of the machine would
     "shared_buffers": "16MB",
     "max_connections": "50",
     "autovacuum": "off",
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 class PostgresqlServer:
-    """`start` and `kill` it as often as wanted; the databases stay."""
+    """A server that can be started and killed any number of times. Its databases stay."""
 
     def __init__(self, programs: Path, folder: Path, settings: dict[str, str]) -> None:
         self._programs = programs
@@ -43,7 +43,7 @@ class PostgresqlServer:
         self._run("initdb", "--no-sync", "--username", USER, "--auth=trust", "--encoding=UTF8", "--locale=C", "data")
 
     def start(self) -> None:
-        """Call it in the main thread: the server ends with the thread that has started it."""
+        """Start the server. Call this in the main thread: the server is killed when the thread that started it ends."""
         settings = [f"-c{name}={value}" for name, value in self._settings.items()]
         command = [*self._command("postgres"), "-D", "data", *settings]
         while True:
@@ -57,17 +57,17 @@ class PostgresqlServer:
                 if READY in line:
                     return
             self.kill()
-            # The processes of a killed server end a moment after it.
+            # The child processes of a killed server end a moment after the server.
             assert "still in use" in "".join(lines), "".join(lines)
 
     @property
     def pid(self) -> int:
-        """Of the server's first process."""
+        """Process id of the server's first process."""
         assert self._process is not None
         return self._process.pid
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End it: SIGKILL as a crash does, SIGINT as an operator who waits for no client."""
+        """Stop the server: SIGKILL is a crash, SIGINT is an operator's stop that does not wait for clients."""
         assert self._process is not None
         self._process.send_signal(number)
         self._process.wait()
@@ -75,7 +75,7 @@ class PostgresqlServer:
 
     @staticmethod
     def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
-        """Read the log to its end: a server whose log is not read stops."""
+        """Read the log to its end: a server whose log is not read blocks."""
         assert process.stderr is not None
         with process.stderr as log:
             for line in log:
@@ -88,14 +88,15 @@ class PostgresqlServer:
 
     @property
     def data(self) -> Path:
-        """The folder of its files."""
+        """The folder of the server's files."""
         return self._folder / "data"
 
     def url(self, database: str) -> str:
         return f"postgresql://{USER}@/{database}?host={self._folder}"
 
     async def new_database(self) -> str:
-        """The URL of an empty database, which was that of the test before: to make one takes 300 files."""
+        """Return the URL of an empty database. One database is emptied and reused, because creating one writes 300
+        files."""
         if not await self.execute("SELECT 1 FROM pg_database WHERE datname = 'test'"):
             await self.execute("CREATE DATABASE test")
         await self.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'test'")
@@ -117,20 +118,21 @@ class PostgresqlServer:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _command(self, program: str) -> list[str]:
-        """As an ordinary user, because the server refuses to be run by root; it does not outlive the tests."""
+        """The command of a program, run as an unprivileged user because the server refuses root, and killed with the
+        tests."""
         user = ["--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
         return ["setpriv", *user, "--pdeathsig=KILL", str(self._programs / program)]
 
 
 def programs() -> Path | None:
-    """The folder of the newest version's programs."""
+    """The folder of the newest installed version's programs."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     return found[-1].parent if found else None
 
 
 @contextmanager
 def postgresql_server(settings: dict[str, str] = SETTINGS) -> Iterator[PostgresqlServer]:
-    """A started server; the test is skipped where there is none."""
+    """A started server. Skips the test on machines without PostgreSQL."""
     folder = programs()
     if folder is None:
         pytest.skip("no PostgreSQL server here (Debian and Ubuntu: apt-get install postgresql)")

@@ -1,6 +1,6 @@
-"""The scripted engine with a record of what it was given and gave.
+"""The scripted engine with a record of its prompts and outputs.
 
-Invariant: the record is the engine's, made before anybody reads what it gave.
+Invariant: each record is made by the engine before any reader receives the chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.trajectory import FinishReason, Ids, pack_ids, pack_logprobs
 
 
 class Given(msgspec.Struct):
-    """One generation by the engine's own account. `prompt` and `sampled` are ids."""
+    """One generation by the engine's own record. `prompt` and `sampled` are ids."""
 
     prompt: Ids
     version: int
@@ -25,17 +25,17 @@ class Given(msgspec.Struct):
     finish: FinishReason | None = None
 
     def packed(self) -> tuple[bytes, bytes, bytes]:
-        """Prompt, output and log-probabilities, as turns have them."""
+        """Prompt, output and log-probabilities, packed as in turns."""
         return pack_ids(self.prompt), pack_ids(self.sampled), pack_logprobs(self.logprobs)
 
     def leads_to(self, other: Given) -> bool:
-        """Whether the other's prompt begins with all of this one's ids."""
+        """Whether the other prompt begins with all ids of this generation."""
         whole = [*self.prompt.tolist(), *self.sampled]
         return bool(other.prompt[: len(whole)].tolist() == whole)
 
 
 class RecordingEngine(ScriptedEngine):
-    """The scripted engine, with a record of every generation in the order in which they began."""
+    """The scripted engine, with a record of every generation in the order of their starts."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

@@ -1,4 +1,4 @@
-"""The policy's forward pass written a second time: unfused, uncached, one sequence, straight from the papers."""
+"""The policy's forward pass, implemented a second time: unfused, uncached, one sequence, straight from the papers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ReferenceLlama:
-    """Weights as published, in float64 so that all the error measured is the engine's own."""
+    """The published weights in float64, so that all the error measured is the engine's."""
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         self.config = json.loads((folder / "config.json").read_text())

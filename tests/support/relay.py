@@ -19,12 +19,12 @@ from outrider.testing.engine_servers.app import serving
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 ROUNDS = 5
-"""More rounds of the event loop than asyncio takes from accepting a connection to telling of it."""
+"""More rounds of the event loop than asyncio takes from accepting a connection to reporting it."""
 
 
 @asynccontextmanager
 async def relay_served(engine: RelayEngine) -> AsyncIterator[str]:
-    """The URL for the engine's workers. At the end their connections are cut, as by a service that is killed."""
+    """The URL for the engine's workers. At the end their connections are cut, as when a service is killed."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
@@ -36,14 +36,15 @@ async def relay_served(engine: RelayEngine) -> AsyncIterator[str]:
 
 
 class CuttingProxy:
-    """Forwards TCP connections to `target`. Each of the first `cuts` connections is cut after a random number of bytes
-    below `most`, both directions together, at whatever place of a message that is. While `closed`, it accepts none."""
+    """A proxy that forwards TCP connections to `target`. Each of the first `cuts` connections is cut after a random
+    number of bytes below `most`, in both directions at once, possibly within a message. While `closed`, it accepts
+    none."""
 
     def __init__(self, target: str, *, cuts: int = 0, most: int = 1, seed: int = 0) -> None:
         self.target = target
         self.closed = False
         self.made = 0
-        """Connections cut."""
+        """Number of connections that were cut."""
         self._left = cuts
         self._most = most
         self._random = random.Random(seed)
@@ -57,21 +58,21 @@ class CuttingProxy:
                 task = group.create_task(self._forward(reader, writer))
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
-                # Not in the task, of which nothing runs if it is cancelled at once.
+                # A callback, because a task that is cancelled at once runs none of its own code.
                 task.add_done_callback(lambda _: writer.transport.abort())
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             try:
                 yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             finally:
-                for _ in range(ROUNDS):  # asyncio loses a connection that its server closes under
+                for _ in range(ROUNDS):  # asyncio loses a connection that is accepted while its server closes
                     await asyncio.sleep(0)
                 server.close()
                 await self.cut()
-                await asyncio.sleep(0)  # what was aborted closes in the next round
+                await asyncio.sleep(0)  # aborted connections close in the next round
 
     async def cut(self) -> None:
-        """Cut all connections that there are."""
+        """Cut all open connections."""
         while self._open:
             for task in self._open:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""The Responses dialect in tests: requests in short form, streams read back, and what clients echo of a reply."""
+"""The Responses dialect in tests: requests in short form, readers of streams, and replies as clients send them back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse(memory: Memory | None = None, **fields: Any) -> ModelRequest:
 
 
 def read(*items: Any, **fields: Any) -> list[Message]:
-    """The messages that these items are read as."""
+    """The messages that these items are parsed to."""
     return messages_of(parse(input=list(items), **fields))
 
 
@@ -69,14 +69,14 @@ def completion(
 
 
 def replied(request: ModelRequest, done: Completion) -> dict[str, Any]:
-    """The one-piece reply, accepted by the official client's strict types."""
+    """The non-streamed reply, checked against the official client's strict types."""
     whole: dict[str, Any] = json.loads(DIALECT.reply(request, done))
     Response.model_validate(whole, strict=True)
     return whole
 
 
 def streamed(request: ModelRequest, done: Completion, steps: Sequence[Delta] | None = None) -> list[dict[str, Any]]:
-    """The events of the same call; the reply comes in one step unless others are given."""
+    """The events of the same call, streamed. The reply comes in one step unless `steps` are given."""
     if steps is None:
         steps = [Delta(text=done.reply.content, reasoning=done.reply.reasoning or "")]
     writer = DIALECT.stream(request)
@@ -86,7 +86,8 @@ def streamed(request: ModelRequest, done: Completion, steps: Sequence[Delta] | N
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, each named by its type, numbered one by one and of a type the official client knows."""
+    """The events of a stream. Checks that each is named by its type, numbered in order and known to the official
+    client."""
     *blocks, rest = stream.decode().split("\n\n")
     assert rest == ""
     found: list[Any] = []
@@ -103,7 +104,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 
 def echo(output: Sequence[dict[str, Any]], reasoning: str = "keep", *, ids: bool = True) -> list[dict[str, Any]]:
-    """A reply's items as clients send them back: arguments written anew; reasoning kept, dropped ("drop") or only
+    """A reply's items as clients send them back: arguments re-serialized; reasoning kept, dropped ("drop") or only
     sealed ("sealed"); with or without the items' ids and states."""
     echoed = []
     for item in output:

@@ -14,7 +14,7 @@ from outrider.spec import RuntimeSpec
 
 @asynccontextmanager
 async def process_sandbox(folder: Path) -> AsyncIterator[Runtime]:
-    """Running, below `folder`; stopped at the end."""
+    """A running sandbox below `folder`, which is stopped at the end."""
     directory = folder / "sandbox"
     directory.mkdir()
     async with Host(folder) as host:

@@ -1,6 +1,6 @@
-"""A task whose agent needs no program: its sessions are told apart by the order in which they start.
+"""A task whose agent needs no program, and whose sessions are numbered in the order in which they start.
 
-The task's name counts them: the options say what the first, second, ... of the sessions of that name do.
+Sessions are counted per task name; the options list the behaviour of the first, second, ... session of that name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from outrider.messages import Message, Role
 
 
 class Scribe:
-    """An agent that makes two model calls. Those of `fails` raise; those of `rewrites` then change what was said first,
-    which gives them a second row; `seconds` is how long each of the first ones takes."""
+    """An agent that makes two model calls. Sessions in `fails` raise. Sessions in `rewrites` make a third call with
+    another first reply in the history, which gives them a second row. `seconds` is how long each of the first sessions
+    takes."""
 
     started: ClassVar[Counter[str]] = Counter()
 
@@ -45,7 +46,7 @@ class Scribe:
 
 
 def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward of its number, the last one again and again; those of turns and rows are the same for all."""
+    """The reward of the session's number (the last reward repeats). Rewards of turns and rows are the same for all."""
     number = int(outcome.harness.answer or 0)
     options = outcome.task.evaluator.options
     rewards = options["rewards"]
@@ -67,7 +68,7 @@ def scribe_task(
     turns: Mapping[str, float] | None = None,
     rows: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The name must be the test's own. A session that fails is not tried again."""
+    """A task for `Scribe`. The name must be the test's own. A session that fails is not retried."""
     options = {"name": name, "fails": list(fails), "rewrites": list(rewrites), "seconds": list(seconds)}
     return {
         "harness": {"agent": "support.scribe:Scribe", "options": options},

@@ -1,4 +1,4 @@
-"""A live service on the scripted engine, listening on a free port, for tests of whatever is above it."""
+"""A live service on the scripted engine, listening on a free port, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ RENDERER = "qwen3"
 
 
 def call(command: str, *, tool: str = "bash", argument: str = "command") -> str:
-    """A reply that calls a tool, as the model says it."""
+    """A reply that calls a tool, in the model's syntax."""
     return f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": "{command}"}}}}\n</tool_call>{END}'
 
 
 def say(text: str) -> str:
-    """A reply in plain words, as the model says it."""
+    """A reply in plain text, as the model generates it."""
     return f"{text}{END}"
 
 
 def scripted_engine(tmp_path: Path, replies: Sequence[str | dict[str, Any]], **options: Any) -> ScriptedEngine:
-    """An engine to hand to `running_service`, for tests that stall, kill or question it."""
+    """An engine for `running_service`, for tests that stall, kill or inspect the engine."""
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
     return ScriptedEngine(
         EngineOptions(name="scripted", tokenizer=tokenizer, options={"replies": list(replies)} | options)

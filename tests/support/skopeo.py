@@ -1,4 +1,4 @@
-"""A script in place of skopeo, whose registry has one image."""
+"""A script that replaces skopeo; its registry has one image."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rootfs.archives import as_folder, oci_files
 
 
 def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
-    """Put it first in the PATH, and make this test's images its own. It knows `registry/x`, and takes `seconds` for
-    it. Returns what tells which references were asked for."""
+    """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, and
+    it takes `seconds` to answer. Returns a function that lists the references requested."""
     layout = as_folder(oci_files(), folder / "layout")
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"

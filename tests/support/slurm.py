@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine, with keys, ports and folders of its own. It is root's."""
+"""A Slurm cluster of two nodes on this machine, with keys, ports and folders of its own. Requires root."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PartitionName=tests Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A cluster that runs. `environment` is what its programs need, beside the present one."""
+    """A running cluster. `environment` is what Slurm's programs need besides the present environment."""
 
     folder: Path
 
@@ -60,27 +60,27 @@ class Slurm:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *words: str) -> str:
-        """What a program of Slurm prints."""
+        """Run a program of Slurm and return its output."""
         environment = {**os.environ, **self.environment}
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
     def states(self) -> dict[str, str]:
-        """The jobs that have not ended, each with its state."""
+        """The jobs that have not ended, by id, with their states."""
         rows = self.run("squeue", "--noheader", "--format=%i %T").splitlines()
         return dict(row.split(maxsplit=1) for row in rows)
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Slurm]:
-    """A cluster for as long as the block lasts. The test is skipped where there can be none."""
+    """A cluster for the length of the block. Skips the test on machines that cannot run Slurm."""
     if os.geteuid() != 0:
         pytest.skip("only root can start a Slurm")
     for program in PROGRAMS:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: `.ci/sandboxes` installs Slurm")
-    # In a folder with a short name that all may enter: munge wants that of its socket's.
+    # A folder with a short name that all users may enter: munge requires this of its socket's folder.
     folder = Path(tempfile.mkdtemp(prefix="or-slurm-"))
     folder.chmod(0o755)
     started: list[subprocess.Popen[bytes]] = []
@@ -125,7 +125,7 @@ def _start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait(cluster: Slurm, daemons: dict[str, list[str]], started: list[subprocess.Popen[bytes]]) -> None:
-    """Until both nodes are idle."""
+    """Wait until both nodes are idle."""
     end = time.monotonic() + START_SECONDS
     environment = {**os.environ, **cluster.environment}
     words = ["timeout", "5", "sinfo", "--noheader", "--Node", "--partition=tests", "--format=%t"]

@@ -1,4 +1,4 @@
-"""A root file system of a few of this host's own programs: nothing is downloaded, and there is no Python in it."""
+"""A root file system of a few programs of this host, with no Python. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDERS = ("dev", "etc", "home", "proc", "root", "run", "sys", "tmp", "usr/bin",
 
 
 def small_root(folder: Path) -> Path:
-    """Make it in a folder that does not exist yet."""
+    """Make the file system in a folder that does not exist yet."""
     for name in FOLDERS:
         (folder / name).mkdir(parents=True)
     (folder / "bin").symlink_to("usr/bin")
@@ -34,7 +34,7 @@ def copy(source: str, target: Path) -> None:
 
 
 def libraries(program: str) -> list[str]:
-    """By the names that the program asks for them: lines are `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`."""
+    """The paths of a program's libraries. Lines of ldd are `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`."""
     told = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     paths = [line.split("=>")[-1].split("(")[0].strip() for line in told.splitlines()]
     return [path for path in paths if path.startswith("/")]

@@ -1,4 +1,4 @@
-"""An engine whose tokens say which policy version sampled them, for tests of weight updates."""
+"""An engine whose tokens show which policy version sampled them, for tests of weight updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 
 
 class StampingEngine:
-    """`Engine`, `SetsVersion` and `LoadsWeights`. A reply is `length` letters, each the letter of the version that
-    sampled it (a for 0), and the end token. How far a reply has come is read from the prompt, as a model would, so one
-    that is continued comes out as long as any other.
+    """Implements `Engine`, `SetsVersion` and `LoadsWeights`.
 
-    `labels` says whether it reports spans. `hold` stops all generations once so many tokens were sampled in all, until
-    `release`. `fails` names operations ("pause", "update_weights", "set_version", "resume") and what they raise.
+    A reply is `length` letters, each the letter of the version that sampled it (a for 0), and the end token. The
+    progress of a reply is read from the prompt, as by a model, so a continued reply is as long as any other.
+
+    `labels`: whether the engine reports spans. `hold` stops all generations once so many tokens were sampled in all,
+    until `release`. `fails` maps operations ("pause", "update_weights", "set_version", "resume") to the errors they
+    raise.
     """
 
     mode = TokenMode.TOKENS
@@ -124,7 +126,7 @@ class StampingEngine:
         self._notify()
 
     def restart(self, *, version: int = 0) -> None:
-        """As a process that lost what it had loaded."""
+        """Restart like a process that lost its loaded weights."""
         self._down, self.version = False, version
         self._gate.open()
 

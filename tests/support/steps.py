@@ -1,4 +1,4 @@
-"""Runs a computation that comes in pieces, all of it at once."""
+"""Runs all steps of a stepwise computation at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def run_inline(steps: Steps[T]) -> T:
-    """The result of all steps, run in this thread."""
+    """Run all steps in this thread and return the result."""
     while True:
         try:
             next(steps)

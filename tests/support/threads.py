@@ -1,4 +1,4 @@
-"""A thread that is slow to tell: what it was to do is done, and nobody knows yet."""
+"""Thread pools whose report of finished work is delayed: the work is done, but its waiter does not see that yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 
 class Late(ThreadPoolExecutor):
-    """The `number`th piece of work is told to be over once `go` is set; `done` is set when it is."""
+    """The completion of the `number`th piece of work is reported once `go` is set; `done` is set when the work is
+    done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(2)
@@ -36,7 +37,8 @@ def _at_once(work: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 async def cancelled_late(work: Coroutine[Any, Any, object], *, number: int = 1) -> bool:
-    """Run, and cancel when what its `number`th thread does is done, but not told. Whether it was cancelled."""
+    """Run `work` and cancel it when its `number`th thread is done but not yet reported. Returns whether it was
+    cancelled."""
     loop, late = asyncio.get_running_loop(), Late(number)
     loop.set_default_executor(late)
     async with asyncio.TaskGroup() as group:

@@ -40,7 +40,8 @@ TEXT = (
 def make_tokenizer(
     special_tokens: Sequence[str] = SPECIAL_TOKENS, text: Sequence[str] = TEXT, vocab_size: int = 512
 ) -> tokenizers.Tokenizer:
-    """Every byte is a token, so any text encodes; special tokens have ids from 0 in the order given."""
+    """Make a tokenizer in which every byte is a token, so that any text encodes. Special tokens have ids from 0, in
+    order."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -61,20 +62,20 @@ def make_tokenizer(
 
 @cache
 def _written() -> tuple[str, Tokenizer]:
-    """The file, and one that is loaded: those that are loaded later have its encoder."""
+    """The text of tokenizer.json, and a loaded tokenizer, which is kept because later loads reuse its encoder."""
     backend = make_tokenizer()
     return backend.to_str(pretty=True), Tokenizer(backend, name_or_path="kept", settings={})
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write tokenizer.json into `folder`, which is made where missing; returns the folder."""
+    """Write tokenizer.json into `folder`, which is created if missing. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_written()[0], encoding="utf-8")
     return folder
 
 
 def write_other_tokenizer(folder: Path) -> Path:
-    """Another model's: the same special tokens with other ids, and other tokens of text."""
+    """Write another model's tokenizer: the same special tokens with other ids, and other text tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_tokenizer(SPECIAL_TOKENS[::-1], ("a judge's verdict: the argument is good, the score is high",), 320)
     (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A call's head, for tests that read a body and care for nothing around it."""
+"""The head of a call, for tests that only read its body."""
 
 from __future__ import annotations
 

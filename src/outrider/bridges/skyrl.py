@@ -41,13 +41,14 @@ class SkyRLSettings(BridgeSettings):
 
 
 class OutriderGenerator:
-    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings, overridden by $OUTRIDER_SKYRL.
+    """A SkyRL generator over a service. `generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings,
+    overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories` a trajectory gives a row for each branch that trains, the main conversation's last.
     Without, it gives only the main conversation's row. SkyRL cannot leave a trajectory out. So, as in SkyRL's own
-    Harbor example, all rows of an instance with a failed trajectory are placeholders of one token, which do not train.
-    In an evaluation only the failed trajectories are placeholders, with reward 0. `outrider/failed_trajectories` counts
-    them.
+    Harbor example, all rows of an instance with a failed trajectory are placeholders of one token, which do not
+    train. In an evaluation only the failed trajectories are placeholders, with reward 0.
+    `outrider/failed_trajectories` counts them.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -161,7 +162,8 @@ class _Output:
         self._trained: list[Trajectory] = []
 
     def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
-        # In SkyRL's terms: "stop" if the agent ended by itself, "length" if tokens ran out.
+        # SkyRL's reasons: "stop" if the agent ended by itself, "length" if tokens ran out. Other limits keep our
+        # names.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):

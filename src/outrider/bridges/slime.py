@@ -92,7 +92,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     if evaluation:
         return generate_rollout_async(args, rollout_id, data_source, evaluation)
     prompts = _Prompts(args, bridge.settings, data_source)
-    # With max_age 0 the sampler submits nothing between the end of the batch and its own.
+    # With max_age 0 the sampler submits nothing between the end of the batch and the call of `stop`.
     with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
         batch = bridge.client.run(sampler.batch())
         bridge.client.run(sampler.stop())
@@ -193,7 +193,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel the groups that run between rollouts for a data source, as the exit of the process does, too."""
+    """Cancel the groups that run between rollouts for a data source. The exit of the process does the same."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
@@ -409,7 +409,7 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates slime takes each n consecutive samples as one prompt's.
+            # For pass rates slime takes each n consecutive samples as those of one prompt.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
             raise errors[0]

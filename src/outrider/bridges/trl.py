@@ -85,7 +85,7 @@ class StepStats(msgspec.Struct, kw_only=True):
         batch, kept or not. kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: by how many versions the tokens that train are older than the policy in training.
     waited: seconds for which the trainer waited for the batch.
-    left_out_rows, left_out_tokens: rows that train and are not in the batch, because a session has one row there.
+    left_out_rows, left_out_tokens: rows that train and are not in the batch, which has one row for each session.
     empty_rows: rows without a token that trains.
     errors: sessions of the batch that failed. drift_tokens: ids that an engine reported differently.
     logprob_gap: largest difference between a token's recorded log-probability and the trainer's, computed with the

@@ -87,7 +87,7 @@ class Address(NamedTuple):
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
     """An output with a reward for each of its response ids. Otherwise the V1 trainer would give the score of a
-    session's last output to all of them, at their last ids, as the V0 trainer still does."""
+    session's last output to all outputs of the session, at their last ids, as the V0 trainer still does."""
 
     token_rewards: list[float]
 

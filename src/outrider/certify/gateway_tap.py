@@ -23,8 +23,8 @@ EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Opens a connection to the socket `behind` for each accepted connection. `in_time` are the `words` that were sent
-    to a client while `wait_until_sent` waited for them; `streams` is true once any reply was an event stream."""
+    """Opens a connection to the socket `behind` for each accepted connection. `in_time` are the `words` for which
+    `wait_until_sent` has returned true; `streams` is true once any reply was an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False

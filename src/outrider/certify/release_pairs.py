@@ -91,7 +91,8 @@ def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
     """Return the tasks, for the namespace runtime of this machine. Blocks, for minutes the first time; `note` is called
-    with a line before that. Raises InvalidField if swebench, pip or the namespace runtime is missing."""
+    with a line before that. Raises InvalidField if swebench, pip or the namespace runtime is missing, and ServiceError
+    if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)

@@ -34,8 +34,8 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
 
 def _started_threads() -> ThreadPoolExecutor:
     """Return the thread pool for blocking calls, with all threads started. Python would start each thread when it is
-    first needed. At a limit of threads that start fails, and another thread may still make the call later. Raises
-    RuntimeError."""
+    first needed. At a limit on threads that start fails, but the call is queued already, and another thread may still
+    make it later. Raises RuntimeError."""
     number = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio's own executor has
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)
@@ -50,8 +50,8 @@ def _started_threads() -> ThreadPoolExecutor:
 
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
-    """Bound the delays of the event loop by the garbage collector and by other threads while the block runs. Enter the
-    block after all imports. `idle` and `failures`: see `concurrency/garbage.py`."""
+    """While the block runs, bound the delays that the garbage collector and other threads cause in the event loop.
+    Enter the block after all imports. `idle` and `failures`: see `concurrency/garbage.py`."""
     # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
     sys.setswitchinterval(0.001)
     async with collected_in_pieces(idle, failures):

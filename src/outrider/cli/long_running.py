@@ -36,8 +36,9 @@ class LogFormatter(logging.Formatter):
 
 
 class StopSignals:
-    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal ends `first`, or cancels
-    the task if the task is not in `first` yet; the second cancels the task; the third ends the process as usual."""
+    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal ends `first`. The second,
+    or any signal before `first` is entered, cancels the task and restores the usual effect, so that the next one ends
+    the process."""
 
     def __init__(self) -> None:
         self.came = 0

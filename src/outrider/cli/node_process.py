@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _end_with_the_service(end: int) -> None:
-    """Exit END_SECONDS after the service has closed its end, even if the event loop is blocked."""
+    """Exit END_SECONDS after the starting program has closed its end, even if the event loop is blocked."""
     hung_up = select.poll()
     hung_up.register(end, select.POLLRDHUP)
     hung_up.poll()

@@ -45,7 +45,7 @@ Json = Annotated[
 
 
 def client(url: str | None, token: str | None, ca: str | None) -> Client:
-    """Return a client of the service that the options name, or else the environment."""
+    """Return a client of the service named by the options, or else by the environment."""
     return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
 
 

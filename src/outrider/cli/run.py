@@ -54,7 +54,7 @@ def run(
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
-    """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group, a second one ends the
+    """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group; a second Ctrl-C ends the
     command."""
     task = asyncio.current_task()
     assert task is not None

@@ -38,7 +38,8 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 GROUPS, SAMPLES = 8, 8
 """Groups of a training step, and sessions of a group."""
 INFLIGHT = 8
-"""Groups that run at once: enough for the run lane. Groups beyond the next batch are too old for the batch after it."""
+"""Groups that run at once: enough for the run lane. More than one batch of groups is of no use: the groups left over
+would be too old for the following batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """At 1e-3 a policy may lose the syntax of its tool calls within a step or two, and with it all reward."""

@@ -193,7 +193,7 @@ class HarborFolder:
         return runtime
 
     def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of a separate verifier's sandbox. It gets no health check and no files of steps, as in
+        """Return the spec of a separate verifier's sandbox, which gets no health check and no files of steps, as in
         Harbor."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:

@@ -59,7 +59,7 @@ class BatchJob:
 
     @property
     def warning_seconds(self) -> int:
-        """Seconds before its time limit at which the job begins to stop."""
+        """The job begins to stop this many seconds before its time limit."""
         return ceil(self.stop_seconds) + END_SECONDS
 
 

@@ -1,7 +1,7 @@
-"""Whether a session's record is the engine's: no token lost, none made up, none under a wrong label.
+"""Checks that a session's record matches the engine's: no token lost, none invented, none with a wrong version.
 
-It knows no dialect. Invariant: everything is told from the engine's own account, the stored turns and the rows made of
-them; nothing asks the token tree.
+Independent of the dialect. Invariant: only the engine's own record, the stored turns and the rows made of them are
+compared; the token tree is never consulted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from support.recording_engine import Given
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """What a session comes to: its tokens, and how its requests joined."""
+    """The result of a session: its tokens, and how its requests were joined."""
 
     tokens: TokenCounts
     samples: int
@@ -41,7 +41,7 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 def audited(turns: Sequence[Turn], given: Sequence[Given], dice: random.Random) -> Audit:
-    """Raises Violation."""
+    """Check a session and return its result. Raises Violation."""
     contexts = _contexts(turns)
     _check_turns(turns, contexts)
     _check_generations(turns, contexts, given)
@@ -82,8 +82,8 @@ def _check_turns(turns: Sequence[Turn], contexts: Sequence[bytes]) -> None:
 
 
 def _check_generations(turns: Sequence[Turn], contexts: Sequence[bytes], given: Sequence[Given]) -> None:
-    """Each generation is one turn, to the last token. A version counts for what came to its end: an engine tells it
-    with its last chunk."""
+    """Check that each generation is one turn, to the last token. The version is checked only for generations that came
+    to their end, because an engine sends the version with its last chunk."""
     recorded = Counter((context, turn.output_ids, turn.logprobs) for turn, context in zip(turns, contexts, strict=True))
     sampled = [one for one in given if one.sampled or one.finish is not None]
     gave = Counter(one.packed() for one in sampled)
@@ -136,7 +136,7 @@ def _check_samples(
 
 
 def _trained_turns(sample: Sample, turns: Sequence[Turn], contexts: Sequence[bytes]) -> list[int]:
-    """The turns that a row trains on, each wholly or not at all, and nothing else."""
+    """The turns that a row trains on. Checks that each is trained on wholly or not at all, and nothing else is."""
     last = turns[sample.turns[-1]]
     ids = unpack_ids(contexts[last.index] + last.output_ids).tolist()
     check(sample.ids == ids, f"row {sample.row} has other ids than its turns")

@@ -1,7 +1,8 @@
-"""A run of the fuzzer: sessions of odd, broken and ordinary requests in one dialect, each reply and each record judged.
+"""A run of the fuzzer: sessions of odd, broken and ordinary requests in one dialect, each reply and each record
+judged.
 
-It knows no dialect's form (`speaker.Speaker` does). Invariant: a session's requests are drawn from the run's seed and
-its own number alone, so that any session can be played again by itself.
+The dialect's format is left to `speaker.Speaker`. Invariant: a session's requests are drawn from the run's seed and
+the session's number alone, so that any session can be replayed by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Campaign:
         self._told = told
 
     async def run(self, requests: int, *, first: int = 0, most_failures: int = 5) -> Tally:
-        """Sessions from number `first` on, until so many requests were made or so many violations found."""
+        """Run sessions from number `first` on, until so many requests were made or so many violations found."""
         session = first
         while self.tally.requests < requests and len(self.tally.failures) < most_failures:
             await self._session(session, min(SESSION_REQUESTS, requests - self.tally.requests))

@@ -100,7 +100,7 @@ GRAMMAR: Grammar = {
 
 
 class Chat:
-    """`Speaker` of this dialect."""
+    """The `Speaker` of Chat Completions."""
 
     name = "chat"
     history = "messages"
@@ -144,7 +144,7 @@ class Chat:
 
 
 def read_error(payload: bytes) -> None:
-    """The error object that Chat Completions and Responses share."""
+    """Check the error object, which Chat Completions and Responses share."""
     whole = decoded_object(payload)
     same_keys(whole, ("error",), "an error's body")
     error = one_of(whole["error"], dict, "error")

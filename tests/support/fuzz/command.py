@@ -1,4 +1,4 @@
-"""The fuzzer as a command: `scripts/fuzz_gateway.py` is its door."""
+"""The fuzzer as a command, started by `scripts/fuzz_gateway.py`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from support.fuzz.verdict import as_json, as_table
 
 SPEAKERS: dict[str, Callable[[], Speaker]] = {speaker.name: speaker for speaker in (Chat, Responses, Messages, Gemini)}
 STUCK_SECONDS = 60
-"""A run that ends no session for so long hangs, in code that gives nothing else a turn."""
+"""A run that ends no session for this many seconds hangs in code that blocks the event loop."""
 PROGRESS_SESSIONS = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 for a run without a violation, 1 for one with, 2 for wrong arguments."""
+    """Returns 0 for a run without a violation, 1 for a run with one, 2 for wrong arguments."""
     asked = _parser().parse_args(arguments)
     first, requests = (0, asked.requests) if asked.session is None else (asked.session, SESSION_REQUESTS)
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as folder:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Watch:
-    """Tells how far a run has come, and ends one that is stuck."""
+    """Prints the progress of a run. An alarm signal ends a run that is stuck."""
 
     def __init__(self, requests: int, *, quiet: bool) -> None:
         self._requests = requests

@@ -1,6 +1,6 @@
-"""The requests of one session, drawn: ordinary ones, ones that go on from earlier replies, odd ones and broken ones.
+"""Draws the requests of one session: ordinary ones, ones that continue earlier replies, odd ones and broken ones.
 
-It knows no dialect's form (`speaker.Speaker` does) and sends nothing. Invariant: the same dice and the same replies
+Sends nothing, and leaves the dialect's format to `speaker.Speaker`. Invariant: the same dice and the same replies
 give the same requests.
 """
 
@@ -17,12 +17,12 @@ from support.fuzz.spelling import damaged, in_pieces, mutated, spell
 from support.recording_engine import Given
 
 HISTORY_ITEMS = 40
-"""A conversation this long is not gone on with."""
+"""A conversation this long is not continued."""
 
 
 class Dialogue(msgspec.Struct, frozen=True):
-    """A conversation so far: the request, its reply, and what the engine was given for it. It is `honest` while its
-    client has only sent back what it was told."""
+    """A conversation so far: the request, its reply, and the engine's record of the generation. `honest`: the client
+    has only sent back what it received."""
 
     body: Body
     said: Said
@@ -31,7 +31,7 @@ class Dialogue(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to make, and what is known of it. `follows` is the reply whose ids it must keep."""
+    """One request to make, and what to expect of it. `follows` is the reply whose ids the request must keep."""
 
     kind: str
     request: Request
@@ -53,7 +53,7 @@ class Drawer:
         self._dialogues: list[Dialogue] = []
 
     def answered(self, ask: Ask, said: Said, given: Given) -> None:
-        """A reply that may be gone on with."""
+        """Add a reply that later requests may continue."""
         if ask.body is not None and len(ask.body[self._speaker.history]) < HISTORY_ITEMS:
             self._dialogues.append(Dialogue(ask.body, said, given, ask.honest))
 
@@ -84,13 +84,13 @@ class Drawer:
         return self._ask("rewrite", self._rewritten(dialogue))
 
     def _varied(self, body: Body) -> Body:
-        """The same request, asked for in another way now and then."""
+        """The same body, sometimes with streaming switched on or off."""
         if self._speaker.name != "gemini" and self._dice.random() < 0.3:
             return {**body, "stream": not body.get("stream")}
         return body
 
     def _rewritten(self, dialogue: Dialogue) -> Body:
-        """A history that is not what was: shortened, shuffled, doubled, or with other words."""
+        """A body whose history was changed: shortened, shuffled, doubled, or with other words."""
         body = self._speaker.go_on(self._sound, dialogue.body, dialogue.said, Echo.EXACT)
         key = self._speaker.history
         items = body[key] if isinstance(body[key], list) else [body[key]]
@@ -128,7 +128,7 @@ class Drawer:
         )
 
     def _wrong(self) -> Ask:
-        """By the grammar with mistakes, with something spoiled, or with broken bytes."""
+        """A request from the grammar with mistakes, with one value spoiled, or with broken bytes."""
         manner = self._speaker.manner(self._sound)
         share = self._dice.random()
         if share < 0.4:
@@ -148,7 +148,7 @@ class Drawer:
         return Ask(kind="wrong", request=self._sent(self._speaker.request(manner, payload)), manner=manner)
 
     def _astray(self) -> Ask:
-        """A call beside the dialect's usual ones: other routes, methods and keys."""
+        """A call besides the dialect's usual calls: other routes, methods and keys."""
         request = self._speaker.asides(self._sound)
         if self._dice.random() < 0.5:
             return Ask(kind="aside", request=self._sent(request), shaped=False)
@@ -178,7 +178,7 @@ class Drawer:
         return Ask(kind="astray", request=self._sent(request), shaped=False)
 
     def _sent(self, request: Request) -> Request:
-        """With the session's key, and with headers and a body as some client would send them."""
+        """The request with the session's key, and with headers and a body as some clients send them."""
         pieces = tuple(in_pieces(b"".join(request.pieces), self._dice))
         headers = request.headers
         if self._dice.random() < 0.4:
@@ -195,7 +195,7 @@ class Drawer:
         return self._keyed(request, self._key)
 
     def _keyed(self, request: Request, key: str) -> Request:
-        """The key in the path, in one of the headers, or in the query."""
+        """The request with the key in the path, in one of the headers, or in the query."""
         told = key.encode()
         match self._dice.randrange(6):
             case 0:

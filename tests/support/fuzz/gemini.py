@@ -32,7 +32,7 @@ METHODS = {
     "count": "countTokens",
 }
 OWN_WORDS = frozenset({"args", "response", "parameters", "parametersJsonSchema"})
-"""Below these keys an object's keys are not Google's to spell."""
+"""Below these keys, the keys of an object are the user's own."""
 
 
 GRAMMAR: Grammar = {
@@ -90,7 +90,7 @@ GRAMMAR: Grammar = {
 
 
 class Gemini:
-    """`Speaker` of this dialect."""
+    """The `Speaker` of Google generateContent."""
 
     name = "gemini"
     history = "contents"
@@ -161,7 +161,7 @@ def snake_case(value: Any) -> Any:
 
 
 def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A stream's parts as one-piece replies have them: texts that follow each other are one."""
+    """A stream's parts as in a one-piece reply: consecutive texts are joined."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -1,12 +1,12 @@
-"""Values drawn from a grammar: what a client could send, and with a small chance what none should.
+"""Values drawn from a grammar: what a client could send, and with a small chance what no client should send.
 
-It knows no dialect: each brings its own rules, over the terminals that all share. Invariant: the same dice give the
-same values.
+Each dialect has its own rules, over shared terminals. Invariant: the same dice give the same values.
 
 A rule is one of: a string naming a rule or a terminal, with `*` behind it for a list and `+` for a list that is not
-empty; a string after a quote, which is itself; a list, of which one is drawn; a tuple, a list of what its rules give
-(and of all that is in the lists that they give); a dictionary, an object. Items of a tuple and keys of a dictionary
-are always there, sometimes (`~` behind them) or rarely (`?`). Anything else is itself.
+empty; a string after a quote, which is a literal; a list, of which one rule is drawn; a tuple, which gives the list
+of the values of its rules (lists among these values are flattened); a dictionary, which gives an object. Items of a
+tuple and keys of a dictionary are drawn always, sometimes (with `~` behind them) or rarely (`?`). Anything else is a
+literal.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ PIXEL = base64.b64encode(bytes.fromhex("89504e470d0a1a0a0000000d49484452")).deco
 
 
 class Writer:
-    """Writes values by a grammar. `wrong` is the chance that a place gets something that does not belong there."""
+    """Writes values by a grammar. `wrong` is the chance that a value is replaced by one that does not belong there."""
 
     def __init__(self, dice: random.Random, grammar: Grammar, *, wrong: float = 0.0) -> None:
         self.dice = dice
@@ -132,7 +132,7 @@ class Writer:
 
 
 def text(dice: random.Random) -> str:
-    """Mostly a sentence, now and then an oddity, or both, or a long one."""
+    """Usually a sentence, else an oddity, both, or a long text."""
     share = dice.random()
     if share < 0.7:
         return dice.choice(SENTENCES)
@@ -156,7 +156,7 @@ def json_object(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A JSON schema, as strange as they come and still an object."""
+    """A JSON schema that is as strange as possible but still an object."""
     kind = dice.choice(("object", "object", "string", "STRING", "array", "integer", ["string", "null"], "any", None, 7))
     found: dict[str, Any] = {"type": kind}
     for key in ("description", "title", "format", "$ref"):
@@ -175,7 +175,7 @@ def schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def arguments(dice: random.Random) -> str:
-    """A call's arguments as the text that clients send, now and then broken."""
+    """A call's arguments as the text that clients send, sometimes broken."""
     if dice.random() < 0.1:
         return dice.choice(("", "{", "null", "[]", '"x"', '{"a": 1,}', '{"a":"\\ud800"}', "not json", '{"a": 1e999}'))
     spaced = dice.choice(((",", ":"), (", ", ": "), (" ,\n", "\t:  ")))

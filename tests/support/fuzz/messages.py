@@ -101,7 +101,7 @@ GRAMMAR: Grammar = {
 
 
 class Messages:
-    """`Speaker` of this dialect."""
+    """The `Speaker` of Anthropic Messages."""
 
     name = "messages"
     history = "messages"

@@ -1,6 +1,6 @@
-"""One session of the fuzzer: its requests are made, and each reply is judged.
+"""Plays one session of the fuzzer: makes its requests and judges each reply.
 
-It knows no dialect's form (`speaker.Speaker` does). Invariant: every reply that a client read to its end is judged.
+The dialect's format is left to `speaker.Speaker`. Invariant: every reply that a client read to its end is judged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXCUSES = (b"context", b"by its script", b"token count", b"too long")
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A violation, and how to see it again."""
+    """A violation, and how to reproduce it."""
 
     problem: str
     session: int
@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """What a run has seen so far."""
+    """The counts of a run so far."""
 
     requests: int = 0
     sessions: int = 0
@@ -59,7 +59,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 class Player:
-    """Makes one session's requests and judges what comes back."""
+    """Makes one session's requests and judges the replies."""
 
     def __init__(self, speaker: Speaker, stage: Stage, dice: random.Random, tally: Tally) -> None:
         self.current: Request | None = None
@@ -70,7 +70,7 @@ class Player:
         self._drawer = Drawer(speaker, stage.key, dice)
 
     async def play(self, most: int) -> int:
-        """One request, or a few at once; how many were made."""
+        """Make one request, or a few at once, and return how many."""
         if self._dice.random() < 0.02:
             self._stage.engine.version += 1
         if most > 3 and self._dice.random() < 0.03:
@@ -106,7 +106,7 @@ class Player:
         self._drawer.answered(ask, said, given[0])
 
     def _judge(self, ask: Ask, answer: Answer) -> Said | None:
-        """The reply, None where there is none. Raises Violation for what must not be answered so."""
+        """Return the reply, or None where there is none. Raises Violation for a reply that is not allowed."""
         check(answer.status < 500, f"status {answer.status}: {answer.payload[:300]!r}")
         if answer.status != 200:
             check(answer.status in REFUSALS, f"status {answer.status}")
@@ -132,7 +132,7 @@ class Player:
         return said
 
     def _compare(self, ask: Ask, said: Said, given: Given, turn: Turn) -> None:
-        """What the client was told against the engine's account and the stored turn."""
+        """Compare the client's reply with the engine's record and the stored turn."""
         if said.prompt_tokens is not None:
             check(said.prompt_tokens == len(given.prompt), "the prompt's tokens are not those told")
             check(said.output_tokens == len(given.sampled), "the sampled tokens are not those told")
@@ -148,8 +148,12 @@ class Player:
             check(self._kept(ask.follows, given, turn), f"{ask.kind}: the recorded ids were not kept ({turn.cause})")
 
     def _kept(self, earlier: Dialogue, given: Given, turn: Turn) -> bool:
-        """Whether the engine was given the ids of the reply that the client sent back, or of one that reads alike. One
-        that ends within its reasoning need not be kept: no template shows such a thing, so it is a fork then."""
+        """Whether the engine received the ids of the reply that the client sent back, or of a reply with the same
+        text.
+
+        A reply that ends within its reasoning need not be kept: no template renders such a reply, so the turn is a
+        fork.
+        """
         if earlier.given.leads_to(given) or self._stage.history == "template":
             return True
         text = earlier.said.text.strip()
@@ -164,6 +168,6 @@ def _ends_thinking(sampled: list[int]) -> bool:
 
 
 def _is_excused(answer: Answer) -> bool:
-    """Whether a sound request may be refused so: the context or the session is used up, or the script says so."""
+    """Whether a valid request may be refused: the context or the session is used up, or the script has a refusal."""
     told = answer.payload.lower()
     return answer.status == 429 or any(word in told for word in EXCUSES)

@@ -126,7 +126,7 @@ GRAMMAR: Grammar = {
 
 
 class Responses:
-    """`Speaker` of this dialect."""
+    """The `Speaker` of OpenAI Responses."""
 
     name = "responses"
     history = "input"
@@ -146,7 +146,7 @@ class Responses:
         return Request(method=writer.dice.choice(("GET", "DELETE", "POST")), path=path)
 
     def go_on(self, writer: Writer, body: Body, said: Said, echo: Echo) -> Body:
-        """By its items, or by naming the response where that was stored."""
+        """The next request: with the reply's items, or with the response's id if the response was stored."""
         outputs = [
             {
                 "type": f"{item['type']}_output",
@@ -213,7 +213,7 @@ def _streamed(payload: bytes) -> Said:
 
 
 class _Items:
-    """The items that a stream builds, one after the other."""
+    """The items of a stream, built one after the other."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []

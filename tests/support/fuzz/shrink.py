@@ -1,6 +1,6 @@
-"""A failing request made smaller, where it fails by itself in a session of its own.
+"""Shrinks a failing request, if the request fails by itself in a session of its own.
 
-It knows no dialect. Invariant: what comes back was tried, and failed.
+Independent of the dialect. Invariant: the body returned was tried and failed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Fails = Callable[[bytes], Awaitable[bool]]
 
 
 async def shrunk(ground: Ground, request: Request, key: str) -> bytes | None:
-    """The smallest body found that makes a fresh session answer with a 5xx, break off or hang; None where the request
-    does nothing of the kind by itself. `key` is that of the session that it was sent to."""
+    """The smallest body found for which a fresh session returns a 5xx, breaks off or hangs. None if the request does
+    none of these by itself. `key` is the key of the session that the request was sent to."""
 
     async def fails(body: bytes) -> bool:
         async with a_stage(ground, random.Random(0)) as stage:
@@ -48,7 +48,7 @@ async def shrunk(ground: Ground, request: Request, key: str) -> bytes | None:
 
 
 async def smaller(body: bytes, fails: Fails) -> bytes:
-    """A body with as little as still fails, tried at most TRIES times; one that is no JSON stays as it is."""
+    """A body shrunk as far as it still fails, in at most TRIES tries. A body that is not JSON stays as it is."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -70,7 +70,7 @@ async def smaller(body: bytes, fails: Fails) -> bytes:
 
 
 def _without_one(value: Any) -> Iterator[Any]:
-    """Copies that lack one item each, the outer ones first."""
+    """Copies that each lack one item, outer items first."""
     paths: list[tuple[Any, ...]] = [()]
     for path in paths:
         inner = _at(value, path)

@@ -1,6 +1,6 @@
-"""What a dialect brings to the fuzzer: how a client asks in it, what it reads of a reply, and how it goes on.
+"""The fuzzer's view of a dialect: how a client writes requests, reads replies, and continues a conversation.
 
-It knows no gateway and no tokens. Invariant: a reply that its dialect does not allow raises `Violation`.
+Independent of the gateway and of tokens. Invariant: a reply that the dialect does not allow raises `Violation`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINE_ENDS = ("\x85".encode(), "\u2028".encode(), "\u2029".encode())
 
 
 class Violation(Exception):
-    """Something that must never happen."""
+    """An invariant that was violated."""
 
 
 def check(condition: object, problem: str) -> None:
@@ -29,7 +29,7 @@ def check(condition: object, problem: str) -> None:
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One HTTP request; `pieces` is the body as it arrives."""
+    """One HTTP request; `pieces` is the body in the pieces in which it arrives."""
 
     method: str
     path: str
@@ -39,15 +39,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How a body is sent, as one of the forms that the dialect has for it (`count` asks for its tokens alone), and how
-    it was answered: as a stream or not."""
+    """How a body is sent: in which of the dialect's forms (`count` requests the number of tokens only), and whether the
+    reply is a stream."""
 
     stream: bool = False
     form: str = ""
 
 
 class Called(msgspec.Struct, frozen=True):
-    """A tool call that the client was told of. `arguments` is JSON text."""
+    """A tool call that the client received. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -55,8 +55,9 @@ class Called(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply as a client understood it. `items` are what it keeps of it, in the dialect's own form; `reasoning`
-    is None where the dialect was not asked to show it. A `failure` is what a stream told in place of its end."""
+    """A whole reply as a client reads it. `items` are what the client keeps of the reply, in the dialect's own form.
+    `reasoning` is None where the request did not ask for it. `failure` is the error that a stream sent in place of its
+    end."""
 
     text: str
     reasoning: str | None
@@ -70,7 +71,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Echo(StrEnum):
-    """What a client does to a reply that it sends back; none of it is a difference to the model."""
+    """How a client changes a reply that it sends back. None of these changes makes a difference to the model."""
 
     EXACT = "exact"
     NO_REASONING = "no_reasoning"
@@ -81,9 +82,9 @@ class Echo(StrEnum):
 class Speaker(Protocol):
     """One dialect. `history` is the body's key of the conversation.
 
-    `dressed` gives a body in another form that means the same; `asides` a call that generates nothing. `go_on` gives
-    the body of the next request: the reply sent back, its calls answered, and something new. `read`, `read_count` and
-    `read_error` raise Violation.
+    `dressed` gives a body in another form that means the same. `asides` gives a call that generates nothing. `go_on`
+    gives the body of the next request: the reply sent back, results of its tool calls, and something new. `read`,
+    `read_count` and `read_error` raise Violation.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def decoded(payload: bytes) -> Any:
-    """JSON as the strictest of clients reads it."""
+    """Parse JSON as strictly as the strictest client."""
     try:
         return _STRICT.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -119,7 +120,7 @@ def decoded_object(payload: bytes) -> dict[str, Any]:
 
 
 def events_of(payload: bytes) -> list[Event]:
-    """Server-sent events, comments left out."""
+    """The server-sent events, without comments."""
     check(payload.endswith(b"\n\n"), "an event stream does not end with an empty line")
     check(not any(end in payload for end in _LINE_ENDS), "an event has a line end that some clients split at")
     found = []
@@ -140,7 +141,7 @@ def events_of(payload: bytes) -> list[Event]:
 
 
 def respelled(arguments: str) -> str:
-    """The JSON of a call's arguments as another client's library writes it; text that is none stays as it is."""
+    """The JSON of a call's arguments as another client's library writes it; text that is not JSON stays as it is."""
     try:
         value = json.loads(arguments)
         written = json.dumps(value, indent=1, sort_keys=True)

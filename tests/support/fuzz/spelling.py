@@ -1,6 +1,7 @@
-"""Values spelled as JSON in the ways that clients do and do not, and ways to break a request's bytes.
+"""Spells values as JSON, in the ways that clients do and in other ways, and breaks the bytes of requests.
 
-It knows no dialect. Invariant: `spell` gives JSON of the same value, `damage` and `mutated` promise nothing.
+Independent of the dialect. Invariant: `spell` gives JSON of the same value. `damaged` and `mutated` may give
+anything.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ WHOLE_BODIES = (
 
 
 class Fragment:
-    """JSON text to stand in a value as it is."""
+    """JSON text that is inserted in a value unchanged."""
 
     def __init__(self, written: str) -> None:
         self.written = written
@@ -97,7 +98,7 @@ def spell(value: Any, dice: random.Random) -> bytes:
 
 
 def _escaped(spelled: str, dice: random.Random) -> str:
-    """Some letters of strings as escapes, keys included."""
+    """Write some letters of strings, keys included, as escapes."""
 
     def escape(found: re.Match[str]) -> str:
         return f"\\u{ord(found[0]):04x}" if dice.random() < 0.05 else found[0]
@@ -107,7 +108,7 @@ def _escaped(spelled: str, dice: random.Random) -> str:
 
 
 def mutated(value: Any, dice: random.Random) -> Any:
-    """A copy with something wrong at a random place."""
+    """A copy with one error at a random path."""
     places = list(_places(value, ()))
     if not places:
         return dice.choice(ODD)
@@ -118,7 +119,7 @@ def mutated(value: Any, dice: random.Random) -> Any:
 
 
 def _places(value: Any, path: tuple[Any, ...]) -> Any:
-    """The paths of all that is in a value."""
+    """The paths of everything in a value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield (*path, key)
@@ -126,7 +127,7 @@ def _places(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _spoil(value: Any, path: tuple[Any, ...], dice: random.Random) -> None:
-    """One change at `path`, where it (still) leads somewhere."""
+    """Make one change at `path`, if the path (still) exists."""
     try:
         for key in path[:-1]:
             value = value[key]
@@ -182,7 +183,7 @@ def damaged(body: bytes, dice: random.Random) -> bytes:
 
 
 def _doubled_keys(body: bytes, dice: random.Random) -> bytes:
-    """A key of an object given twice, with another value."""
+    """Give a key of an object twice, with another value."""
     keys = list(re.finditer(rb'"[A-Za-z_]+"\s*:', body))
     if not keys:
         return body
@@ -193,7 +194,7 @@ def _doubled_keys(body: bytes, dice: random.Random) -> bytes:
 
 
 def in_pieces(body: bytes, dice: random.Random) -> list[bytes]:
-    """The body as it arrives: mostly at once, else in chunks, empty ones among them."""
+    """The body in the pieces in which it arrives: mostly one, else several chunks, of which some are empty."""
     if dice.random() < 0.8 or not body:
         return [body]
     cuts = sorted(dice.randrange(len(body) + 1) for _ in range(dice.choice((1, 2, 5, 20))))

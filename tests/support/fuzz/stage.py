@@ -1,6 +1,6 @@
-"""One session of the real gateway on a scripted engine that keeps its own record of what it was given and gave.
+"""One session of the real gateway on a scripted engine that records its own prompts and outputs.
 
-It knows no dialect.
+Independent of the dialect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCRIPT_LINES = 40
 
 
 class Ground:
-    """What all sessions of a run stand on: the tokenizer's folder and its renderer."""
+    """What all sessions of a run share: the tokenizer's folder and its renderer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(write_tokenizer(folder))
@@ -41,7 +41,7 @@ class Ground:
 
 
 class Stage:
-    """One session: its gateway, its engine, and the turns that were stored."""
+    """One session: its gateway, its engine, and the stored turns."""
 
     def __init__(
         self, key: str, conversation: Conversation, engine: RecordingEngine, turns: list[Turn], history: History
@@ -71,7 +71,7 @@ class Stage:
 
 @asynccontextmanager
 async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
-    """A fresh session, its engine's script and its limits drawn."""
+    """A fresh session whose engine script and limits are drawn at random."""
     options = {
         "replies": [msgspec.to_builtins(reply) for reply in replies(dice, SCRIPT_LINES)],
         "chunk_tokens": dice.choice((1, 2, 3, 7, 50)),

@@ -1,6 +1,6 @@
-"""What a run of the fuzzer found, for people and as JSON.
+"""The findings of a run of the fuzzer, for people and as JSON.
 
-It knows no dialect. Invariant: a failure is shown with all it takes to see it again.
+Independent of the dialect. Invariant: a failure is shown with everything needed to reproduce it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def as_json(dialect: str, seed: int, tally: Tally, seconds: float) -> dict[str, 
 
 
 def as_table(dialect: str, seed: int, tally: Tally, seconds: float) -> str:
-    """The verdict, a line a fact, the failures after it."""
+    """The findings as text: one line per fact, then the failures."""
     adds_up = "=" if tally.sampled == tally.trained + tally.masked + tally.dropped else "is not"
     rows = [
         ("dialect", dialect),

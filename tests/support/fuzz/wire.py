@@ -1,6 +1,7 @@
-"""One request through an ASGI application in this process, as a server would make it, and what came back.
+"""Makes one request to an ASGI application in this process, as a server would, and returns the reply.
 
-It knows no dialect. Invariant: an application that breaks the ASGI protocol, raises, or takes too long is a Violation.
+Independent of the dialect. Invariant: an application that breaks the ASGI protocol, raises, or takes too long is a
+Violation.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from outrider.http_server import DISCONNECT, Application, Disconnect
 from support.fuzz.speaker import Request, Violation, check
 
 BOUND_SECONDS = 30.0
-"""How long one reply may take."""
+"""Maximum seconds that one reply may take."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What the client got. `whole` is whether the reply came to its end; a client that left has none."""
+    """The reply that the client received. `whole`: the reply came to its end; never true for a client that left."""
 
     status: int = 0
     headers: dict[bytes, bytes] = {}
@@ -36,7 +37,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 async def exchange(app: Application, request: Request, *, leave_after: int | None = None) -> Answer:
-    """The answer to a request. The client hangs up after so many pieces of the reply, where that is given."""
+    """Return the reply to a request. The client hangs up after `leave_after` pieces of the reply, if given."""
     answer, disconnect, begun = Answer(), Disconnect(), time.perf_counter()
     pieces = deque(request.pieces)
     told: list[bytes] = []

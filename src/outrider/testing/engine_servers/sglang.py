@@ -147,7 +147,7 @@ class ServedSGLang:
         """The work that a real scheduler would have: admitted generations, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        """Body of an error outside a stream, which does not contain the status."""
+        """Body of an error outside a stream. It does not contain the status."""
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
