@@ -80,7 +80,7 @@ async def test_a_part_that_fails_keeps_no_other_from_its_turn(
         failures = Failures()
         assert await host.sweep(failures, seconds=0.01) == {"Part": 2}
         assert "sweep of Stuck: failed, and is tried again: TimeoutError" in caplog.text
-        assert [each.name for each in failures.failing()] == ["sweep of Stuck"]  # the second `Part` has succeeded
+        assert [each.name for each in failures.failing()] == ["sweep of Stuck"]  # the second part has succeeded
         assert await host.sweep(failures, seconds=0.01) == {"Part": 1}
 
 

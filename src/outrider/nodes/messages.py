@@ -1,6 +1,6 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Each `Call` of a node, to store a turn or to set resources aside, gets one `CallReply` with the same number, unless the
+Each call of a node, to store a turn or to set resources aside, gets one `CallReply` with the same number, unless the
 node gives the call back first. No other message gets an `CallReply`.
 """
 
@@ -140,7 +140,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
 
 
 class CallReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to a `Call`: the raised `error`, or the returned value in the field for this kind of call."""
+    """The reply to a call: the raised `error`, or the returned value in the field for this kind of call."""
 
     call: int
     error: ErrorRecord | None = None

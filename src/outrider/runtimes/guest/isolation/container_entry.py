@@ -19,7 +19,7 @@ WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | sysc
 
 
 def enter(arguments: list[str]) -> None:
-    """Confine this process. `arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as
+    """Confine this process. `arguments` are words: `memory=BYTES` (see `ToolServerSetup.memory`), limits such as
     `RLIMIT_DATA=1024`, and with Apptainer `bytes=N` and `files=N`, the maximum that may be written."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])

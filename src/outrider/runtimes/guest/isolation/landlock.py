@@ -40,7 +40,7 @@ def version() -> int:
 
 def enter(arguments: list[str]) -> None:
     """Confine this process. `arguments` are the only TCP port that may be connected to, then words such as `read=/usr`,
-    `write=/tmp/x`, `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=1`. Missing paths are skipped."""
+    `write=/tmp/x`, `memory=0` (see `ToolServerSetup.memory`) and `RLIMIT_CORE=1`. Missing paths are skipped."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
