@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 
 LEAST_STEP = 0.0025
 """Seconds that a small model on a large GPU takes for one token of one request."""

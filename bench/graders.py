@@ -45,13 +45,13 @@ from outrider.evaluators.swebench.evaluator import LIBRARY as SWEBENCH
 from outrider.evaluators.swebench.evaluator import ROW
 from outrider.evaluators.swebench.options import SwebenchOptions
 from outrider.harnesses.base import HarnessOutcome
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime, SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
-from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import Verdict
 
 CONCURRENCY = (1, 32)

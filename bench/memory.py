@@ -24,10 +24,10 @@ from outrider.dialects.base import Completion, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.trajectory import Turn
 

@@ -35,11 +35,11 @@ from outrider.api import server
 from outrider.cli.event_loop import short_pauses
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
+from outrider.lab.fakes.engine_servers.app import EngineProtocol, engine_app, serving
+from outrider.lab.fakes.engine_servers.asgi import ServeSettings
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
-from outrider.testing.engine_servers.app import EngineProtocol, engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
-from outrider.testing.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0

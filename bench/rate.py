@@ -31,8 +31,8 @@ from bench.corpus import Corpus
 from bench.http import Client
 from bench.processes import Process, batch_engine, service_of
 from bench.speakers import CHAT
+from outrider.lab.fakes.engine_servers.app import EngineProtocol
 from outrider.messages import Message, Role
-from outrider.testing.engine_servers.app import EngineProtocol
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 
 PROCESSES = 4

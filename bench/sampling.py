@@ -24,15 +24,15 @@ import msgspec
 
 from bench.corpus import Corpus
 from outrider.api.server import serving
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
+from outrider.client.sampling import DynamicSampler, Refill, Task
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.lab.fakes.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.messages import Message, Role
-from outrider.sampling import DynamicSampler, Refill, Task
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
-from outrider.testing.simulated_service import Played, SimulatedService, VirtualLoop
 
 N = 8
 """Samples of a prompt."""

@@ -25,10 +25,10 @@ from tests.runtimes import engines
 from bench.processes import a_round_trip
 from bench.processor_time import children_of, cpu_seconds, of_process
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime, SandboxContext, Shell
-from outrider.runtimes.kernel.child import readable
-from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime, SandboxContext, Shell
+from outrider.sandbox.runtimes.kernel.child import readable
+from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 ROUND_TRIPS = 200

@@ -19,7 +19,7 @@ from tests.support.postgresql import postgresql_server, programs
 
 from bench.corpus import Corpus
 from bench.processes import Process, service_process
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lifecycle import GroupState

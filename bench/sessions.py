@@ -28,7 +28,7 @@ from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 from outrider.plugins import resolve
-from outrider.runtimes.base import RuntimeKind
+from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec, GroupSpec

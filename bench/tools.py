@@ -29,9 +29,9 @@ from rich.table import Table
 from bench.processes import a_round_trip
 from bench.sandboxes import summary
 from outrider.plugins import resolve
-from outrider.pythons.ipython import ipython_mounts
-from outrider.runtimes.base import SandboxContext, ShellKind
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.pythons.ipython import ipython_mounts
+from outrider.sandbox.runtimes.base import SandboxContext, ShellKind
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 RUNTIMES = ("namespace", "process")

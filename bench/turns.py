@@ -29,8 +29,8 @@ from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.adapters.ids_json import body_with_ids, ids_json
-from outrider.http_server import DISCONNECT, Disconnect
 from outrider.spec import EngineSpec
+from outrider.wire.http_server import DISCONNECT, Disconnect
 
 NEW_TOKENS = 500
 REPLY_TOKENS = 20

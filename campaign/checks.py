@@ -18,11 +18,11 @@ import numpy as np
 from campaign.engine import END, Call, digest_of
 from campaign.service import TOKENIZER
 from outrider.errors import NotFound
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import GroupView
 from outrider.store.rows import Event, EventKind
 from outrider.store.store import Store
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
 

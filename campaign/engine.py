@@ -21,12 +21,12 @@ from campaign.seams import Knobs
 from campaign.service import TOKENIZER
 from outrider.cli.event_loop import run_service
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.http_server import Application
-from outrider.testing.engine_servers.app import engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
-from outrider.testing.scripted_engine import scripted_logprob
+from outrider.lab.fakes.engine_servers.app import engine_app, serving
+from outrider.lab.fakes.engine_servers.asgi import ServeSettings
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode
+from outrider.wire.http_server import Application
 
 REPLY_TOKENS = 24
 CHUNK_TOKENS = 6

@@ -13,11 +13,11 @@ import msgspec
 
 from campaign.checks import Finding, Harm
 from campaign.nursery import descendants
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import OutriderError
 from outrider.nodes import joined_settings
-from outrider.runtimes.kernel import cgroups, process_marks
-from outrider.runtimes.node_host import PREFIX
+from outrider.sandbox.runtimes.kernel import cgroups, process_marks
+from outrider.sandbox.runtimes.node_host import PREFIX
 
 SETTLE_SECONDS = 15.0
 """Seconds to wait for cleanup: the processes of a killed node end a moment after it; its keeper takes some seconds."""

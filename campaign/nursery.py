@@ -54,7 +54,7 @@ def main() -> None:
     seams.install()
     for name in PROGRAMS:
         import_module(name)
-    from outrider.runtimes.guest.isolation import syscalls
+    from outrider.sandbox.runtimes.guest.isolation import syscalls
 
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     ended, wake = os.pipe()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import OutriderError
 from outrider.schemas import GroupView
 

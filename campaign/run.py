@@ -39,11 +39,11 @@ from campaign.seams import Knobs
 from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
 from campaign.tasks import draw_groups
 from campaign.way import Direction, Way
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import NotFound, OutriderError, ServiceError
 from outrider.lifecycle import GroupState, SessionState
-from outrider.runtimes.kernel import process_marks
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.kernel import process_marks
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 
 GROUPS = 50
 SUBMITTERS = 6

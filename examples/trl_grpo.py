@@ -1,7 +1,7 @@
 """Trains a policy with TRL's GRPOTrainer on the demo's task, rolled out by a running service.
 
-    outrider serve --engine embedded=src/outrider/demo/policy --renderer template:qwen3
-    python examples/trl_grpo.py src/outrider/demo/policy
+    outrider serve --engine embedded=src/outrider/lab/demo/policy --renderer template:qwen3
+    python examples/trl_grpo.py src/outrider/lab/demo/policy
 
 For a task of your own, change `task`. Needs: pip install 'outrider[train]'.
 """
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from outrider import Client
-from outrider.bridges.trl import Rollouts, ServiceLogprobs, service_reward, steps_dataset
-from outrider.bridges.weights import PolicyWeights
-from outrider.demo.task import group_spec, make_task
+from outrider.lab.demo.task import group_spec, make_task
+from outrider.trainers.trl import Rollouts, ServiceLogprobs, service_reward, steps_dataset
+from outrider.trainers.weights import PolicyWeights
 
 SAMPLES = 8
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.schemas import GroupView
 
 ROOT = Path(__file__).parent.parent

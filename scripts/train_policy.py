@@ -23,11 +23,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from outrider.demo.dialogue import POLICY, Piece, Script, encode
-from outrider.demo.simulate import SimulatedSession, Simulator
-from outrider.demo.task import ITEMS, PHRASINGS, ZONES, Episode, make_task
 from outrider.engines.embedded.model import CausalAttention, Llama, ModelShape
 from outrider.engines.embedded.weights import export_weights, load_model
+from outrider.lab.demo.dialogue import POLICY, Piece, Script, encode
+from outrider.lab.demo.simulate import SimulatedSession, Simulator
+from outrider.lab.demo.task import ITEMS, PHRASINGS, ZONES, Episode, make_task
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 SPECIALS = (

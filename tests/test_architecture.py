@@ -22,79 +22,36 @@ LAYERS = (
         "messages",
         "constraint",
         "trajectory",
-        "examples",
         "spec",
         "config",
         "environment",
-        "tls",
         "plugins",
         "schemas",
-        "callbacks",
         "text_files",
         "printable",
         "concurrency",
     ),
-    ("tokens", "dialects"),
-    (
-        "http_server",
-        "file_descriptors",
-        "pythons",
-        "rootfs",
-        "engines",
-        "runtimes",
-        "harnesses",
-        "evaluators",
-        "store",
-        "client",
-        "datasets",
-        "datasets_swebench",
-        "harbor",
-        "miniwob",
-        "atif",
-        "sample_files",
-        "sampling",
-        "evaluation",
-        "relay",
-        "slurm",
-        "testing",
-    ),
-    ("sandboxes", "sessions", "nodes", "service"),
+    ("tokens", "dialects", "wire", "sandbox"),
+    ("engines", "harnesses", "evaluators", "store", "client", "relay", "slurm", "tasks"),
+    ("sessions", "nodes", "service"),
     ("api",),
-    ("bridges", "cli", "doctor", "demo", "certify", "outrider"),
+    ("trainers", "cli", "doctor", "lab", "outrider"),
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
-    ("runtimes", "rootfs"),
-    ("evaluators", "runtimes"),
-    ("datasets", "evaluators"),
-    ("datasets_swebench", "datasets"),
-    ("datasets_swebench", "evaluators"),
-    ("datasets_swebench", "runtimes"),
-    ("datasets", "harbor"),
-    ("harbor", "rootfs"),
-    ("miniwob", "harnesses"),
-    ("sample_files", "atif"),
-    ("runtimes", "pythons"),
-    ("harnesses", "pythons"),
     ("relay", "engines"),
-    ("testing", "engines"),
-    ("testing", "runtimes"),
-    ("testing", "http_server"),
-    ("sampling", "client"),
-    ("evaluation", "client"),
-    ("sessions", "sandboxes"),
+    ("tasks", "evaluators"),
+    ("tasks", "harnesses"),
     ("nodes", "sessions"),
     ("service", "nodes"),
-    ("service", "sandboxes"),
     ("service", "sessions"),
-    ("demo", "bridges"),
+    ("lab", "trainers"),
     ("cli", "doctor"),
-    ("cli", "demo"),
-    ("cli", "certify"),
+    ("cli", "lab"),
     ("outrider", "cli"),
 }
 # Programs of their own: they have no configuration but their environment.
-INSIDE_SANDBOXES = ("outrider.runtimes.guest", "outrider.evaluators.swebench.pytest_plugin")
+INSIDE_SANDBOXES = ("outrider.sandbox.runtimes.guest", "outrider.evaluators.swebench.pytest_plugin")
 
 
 @dataclass(frozen=True)
@@ -292,10 +249,10 @@ def test_folders_of_a_layer_meet_in_their_base_modules() -> None:
     def broken(target: str) -> list[str]:
         return list(imports_go_down(Module("outrider.harnesses.x", "x.py", f"'x'\nimport {target}")))
 
-    assert not broken("outrider.runtimes.base")
+    assert not broken("outrider.sandbox.runtimes.base")
     assert not broken("outrider.harnesses.command")
     assert not broken("outrider.trajectory")
-    assert broken("outrider.runtimes.host_process.process")
+    assert broken("outrider.sandbox.runtimes.host_process.process")
     assert broken("outrider")
 
 

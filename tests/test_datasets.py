@@ -13,7 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.datasets import (
+from outrider.errors import InvalidField
+from outrider.evaluators.factory import make_evaluator
+from outrider.service.admission import validate_group
+from outrider.spec import EvaluatorSpec
+from outrider.tasks.datasets import (
     Example,
     examples_of,
     harbor_examples,
@@ -23,10 +27,6 @@ from outrider.datasets import (
     verl_parquet,
     verl_rows,
 )
-from outrider.errors import InvalidField
-from outrider.evaluators.factory import make_evaluator
-from outrider.service.admission import validate_group
-from outrider.spec import EvaluatorSpec
 
 TEMPLATE = {
     "instruction": "Question: {row.question}",

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from outrider.certify.task_check import check_tasks
 from outrider.cli.task_sources import examples_in
-from outrider.datasets import Gold
-from outrider.datasets_swebench import swebench_example, swebench_examples
 from outrider.errors import InvalidField
 from outrider.evaluators.factory import make_evaluator
+from outrider.lab.certify.task_check import check_tasks
 from outrider.spec import EvaluatorSpec
+from outrider.tasks.datasets import Gold
+from outrider.tasks.swebench import swebench_example, swebench_examples
 
 from evaluators.swe_world import BASE, COMMAND, FAULT, FIELDS, FIX, GIT, PATCH, ROW, SCRIPT, TEST  # isort: skip
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
+from outrider.client.pass_rate import PRIORITY, evaluate, pass_at
+from outrider.client.sampling import DynamicSampler
 from outrider.config import ModelConfig
-from outrider.demo.dialogue import POLICY, RENDERER
-from outrider.demo.task import group_spec, make_task
 from outrider.errors import InvalidField, ServiceError
-from outrider.evaluation import PRIORITY, evaluate, pass_at
-from outrider.sampling import DynamicSampler
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.lab.demo.task import group_spec, make_task
 from outrider.spec import EVALUATION_LABEL, EngineSpec, TaskSpec
 from support.coin import coin_task
 from support.scribe import scribe_task

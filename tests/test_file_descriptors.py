@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from outrider.file_descriptors import EACH_LEAST, EACH_MOST, SESSIONS, shares
+from outrider.wire.file_descriptors import EACH_LEAST, EACH_MOST, SESSIONS, shares
 
 RAISED = """
 import resource
-from outrider.file_descriptors import available, raise_limit
+from outrider.wire.file_descriptors import available, raise_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 print(available(), raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE), hard)

@@ -20,9 +20,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from outrider import http_server
 from outrider.concurrency.chores import Failures
-from outrider.http_server import (
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.wire import http_server
+from outrider.wire.http_server import (
     MAX_HEAD,
     MAX_PIPELINED,
     Application,
@@ -34,7 +35,6 @@ from outrider.http_server import (
     noting_refusals,
     server_settings,
 )
-from outrider.testing.engine_servers.app import serving
 from support.clock import pass_time, stop_time
 
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n"
@@ -583,7 +583,7 @@ UNDOCUMENTED = {
     "protocol.server_state": {"connections", "tasks", "total_requests"},
     "server": {"startup", "main_loop", "on_tick", "shutdown", "capture_signals", "should_exit", "server_state"},
 }
-"""What http_server.py and api/server.py use or override of uvicorn, and uvicorn does not document."""
+"""What wire/http_server.py and api/server.py use or override of uvicorn, and uvicorn does not document."""
 
 
 async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
@@ -611,7 +611,7 @@ async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
         assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
     parts = [(owner, name) for owner, names in UNDOCUMENTED.items() for name in names]
     missing = [f"{owner}.{name}" for owner, name in parts if not hasattr(found[owner], name)]
-    assert not missing, f"uvicorn {version('uvicorn')} has changed: adapt http_server.py and api/server.py to it"
+    assert not missing, f"uvicorn {version('uvicorn')} has changed: adapt wire/http_server.py and api/server.py to it"
 
 
 def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:
@@ -620,7 +620,7 @@ def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:
     tested = next(requirement.specifier for requirement in requirements if requirement.name == "uvicorn")
     assert version("uvicorn") in tested, (
         f"uvicorn {version('uvicorn')} is new: run all tests, compare its httptools_impl.py with the methods that "
-        "http_server.py overrides, then widen the range in pyproject.toml"
+        "wire/http_server.py overrides, then widen the range in pyproject.toml"
     )
 
 

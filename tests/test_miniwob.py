@@ -14,8 +14,8 @@ import pytest
 
 from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
-from outrider.miniwob.tasks import miniwob_examples
 from outrider.service.admission import validate_group
+from outrider.tasks.miniwob.tasks import miniwob_examples
 
 PAGE = """<html><head>
 <link rel="stylesheet" href="../core/look/core.css"><script src="../core/core.js"></script>

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.errors import InvalidField, NotFound, ServiceError
-from outrider.sampling import (
+from outrider.client.sampling import (
     FAILED_IN_A_ROW,
     Batch,
     Choice,
@@ -26,8 +25,9 @@ from outrider.sampling import (
     rewards_differ,
     rewards_of,
 )
+from outrider.errors import InvalidField, NotFound, ServiceError
+from outrider.lab.fakes.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.schemas import GroupView
-from outrider.testing.simulated_service import Played, SimulatedService, VirtualLoop
 
 Task = Mapping[str, Any]
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bridges.shared_settings import _settings_of_variable
 from outrider.cli.task_sources import examples_in, load_group
 from outrider.config import load_config
-from outrider.datasets import harbor_examples, read_rows
 from outrider.errors import InvalidField, OutriderError
-from outrider.rootfs.recipe import load_recipe
+from outrider.sandbox.rootfs.recipe import load_recipe
+from outrider.tasks.datasets import harbor_examples, read_rows
 from outrider.text_files import MAX_DEPTH, parse_toml, read_text_file, read_toml_file
+from outrider.trainers.shared_settings import _settings_of_variable
 
 PARTS = 200_000
 BOMBS: dict[str, bytes] = {

@@ -1,5 +1,5 @@
 """The agent of OpenRLHF's `--train.agent_func_path`. Its settings are in $OUTRIDER_OPENRLHF, as JSON or @FILE."""
 
-from outrider.bridges.openrlhf import agent_executor
+from outrider.trainers.openrlhf import agent_executor
 
 AgentExecutor = agent_executor()

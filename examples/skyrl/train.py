@@ -11,7 +11,7 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-from outrider.bridges.skyrl import OutriderGenerator
+from outrider.trainers.skyrl import OutriderGenerator
 
 
 class Experiment(BasePPOExp):

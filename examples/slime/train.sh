@@ -5,8 +5,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 exec python train.py \
-    --rollout-function-path outrider.bridges.slime.generate_rollout \
-    --custom-reward-post-process-path outrider.bridges.slime.post_process_rewards \
+    --rollout-function-path outrider.trainers.slime.generate_rollout \
+    --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards \
     --custom-config-path "$here/settings.yaml" \
     --prompt-data "$here/rows.jsonl" --input-key prompt --label-key label --rollout-shuffle \
     --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std \

@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from outrider.datasets import examples_of, verl_parquet
+from outrider.tasks.datasets import examples_of, verl_parquet
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ exec python -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=score \
     $rollout.name=vllm $rollout.n=8 $rollout.prompt_length=4096 $rollout.response_length=16384 \
     $rollout.calculate_log_probs=True $rollout.temperature=1.0 \
-    +$rollout.agent.agent_loop_manager_class=outrider.bridges.verl.OutriderAgentLoopManager \
+    +$rollout.agent.agent_loop_manager_class=outrider.trainers.verl.OutriderAgentLoopManager \
     "+$rollout.custom.outrider.relay=trainer" \
     "+$rollout.custom.outrider.task.harness.preset=mini-swe-agent" \
     "+$worker_env.OUTRIDER_URL=$OUTRIDER_URL" "+$worker_env.OUTRIDER_TOKEN=$OUTRIDER_TOKEN" \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # importing typing is slow, and Ctrl-C meanwhile would end the command line in a traceback
 if TYPE_CHECKING:
-    from outrider.client import AsyncClient, Client
+    from outrider.client.client import AsyncClient, Client
 
 __all__ = ["AsyncClient", "Client"]
 
@@ -13,6 +13,6 @@ def __getattr__(name: str) -> object:
     """Import the clients on first use: not every program of this package is a client."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from outrider import client
+    from outrider.client import client
 
     return getattr(client, name)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 
-from outrider.callbacks import check_secret
+from outrider.client.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec, Seconds, fault_text
@@ -73,7 +73,7 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 class SandboxesConfig(Section):
     """Resources of this node that tasks may use.
 
-    `allow`: files and folders of the host for tasks, with everything below them (see sandboxes/host_paths.py for paths
+    `allow`: files and folders of the host for tasks, with everything below them (see sandbox/host_paths.py for paths
     that must not be in them). `cpus` and `memory_mb`: maximum that all sandboxes together may reserve (None: all of the
     machine). `gpus`: names of the GPUs for sandboxes: an index or a UUID for NVIDIA's, `vendor/class=device` for others
     (None: the machine's NVIDIA GPUs, or those in CUDA_VISIBLE_DEVICES if set). `warm`: number of sandboxes of each
@@ -181,11 +181,11 @@ class PluginsConfig(Section):
     `allow`: packages or modules, each with all its contents, or single full paths. "*" allows all importable Python.
     """
 
-    allow: tuple[str, ...] = ("outrider.demo.task",)
+    allow: tuple[str, ...] = ("outrider.lab.demo.task",)
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key for signing them (see callbacks.py); without a key, callbacks are not signed.
+    """Callbacks. `secret`: the key for signing them (see client/callbacks.py); without a key, callbacks are not signed.
 
     `allow`: permitted destinations: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own

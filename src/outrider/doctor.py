@@ -17,16 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from outrider import file_descriptors
 from outrider.config import Config
 from outrider.errors import HarnessUnavailable, OutriderError, RuntimeFailure
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.plugins import names, resolve
-from outrider.runtimes.base import Availability, RuntimeKind, SandboxContext
-from outrider.runtimes.node_host import Host
-from outrider.runtimes.nvidia import NVIDIA
+from outrider.sandbox.runtimes.base import Availability, RuntimeKind, SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.nvidia import NVIDIA
 from outrider.spec import RuntimeSpec
+from outrider.wire import file_descriptors
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}

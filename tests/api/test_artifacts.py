@@ -8,7 +8,7 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField, NotFound
 from support.service import call, running_service, say
 

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from outrider.api.access import check_address
-from outrider.client import AsyncClient, Client
+from outrider.client.client import AsyncClient, Client
 from outrider.config import Config, TlsConfig
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
+from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, StopReason
-from outrider.runtimes.base import Availability
-from outrider.runtimes.host_process.landlock import LandlockRuntime
-from outrider.testing.memory_runtime.runtime import MemoryRuntime
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.sandbox.runtimes.base import Availability
+from outrider.sandbox.runtimes.host_process.landlock import LandlockRuntime
 from support.service import running_node, running_service, say
 
 TASK = {

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, InvalidField, NotFound, ServiceError
 from outrider.schemas import GroupView
 from support.service import running_service

@@ -20,14 +20,14 @@ from outrider.api.gateway import Gateway
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineUnavailable
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Message, Role
 from outrider.sessions.calls.body_limits import LARGE
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import InProcessClient, SessionModels
 from outrider.spec import Limits, Sampling
-from outrider.testing.engine_servers.app import serving
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Turn

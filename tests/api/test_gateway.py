@@ -14,9 +14,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from outrider.api.gateway import Gateway
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
-from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
 from sessions.world import BASH, World, a_world, call_markup
 

@@ -21,8 +21,8 @@ from api.test_gateway import CHAT, KEY, OneSession, a_gateway
 from outrider.api.gateway import Gateway
 from outrider.concurrency.offload import INLINE_BYTES
 from outrider.concurrency.watchdog import Watchdog
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.calls.body_limits import MAX_IN_SESSION, MAX_TEXT_BODY
-from outrider.testing.engine_servers.app import serving
 from sessions.world import a_world
 
 QUICK = ("chat messages", "chat arguments", "messages results", "responses calls", "gemini answers")

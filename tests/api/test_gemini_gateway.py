@@ -15,7 +15,7 @@ from google.genai import errors, types
 
 from api.test_gateway import KEY, OneSession
 from outrider.api.gateway import Gateway
-from outrider.testing.engine_servers.app import serving
+from outrider.lab.fakes.engine_servers.app import serving
 from sessions.world import World, a_world, call_markup
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")

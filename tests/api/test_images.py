@@ -16,13 +16,13 @@ from fastapi import FastAPI
 from api.test_gateway import KEY, a_gateway
 from outrider.api.access import CALLER
 from outrider.api.files import image_routes
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import NotFound
-from outrider.http_server import Receive, Scope, Send
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.messages import Image, image_from_bytes, image_from_url, images_in
 from outrider.service.principals import LOCAL
-from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import SampleImage, TokenMode
+from outrider.wire.http_server import Receive, Scope, Send
 from support.pictures import ADDRESS, PATHS, PNG, bodies, picture_service, task
 from support.service import running_service
 

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from api.test_gateway import KEY, OneSession
 from outrider.api.gateway import Gateway
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.spec import Limits
-from outrider.testing.engine_servers.app import serving
 from sessions.world import World, a_world, call_markup
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

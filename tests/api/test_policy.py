@@ -14,17 +14,17 @@ import pytest
 
 from engines.worlds import ADAPTERS, HASTY, SETTINGS
 from outrider.api.gateway import Gateway
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.engines.base import Engine, EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Conflict, EngineRejected
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.schemas import PolicyEngine, PolicyStatus
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
-from outrider.testing.engine_servers import ServeSettings, engine_app, serving
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn, unpack_ids, unpack_logprobs

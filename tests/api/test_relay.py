@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, Unauthorized
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
-from outrider.testing.scripted_engine import scripted_logprob
 from support.relay import AT_ONCE, CuttingProxy
 from support.service import call, running_node, running_service, say, scripted_engine
 from support.stamping import StampingEngine

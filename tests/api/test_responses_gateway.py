@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from outrider.api.gateway import Gateway
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
-from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
 from sessions.world import World, a_world, call_markup
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, echo, events

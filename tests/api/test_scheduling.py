@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient, patiently
+from outrider.client.client import AsyncClient, patiently
 from outrider.config import LanesConfig, QueueConfig
 from outrider.errors import Busy, NotFound, QueueFull
 from outrider.lifecycle import StopReason

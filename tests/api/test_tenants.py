@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from outrider.api.access import ROUTES
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config
 from outrider.errors import Conflict, Forbidden, NotFound
 from outrider.lifecycle import SessionState

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import TlsConfig
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.relay import Worker
-from outrider.tls import presenting
+from outrider.wire.tls import presenting
 from support.service import running_service, say, scripted_engine
 
 OPENSSL = shutil.which("openssl")

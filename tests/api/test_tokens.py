@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 
 from outrider.api.access import ROUTES
 from outrider.api.server import control_app
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaExceeded, Unauthorized
 from outrider.lifecycle import GroupState

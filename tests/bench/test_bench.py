@@ -39,9 +39,9 @@ from bench import (
     turns,
 )
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
-from outrider.runtimes.node_host import Host
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.node_host import Host
 from support.postgresql import programs
 
 ROOT = Path(__file__).parents[2]

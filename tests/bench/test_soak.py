@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 
 SOAK = Path(__file__).parent.parent.parent / "scripts" / "soak.py"
 

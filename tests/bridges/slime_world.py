@@ -185,7 +185,7 @@ def slime_args(url: str, **options: Any) -> SimpleNamespace:
             "advantage_estimator": "grpo",
             "rewards_normalization": True,
             "grpo_std_normalization": True,
-            "custom_reward_post_process_path": "outrider.bridges.slime.post_process_rewards",
+            "custom_reward_post_process_path": "outrider.trainers.slime.post_process_rewards",
             "custom_convert_samples_to_train_data_path": None,
             "eval_datasets": [],
             "eval_min_new_tokens": None,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges.openrlhf import OpenRLHFSettings
-from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.bridges.slime import SlimeSettings
 from outrider.service.admission import validate_group
+from outrider.trainers.openrlhf import OpenRLHFSettings
+from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.trainers.slime import SlimeSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINERS: dict[str, type[BridgeSettings]] = {

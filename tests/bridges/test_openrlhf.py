@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.bridges.openrlhf import EngineGenerate, Executor, OpenRLHFSettings, agent_executor
-from outrider.bridges.shared_settings import read_settings
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.engines.base import GenerateRequest, SamplingParams
 from outrider.errors import EngineError, EngineUnavailable, HarnessError, InvalidField
 from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
+from outrider.trainers.openrlhf import EngineGenerate, Executor, OpenRLHFSettings, agent_executor
+from outrider.trainers.shared_settings import read_settings
 from support.scribe import scribe_task
 from support.service import running_service, say
 

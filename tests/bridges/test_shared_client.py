@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges.shared_client import SharedClient, checked_url, shared_client
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import ServiceStatus
+from outrider.trainers.shared_client import SharedClient, checked_url, shared_client
 from support.coin import coin_task
 from support.service import running_service, say
 
@@ -122,7 +122,7 @@ async def test_a_service_that_is_restarted_goes_on_with_the_rollout(tmp_path: Pa
 
 
 async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bridges.shared_client.FIRST_PATIENCE", 0.0)
+    monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.0)
     async with shared_client("http://127.0.0.1:9", None) as client:
         with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9: Connection refused"):
             await client.run(body(1))
@@ -138,7 +138,7 @@ async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytes
         await asyncio.sleep(0.01)
         raise ServiceError("cannot reach the service")
 
-    monkeypatch.setattr("outrider.bridges.shared_client.patiently", unreachable)
+    monkeypatch.setattr("outrider.trainers.shared_client.patiently", unreachable)
     async with shared_client("http://127.0.0.1:9", None) as client:
         found = await asyncio.gather(*(client.run(body(number)) for number in range(20)), return_exceptions=True)
         assert [str(error) for error in found] == ["cannot reach the service"] * 20
@@ -152,7 +152,7 @@ async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytes
 async def test_a_service_that_has_lost_its_data_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.bridges.shared_client.LONG_POLL", 0.2)
+    monkeypatch.setattr("outrider.trainers.shared_client.LONG_POLL", 0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

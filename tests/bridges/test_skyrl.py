@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges.skyrl import OutriderGenerator
 from outrider.errors import HarnessError, InvalidField
 from outrider.schemas import GroupView
 from outrider.service.service import Service
+from outrider.trainers.skyrl import OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
 
@@ -176,7 +176,7 @@ async def test_one_group_that_fails_does_not_end_the_asynchronous_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks for one group at a time, and ends its process with any error. A service where nothing works does."""
-    monkeypatch.setattr("outrider.bridges.skyrl.FAILED_IN_A_ROW", 3)
+    monkeypatch.setattr("outrider.trainers.skyrl.FAILED_IN_A_ROW", 3)
     ill = generator_input([scribe_task("skyrl alone ill", fails=range(99))], 2)
     well = generator_input([scribe_task("skyrl alone well")], 2)
     async with running_service(tmp_path=tmp_path) as (_, url):

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges import slime
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from outrider.service.service import Service
+from outrider.trainers import slime
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
 
@@ -455,7 +455,7 @@ async def test_a_graded_sample_without_a_token_to_train_on_is_removed(tmp_path: 
 
 
 async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bridges.slime.FIRST_PATIENCE", 0.0)
+    monkeypatch.setattr("outrider.trainers.slime.FIRST_PATIENCE", 0.0)
     args = slime_args("http://127.0.0.1:9")
     with pytest.raises(ServiceError, match="cannot reach the service"):
         await train(args, DataSource(args, [prompt("slime nobody")]))

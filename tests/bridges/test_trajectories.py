@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.bridges.shared_settings import BridgeSettings, read_settings, sampling_of, task_for
-from outrider.bridges.trajectories import chosen_metrics, trajectories_of
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField
 from outrider.schemas import GroupView
+from outrider.trainers.shared_settings import BridgeSettings, read_settings, sampling_of, task_for
+from outrider.trainers.trajectories import chosen_metrics, trajectories_of
 from support.scribe import scribe_task
 from support.service import running_service, say
 

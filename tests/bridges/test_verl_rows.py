@@ -13,8 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bridges.sample import group, row
-from outrider.bridges.trajectories import trajectories_of
-from outrider.bridges.verl_rows import (
+from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
+from outrider.lifecycle import StopReason
+from outrider.service.admission import validate_group
+from outrider.trainers.trajectories import trajectories_of
+from outrider.trainers.verl_rows import (
     SETTINGS,
     Columns,
     Terms,
@@ -24,9 +27,6 @@ from outrider.bridges.verl_rows import (
     verl_settings,
     verl_task,
 )
-from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
-from outrider.lifecycle import StopReason
-from outrider.service.admission import validate_group
 from outrider.trajectory import BranchKind, LogprobKind
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"

@@ -21,10 +21,10 @@ from campaign.checks import (
 from campaign.engine import LETTERS, Call, digest_of
 from campaign.service import TOKENIZER
 
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import GroupView
 from outrider.store.rows import Event, EventKind
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples, count_session
 from outrider.trajectory import (

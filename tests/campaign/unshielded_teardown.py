@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from campaign import service
-from outrider.sandboxes.sandbox import Sandbox
+from outrider.sandbox.sandbox import Sandbox
 
 stop = Sandbox.stop
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.certify.judge import Certificate, Subject
-from outrider.certify.rows import ROWS
-from outrider.certify.run import certify
+from outrider.lab.certify.judge import Certificate, Subject
+from outrider.lab.certify.rows import ROWS
+from outrider.lab.certify.run import certify
 from outrider.plugins import resolve
 from outrider.spec import HarnessSpec, RuntimeSpec
 from support.environments import environment, program

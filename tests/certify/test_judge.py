@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.certify.judge import RowEvidence, RowVerdict, Word, holds, judge
-from outrider.certify.rows import ScriptedStep, row_named
-from outrider.certify.scripted_model import PromptState, ScriptedCall
 from outrider.harnesses.presets import Certify
+from outrider.lab.certify.judge import RowEvidence, RowVerdict, Word, holds, judge
+from outrider.lab.certify.rows import ScriptedStep, row_named
+from outrider.lab.certify.scripted_model import PromptState, ScriptedCall
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
 from outrider.trajectory import BranchKind, SessionResult, TurnTimings, Verdict

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from docs.pages import code, page
-from outrider.certify.rows import FIRST_WORD, ROWS, row_named
-from outrider.certify.run import MODEL
+from outrider.lab.certify.rows import FIRST_WORD, ROWS, row_named
+from outrider.lab.certify.run import MODEL
 
 
 def test_rows_are_named_once_and_found_by_name() -> None:

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.certify.judge import sample_faults
-from outrider.certify.rows import ScriptedStep
-from outrider.certify.scripted_model import PromptState, ScriptedCall
+from outrider.lab.certify.judge import sample_faults
+from outrider.lab.certify.rows import ScriptedStep
+from outrider.lab.certify.scripted_model import PromptState, ScriptedCall
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from outrider.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
-from outrider.certify.scripted_model import choose_call, read_prompt
-from outrider.certify.tool_finder import describe, find_shell, find_subagent, find_tools, find_waiter
 from outrider.harnesses.presets import Certify
+from outrider.lab.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
+from outrider.lab.certify.scripted_model import choose_call, read_prompt
+from outrider.lab.certify.tool_finder import describe, find_shell, find_subagent, find_tools, find_waiter
 from outrider.messages import ToolSpec
 
 STRING = {"type": "string"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.world import REPLIES, Cli, write_task
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from support.service import running_service
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from support.service import running_service
 
 from .world import PROGRAM, REPLIES, STALLED, TASK, Cli

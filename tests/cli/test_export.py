@@ -14,8 +14,8 @@ from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
 from outrider.cli.task_sources import load_group
-from outrider.client import AsyncClient
-from outrider.evaluation import evaluate
+from outrider.client.client import AsyncClient
+from outrider.client.pass_rate import evaluate
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer

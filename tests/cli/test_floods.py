@@ -17,7 +17,7 @@ import pytest
 
 from cli.test_serve import flags
 from cli.world import program
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import Busy
 
 FEW = 1024

@@ -10,7 +10,7 @@ import pytest
 
 from cli.test_examples import needs_namespaces
 from cli.world import Cli
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore
 from support.small_root import small_root
 
 HARBOR = Path(__file__).parents[2] / "examples" / "harbor"

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from cli.world import Cli
-from outrider.certify.judge import Certificate, RowVerdict
 from outrider.cli.harness_check import print_certificate
 from outrider.cli.progress import row_progress
 from outrider.cli.terminal import Terminal
+from outrider.lab.certify.judge import Certificate, RowVerdict
 
 AGENT = Path(__file__).parent.parent / "certify" / "agent.py"
 

@@ -18,7 +18,7 @@ import pytest
 
 from cli.test_serve import TRUSTED, flags
 from cli.world import Cli, program
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import OutriderError
 from outrider.schemas import ServiceStatus
 

@@ -13,7 +13,7 @@ from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.show import print_session
 from outrider.cli.tables import session_table
 from outrider.cli.task_sources import load_group
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import FrozenConfig
 from outrider.lifecycle import StopReason
 from outrider.spec import EngineSpec

@@ -9,7 +9,7 @@ import pytest
 
 from cli.world import Cli
 from outrider.config import SandboxesConfig
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore
 from support.service import running_service
 from support.skopeo import fake_skopeo
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from cli.world import REPLIES, STALLED, TASK, Cli, program, write_task
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from support.service import call, running_service, say, scripted_engine

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from outrider.client.sample_files import ImageFolder, SampleFormat, sample_file, stored_images
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.messages import Image, image_from_bytes
-from outrider.sample_files import ImageFolder, SampleFormat, sample_file, stored_images
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SampleImage, TokenMode
 
 SAMPLE = Sample(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cli.world import REPLIES, TASK, Cli, program, write_task
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import ServiceStopping
 from outrider.schemas import ServiceStatus
 from outrider.store.sqlite import sqlite_store

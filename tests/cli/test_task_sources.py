@@ -11,7 +11,7 @@ import pytest
 from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
 from outrider.evaluators.base import Outcome
-from outrider.examples import Gold
+from outrider.tasks.examples import Gold
 from test_datasets import harbor_task
 
 from .world import Cli

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from support.service import running_service
 
 from .world import Cli

@@ -12,11 +12,11 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.demo.dialogue import POLICY
-from outrider.demo.run import GROUPS, SAMPLES
-from outrider.demo.summary import RolloutSummary, best_session, sample_faults, tallies
+from outrider.lab.demo.dialogue import POLICY
+from outrider.lab.demo.run import GROUPS, SAMPLES
+from outrider.lab.demo.summary import RolloutSummary, best_session, sample_faults, tallies
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.runtimes.default_runtime import default_runtime
+from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import (

@@ -7,9 +7,9 @@ import random
 import pytest
 import renderers
 
-from outrider.demo.dialogue import POLICY, Piece, Script, encode, tool_output
-from outrider.demo.task import ITEMS, ZONES, Episode, make_task
 from outrider.harnesses.toolbox import TOOLS
+from outrider.lab.demo.dialogue import POLICY, Piece, Script, encode, tool_output
+from outrider.lab.demo.task import ITEMS, ZONES, Episode, make_task
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -95,8 +95,8 @@ def test_two_results_share_one_user_turn_as_in_qwen3() -> None:
 
 
 def test_the_policy_is_right_some_of_the_time_and_its_logprobs_are_its_own() -> None:
-    from outrider.demo.simulate import Simulator
     from outrider.engines.embedded.weights import load_model
+    from outrider.lab.demo.simulate import Simulator
 
     torch.set_num_threads(1)
     simulator = Simulator(load_model(POLICY), TOKENIZER, SCRIPT, seed=11)

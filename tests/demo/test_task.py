@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.demo.dialogue import tool_output
-from outrider.demo.task import ITEMS, PHRASINGS, ZONES, Episode, file_for, group_spec, make_task, score
+from outrider.lab.demo.dialogue import tool_output
+from outrider.lab.demo.task import ITEMS, PHRASINGS, ZONES, Episode, file_for, group_spec, make_task, score
 from outrider.messages import Message, Role, ToolCall
 from outrider.spec import GroupSpec, Write
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outrider.bridges.trl import StepStats
 from outrider.cli import main
 from outrider.cli.training import HEIGHT, WIDTH, plot
-from outrider.client import Client
+from outrider.client.client import Client
+from outrider.client.sampling import Counts
 from outrider.config import Config, ModelConfig
-from outrider.demo.curve import draw
-from outrider.demo.dialogue import POLICY
-from outrider.demo.service_process import service_process
-from outrider.demo.train import SeedRun, TrainStep, summary
 from outrider.errors import ServiceError
-from outrider.sampling import Counts
+from outrider.lab.demo.curve import draw
+from outrider.lab.demo.dialogue import POLICY
+from outrider.lab.demo.service_process import service_process
+from outrider.lab.demo.train import SeedRun, TrainStep, summary
 from outrider.spec import EngineSpec
+from outrider.trainers.trl import StepStats
 
 
 def step(reward: float, gap: float) -> TrainStep:
@@ -142,8 +142,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from outrider.config import Config, ModelConfig
-from outrider.demo.dialogue import POLICY
-from outrider.demo.service_process import service_process
+from outrider.lab.demo.dialogue import POLICY
+from outrider.lab.demo.service_process import service_process
 
 folder = Path(sys.argv[1])
 config = Config(port=0, data=folder / "data", model=ModelConfig(tokenizer=str(POLICY), renderer="template:qwen3"))

@@ -12,9 +12,9 @@ import pytest
 from outrider.cli.task_sources import examples_in, load_group
 from outrider.config import Config
 from outrider.engines.adapters.options import read_options
+from outrider.lab.fakes.scripted_engine import ScriptOptions
 from outrider.service.admission import parse_body, validate_group
 from outrider.spec import GroupSpec
-from outrider.testing.scripted_engine import ScriptOptions
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
 

@@ -26,7 +26,7 @@ from outrider.api.tokens import token_routes
 from outrider.cli.commands import commands
 from outrider.config import Config, FrozenConfig, GraderConfig
 from outrider.engines.relay.attached_worker import RelayOptions
-from outrider.engines.relay.messages import Close, ToService, ToWorker
+from outrider.engines.relay.messages import ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.reasoning_sets import EVALUATED, UNUSABLE
@@ -37,20 +37,21 @@ from outrider.evaluators.judge.questions import JudgeOptions
 from outrider.evaluators.maths import MathOptions
 from outrider.evaluators.nested import AllOptions, WeightedOptions
 from outrider.evaluators.reasoning import ReasoningOptions
-from outrider.harbor.fields import FIELD_USES
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.harnesses.tool_agent import ToolOptions
+from outrider.lab.fakes.scripted_engine import ScriptedReply, ScriptOptions
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.rows import EventKind
-from outrider.testing.scripted_engine import ScriptedReply, ScriptOptions
+from outrider.tasks.harbor.fields import FIELD_USES
 from outrider.tokens.rendering.renderer import MARKUP
 from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
+from outrider.wire.frames import Close
 
 from .pages import Table, code, page
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, FrozenConfig
 from outrider.schemas import SessionView
 from outrider.spec import EngineSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.sandboxes.host_paths import KEPT
+from outrider.sandbox.host_paths import KEPT
 
 from .pages import page
 

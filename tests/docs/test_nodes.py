@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.engines.pool import policy
-from outrider.engines.relay import decoding
-from outrider.nodes import claims, messages, remote_node, resumable
+from outrider.nodes import claims, messages, remote_node
 from outrider.sessions import resources
+from outrider.wire import decoding, resumable
 
 from .pages import page
 

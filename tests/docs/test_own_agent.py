@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from outrider.cli import main
-from outrider.pythons.portable import portable_command, portable_python
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.pythons.portable import portable_command, portable_python
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.environments import environment, program
 from support.small_root import small_root
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.client import DEFAULT_URL
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.client.client import DEFAULT_URL
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.service import END, call, running_service, say
 
 from .pages import PAGES, Block, Page

@@ -25,12 +25,12 @@ from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
-from outrider.http_server import Application, Receive, Scope, Send, disconnect_of
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.spec import EngineSpec
-from outrider.testing.engine_servers import ServeSettings, engine_app, serving
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason
+from outrider.wire.http_server import Application, Receive, Scope, Send, disconnect_of
 
 Kind = Literal["vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")

@@ -25,10 +25,10 @@ from outrider.engines.http.client import MAX_ANSWER
 from outrider.engines.pool.pool import FAILOVERS, GOOD_REPLIES, EnginePool, PoolReply
 from outrider.engines.pool.reply_checks import FREE_CHARACTERS, ChatCheck, TokenCheck
 from outrider.errors import EngineMisbehaved
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Message, Role, ToolCall
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 

@@ -17,11 +17,11 @@ import pytest
 
 from engines.contract import CHECKS, Factory, Rig, tokenizes
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.demo.dialogue import POLICY
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.engines.embedded import EmbeddedEngine
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import ContextOverflow, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch
+from outrider.lab.demo.dialogue import POLICY
 from outrider.trajectory import FinishReason, VersionSpan
 from support.embedded import DIALOGUE, PROMPT, TOKENIZER, everything, request, running, together
 from support.reference_llama import ReferenceLlama

@@ -17,10 +17,10 @@ from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.policy import PolicyGate
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
+from outrider.lab.fakes.engine_servers.app import engine_app, serving
+from outrider.lab.fakes.engine_servers.asgi import ServeSettings
+from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
 from outrider.spec import EngineSpec
-from outrider.testing.engine_servers.app import engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
-from outrider.testing.engine_servers.prefix_cache import PrefixCache
 from outrider.trajectory import LogprobKind, TokenMode
 from support.stamping import StampingEngine
 

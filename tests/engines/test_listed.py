@@ -15,10 +15,10 @@ from engines.upstream import Answer, upstream
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.pool.pool import AnyEngine, EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch, NotFound
+from outrider.lab.fakes.engine_servers import engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.testing.engine_servers import engine_app, serving
-from outrider.testing.scripted_engine import ScriptedEngine
 
 Pages = dict[str, Any]
 

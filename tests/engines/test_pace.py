@@ -14,8 +14,8 @@ from outrider.engines.base import EngineOptions
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
 from outrider.engines.pool.pool import EnginePool
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.nodes.claims import believed_uses
-from outrider.testing.scripted_engine import ScriptedEngine
 from support.clock import pass_time
 
 from .test_silence import Call, Dripping, engine_of, known, request, until

@@ -17,7 +17,7 @@ from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField
-from outrider.testing.scripted_engine import scripted_logprob
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from support.stamping import StampingEngine

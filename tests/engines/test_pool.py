@@ -35,10 +35,10 @@ from outrider.errors import (
     ModelMismatch,
     NotFound,
 )
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Image, Message, Role
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import LogprobKind, TokenMode
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)

@@ -36,12 +36,12 @@ from outrider.engines.base import (
 from outrider.engines.http.failures import Sizes, StatusFailure, translate
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import ContextOverflow, EngineRejected, EngineUnavailable, InvalidField
-from outrider.http_server import Application, Receive, Scope, Send
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
 from outrider.messages import Message, Role
-from outrider.testing.engine_servers import ServeSettings, engine_app, serving
-from outrider.testing.engine_servers.prefix_cache import PrefixCache
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
+from outrider.wire.http_server import Application, Receive, Scope, Send
 from support.stamping import StampingEngine
 from support.tokenizer import write_tokenizer
 

@@ -21,8 +21,8 @@ import pytest
 from engines.worlds import ADAPTERS, HASTY
 from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest, SamplingParams
 from outrider.errors import EngineError
-from outrider.http_server import Receive, Scope, Send
-from outrider.testing.engine_servers.app import serving
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.wire.http_server import Receive, Scope, Send
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "real_engines"
 KINDS = {"sglang": "sglang-0.5.17", "vllm": "vllm-0.26.0"}

@@ -17,7 +17,6 @@ import pytest
 from starlette.websockets import WebSocket
 
 from engines.contract import chunks_of, collect
-from outrider.api.asgi_socket import AsgiSocket
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.relay.attached_worker import AttachedWorker
@@ -25,8 +24,6 @@ from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     PROTOCOL,
     TO_WORKER,
-    Beat,
-    Close,
     Failed,
     StartGeneration,
     Version,
@@ -35,7 +32,6 @@ from outrider.engines.relay.messages import (
     WorkerTokens,
     WorkerWelcome,
 )
-from outrider.engines.relay.messages import encode as encoded
 from outrider.errors import (
     Conflict,
     ContextOverflow,
@@ -46,11 +42,14 @@ from outrider.errors import (
     OutriderError,
     ServiceError,
 )
-from outrider.http_server import Receive, Scope, Send
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.relay import FunctionEngine, Worker
-from outrider.testing.engine_servers.app import serving
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+from outrider.wire.asgi_socket import AsgiSocket
+from outrider.wire.frames import Beat, Close
+from outrider.wire.frames import encode as encoded
+from outrider.wire.http_server import Receive, Scope, Send
 from support.relay import AT_ONCE, CuttingProxy, relay_served
 
 _numbers = itertools.count()

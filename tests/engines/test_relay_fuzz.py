@@ -19,16 +19,15 @@ from outrider.engines.pool.reply_checks import LOWEST, ROUNDING
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     TO_WORKER,
-    Beat,
     Failed,
     StartGeneration,
     Version,
     WorkerCall,
     WorkerReply,
     WorkerWelcome,
-    encode,
 )
 from outrider.errors import Boundary, Conflict, EngineError, ErrorRecord
+from outrider.wire.frames import Beat, encode
 from support.odd_values import ODD, mutated
 from support.relay import relay_served
 

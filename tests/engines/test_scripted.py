@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from engines.contract import collect
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
-from outrider.testing import scripted_engine
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.lab.fakes import scripted_engine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
 

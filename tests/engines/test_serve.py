@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from engines.worlds import CONTEXT_TOKENS, REPLY, scripted
-from outrider.testing.engine_servers import ServeSettings, engine_app, serving
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import too_long
 from outrider.errors import EngineSilent, EngineUnavailable
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from support.clock import pass_time
 
 IDS = [1, 2, 3, 4]

@@ -18,8 +18,8 @@ from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import Flight
 from outrider.errors import EngineSilent, EngineUnavailable
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.nodes.service_proxy import ForwardedEngine
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import FinishReason
 from support.clock import pass_time
 

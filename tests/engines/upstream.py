@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from outrider.http_server import Receive, Scope, Send
-from outrider.testing.engine_servers.app import serving
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.wire.http_server import Receive, Scope, Send
 
 
 class Answer(msgspec.Struct):

@@ -16,9 +16,9 @@ from outrider.engines.adapters.sglang import SGLangEngine
 from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest, TakesConstraints
 from outrider.engines.relay.engine import RelayEngine
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.relay import FunctionEngine, Worker
-from outrider.testing.engine_servers import ServeSettings, engine_app, serving
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.relay import AT_ONCE, relay_served
 

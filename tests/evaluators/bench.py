@@ -13,8 +13,8 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
 from outrider.trajectory import Verdict
 from runtimes.world import World

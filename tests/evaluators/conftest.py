@@ -6,7 +6,7 @@ import pytest
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
 from support.sandboxes import process_sandbox
 

@@ -15,12 +15,12 @@ from outrider.evaluators.base import Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import HarnessOutcome
-from outrider.http_server import Receive, Scope, Send
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
-from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import Verdict
+from outrider.wire.http_server import Receive, Scope, Send
 
 CUT = "cut"
 """An answer that breaks off."""

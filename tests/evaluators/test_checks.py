@@ -20,10 +20,10 @@ from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.confinement import calculation
 from outrider.evaluators.checks.pool import QUICK_SECONDS, SUBMITTED_AT_ONCE, CheckResult, Checks, Library
-from outrider.runtimes.guest.isolation import landlock
-from outrider.runtimes.guest.isolation.seccomp import MACHINES
-from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.guest.isolation import landlock
+from outrider.sandbox.runtimes.guest.isolation.seccomp import MACHINES
+from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.admission import SubmissionChecks
 from outrider.trajectory import Verdict
 
@@ -235,7 +235,7 @@ HOLDER = """
 import asyncio, sys
 from pathlib import Path
 from evaluators.test_checks import PART
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 
 async def main():
     async with Host(Path(sys.argv[1])) as host:

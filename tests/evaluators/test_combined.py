@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, PluginsConfig
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.combined import WeightedEvaluator
 from outrider.evaluators.factory import make_evaluator
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.allow_lists import AllowLists
 from outrider.service.principals import LOCAL
 from outrider.spec import EvaluatorSpec, GroupSpec

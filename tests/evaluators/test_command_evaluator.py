@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.evaluators.factory import make_evaluator
 from outrider.messages import Message, Role, Text, image_from_bytes
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import BranchKind, ModelCall, Verdict
 

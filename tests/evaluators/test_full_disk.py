@@ -12,8 +12,8 @@ import pytest
 
 from outrider.errors import EvaluatorError
 from outrider.evaluators.factory import make_evaluator
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, Resources
 from runtimes.world import World
 

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.evaluators.factory import make_evaluator
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
@@ -22,9 +22,9 @@ from outrider.evaluators.checks.pool import QUICK_SECONDS
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import HarnessOutcome
 from outrider.messages import Message, Role
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, HarnessSpec
 from outrider.trajectory import Verdict
 from support.service import running_service, say

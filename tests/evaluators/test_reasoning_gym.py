@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.certify.task_check import check_tasks
-from outrider.datasets import Example, one_of_each_reasoning_gym_set, reasoning_gym_examples
 from outrider.errors import InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.checks.reasoning_sets import EVALUATED, UNUSABLE
 from outrider.evaluators.factory import make_evaluator
+from outrider.lab.certify.task_check import check_tasks
 from outrider.messages import Message, Role
-from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec
+from outrider.tasks.datasets import Example, one_of_each_reasoning_gym_set, reasoning_gym_examples
 from outrider.trajectory import Verdict
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: see `make test-real`")

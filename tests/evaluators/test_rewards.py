@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from support.scribe import scribe_task
 from support.service import running_service, say
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from outrider.certify.task_check import check_tasks
-from outrider.datasets import Example, Gold
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec
 from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.swebench.evaluator import read_only_mounts
 from outrider.evaluators.swebench.options import is_test
-from outrider.runtimes.node_host import Host
+from outrider.lab.certify.task_check import check_tasks
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import DiffSpec, EvaluatorSpec
+from outrider.tasks.datasets import Example, Gold
 
 from .swe_world import BASE, COMMAND, FIELDS, FIX, PATCH, ROW, SCRIPT, TEST, Repository, a_repository, spec_of
 

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.evaluators.checks.pool import Checks, checks_of
 from outrider.evaluators.swebench.evaluator import CHECKS
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 
 pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from nodes.acts import AGENT, GRADER
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.schemas import GroupView
 from support.tokenizer import write_tokenizer
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from outrider.atif import trajectory
-from outrider.datasets import harbor_examples
+from outrider.client.atif import trajectory
 from outrider.errors import InvalidField
-from outrider.harbor.schema import TaskToml
-from outrider.harbor.verifiers import separate_verifier
 from outrider.lifecycle import StopReason
-from outrider.rootfs.dockerfile import read_dockerfile
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.dockerfile import read_dockerfile
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.tasks.datasets import harbor_examples
+from outrider.tasks.harbor.schema import TaskToml
+from outrider.tasks.harbor.verifiers import separate_verifier
 from outrider.trajectory import BranchKind, ChatRow, LogprobKind, Sample, SampleImage, TokenMode
 from test_datasets import harbor_task
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from outrider.datasets import harbor_examples
 from outrider.errors import InvalidField, TooLarge
-from outrider.harbor import schema
-from outrider.harbor.fields import FIELD_USES, Use
-from outrider.harbor.tasks import build_contexts
-from outrider.rootfs.dockerfile import read_dockerfile
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.dockerfile import read_dockerfile
+from outrider.sandbox.rootfs.store import ImageStore
 from outrider.spec import Write
+from outrider.tasks.datasets import harbor_examples
+from outrider.tasks.harbor import schema
+from outrider.tasks.harbor.fields import FIELD_USES, Use
+from outrider.tasks.harbor.tasks import build_contexts
 from test_datasets import as_task, harbor_task
 
 LOGS = {"run": "mkdir -p /logs/agent /logs/verifier /logs/artifacts"}

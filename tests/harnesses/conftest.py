@@ -6,7 +6,7 @@ import pytest
 
 from outrider.harnesses.base import HarnessContext, ModelEndpoint
 from outrider.messages import Message, Role, ToolCall
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, TaskSpec
 from support.sandboxes import process_sandbox
 

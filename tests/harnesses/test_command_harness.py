@@ -8,7 +8,7 @@ from outrider.errors import HarnessError, HarnessUnavailable, InvalidField
 from outrider.harnesses.command import MAX_INSTRUCTION, CommandHarness
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.presets import ConfigFile, Option, Preset
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import context

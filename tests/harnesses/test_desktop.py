@@ -13,7 +13,7 @@ from outrider.errors import HarnessError
 from outrider.harnesses.desktop import ACTIONS, PNG, Desktop, DesktopOptions
 from outrider.harnesses.tool_agent import ToolAgent, ToolOptions
 from outrider.messages import Image, Role, Text
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import calls, context, says

@@ -11,15 +11,15 @@ import pytest
 
 from evaluators.grader_server import a_grader
 from outrider.cli.task_sources import load_example, load_group
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
 from outrider.harnesses.factory import make_harness
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import SessionView
 from outrider.service.admission import validate_group
 from outrider.spec import GroupSpec, HarnessSpec
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
 from support.service import END, running_service, say, scripted_engine

@@ -5,7 +5,7 @@ import pytest
 from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.harnesses.factory import make_harness
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import context, says

@@ -11,7 +11,7 @@ import pytest
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.inprocess import InProcessHarness
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import ScriptedModel, calls, context, results, says

@@ -12,10 +12,10 @@ import pytest
 from outrider.errors import HarnessError
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.missing_program import _head_on_host
-from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.node_host import Host
+from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
+from outrider.sandbox.runtimes.base import Runtime, SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import HarnessSpec, RuntimeSpec
-from outrider.testing.memory_runtime.runtime import MemoryRuntime
 
 from .conftest import context
 

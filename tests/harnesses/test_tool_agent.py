@@ -11,7 +11,7 @@ from outrider.harnesses.factory import make_harness
 from outrider.harnesses.tool_agent import ToolAgent
 from outrider.harnesses.toolbox import MAX_RESULT, TOOLS, Tool, tool_spec
 from outrider.messages import Message, Role
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import calls, context, results, says

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.sharing import GateReport
-from outrider.engines.relay import decoding
-from outrider.engines.relay.messages import Close, Nonsense, encode
 from outrider.errors import Boundary, ErrorRecord
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.nodes import claims, remote_node
 from outrider.nodes.messages import (
@@ -45,12 +44,10 @@ from outrider.nodes.messages import (
     SetState,
     Take,
 )
-from outrider.nodes.resumable import HEADER, PIECE
 from outrider.schemas import Artifact, ArtifactList, FailingChore, GroupView, NodeStats
 from outrider.sessions.attempt import session_result
 from outrider.sessions.resources import ResourceAmount
 from outrider.spec import TaskSpec, TokenSpec
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
@@ -67,6 +64,9 @@ from outrider.trajectory import (
     pack_ids,
     pack_logprobs,
 )
+from outrider.wire import decoding
+from outrider.wire.frames import Close, Nonsense, encode
+from outrider.wire.resumable import HEADER, PIECE
 from support.hostile_node import HostileNode, hello, report
 from support.odd_values import ODD, mutated
 

@@ -17,8 +17,6 @@ from typing import Any, Self
 import pytest
 
 from outrider.config import Config, LanesConfig, SandboxesConfig
-from outrider.engines.relay.link import Disconnected
-from outrider.engines.relay.messages import Close, encode
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
@@ -27,9 +25,11 @@ from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import ServiceParts, _without_local
-from outrider.nodes.resumable import HEADER
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
+from outrider.wire.frames import Close, encode
+from outrider.wire.link import Disconnected
+from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
 

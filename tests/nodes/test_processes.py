@@ -19,16 +19,16 @@ from pydantic import SecretStr
 from outrider.config import CallbacksConfig, Config, FrozenConfig, SandboxesConfig
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.errors import ServiceError
+from outrider.lab.fakes.engine_servers.app import engine_app, serving
+from outrider.lab.fakes.engine_servers.asgi import ServeSettings
+from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.nodes import pool_publisher, processes, remote_node, spawning
 from outrider.schemas import GroupView, SessionView
 from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
-from outrider.testing.engine_servers.app import engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
-from outrider.testing.engine_servers.prefix_cache import PrefixCache
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import FinishReason, LogprobKind, Sample, SessionResult, TokenMode
 from support.stamping import StampingEngine
 

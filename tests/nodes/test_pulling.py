@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.nodes import joined
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore
 from outrider.spec import PullSpec
 from support.skopeo import fake_skopeo
 

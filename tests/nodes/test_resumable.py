@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engines.relay.link import Disconnected
-from outrider.engines.relay.messages import Close
-from outrider.nodes import resumable
-from outrider.nodes.resumable import ResumableSocket
+from outrider.wire import resumable
+from outrider.wire.frames import Close
+from outrider.wire.link import Disconnected
+from outrider.wire.resumable import ResumableSocket
 
 MOST = 1 << 20
 

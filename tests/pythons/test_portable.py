@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
+from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, portable_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 MANY = """
 import os, sys
-from outrider.pythons.portable import portable_python
+from outrider.sandbox.pythons.portable import portable_python
 children = []
 for _ in range(64):
     pid = os.fork()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from outrider.certify.judge import RowVerdict, Subject
-from outrider.certify.rows import row_named
-from outrider.certify.run import certify
 from outrider.harnesses.install import install
 from outrider.harnesses.presets import DIALECT, load_preset
+from outrider.lab.certify.judge import RowVerdict, Subject
+from outrider.lab.certify.rows import row_named
+from outrider.lab.certify.run import certify
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-call")

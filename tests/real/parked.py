@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome

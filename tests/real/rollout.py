@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from outrider.api.server import serving
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, ModelConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import StopReason
-from outrider.runtimes.tool_server.launch import BRIDGE_URL
+from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.service.assembly import open_service
 from outrider.trajectory import BranchKind, TokenMode

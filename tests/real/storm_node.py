@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider.cli import main
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.namespace.runtime import NamespaceRuntime, launch
-from outrider.runtimes.tool_server.launch import RunningServer
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime, launch
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 from service.stage import a_stage
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.certify.task_check import check_tasks
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.harnesses.desktop import PNG, PROGRAMS
-from outrider.miniwob.tasks import BROWSER, HEIGHT, WIDTH, miniwob_examples
+from outrider.lab.certify.task_check import check_tasks
 from outrider.plugins import resolve
 from outrider.spec import EngineSpec
+from outrider.tasks.miniwob.tasks import BROWSER, HEIGHT, WIDTH, miniwob_examples
 from outrider.trajectory import TokenMode
 from support.ordinary import ordinary_user, python_of, run_tests
 from support.service import RENDERER, running_service

@@ -11,10 +11,10 @@ import pytest
 
 from cli.test_serve import flags
 from cli.world import program
-from outrider.client import AsyncClient
-from outrider.datasets import reasoning_gym_examples
-from outrider.demo.dialogue import POLICY, RENDERER
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.client.client import AsyncClient
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.tasks.datasets import reasoning_gym_examples
 
 from .eval_programs import evaluated, serving
 

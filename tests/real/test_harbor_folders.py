@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from outrider.certify.task_check import check_tasks
-from outrider.datasets import harbor_examples
-from outrider.examples import Example, Gold
+from outrider.lab.certify.task_check import check_tasks
+from outrider.tasks.datasets import harbor_examples
+from outrider.tasks.examples import Example, Gold
 from runtimes import engines
 
 pytestmark = pytest.mark.real

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from evaluators.bench import a_bench
-from outrider.datasets import human_eval_examples
 from outrider.spec import EvaluatorSpec
+from outrider.tasks.datasets import human_eval_examples
 
 pytestmark = pytest.mark.real
 

@@ -17,10 +17,10 @@ from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelEndpoin
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, install, installed
 from outrider.harnesses.presets import load_preset
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host_process.process import ProcessRuntime
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.host_process.process import ProcessRuntime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 
 pytestmark = pytest.mark.real

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.certify.release_pairs import RELEASES, release_pair_examples
-from outrider.certify.task_check import check_tasks
+from outrider.lab.certify.task_check import check_tasks
+from outrider.tasks.release_pairs import RELEASES, release_pair_examples
 
 pytestmark = pytest.mark.real
 pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.api.server import serving
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.harnesses.install import install
 from outrider.lifecycle import StopReason

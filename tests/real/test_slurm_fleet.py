@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView, SessionView
 from support.service import RENDERER, call, say

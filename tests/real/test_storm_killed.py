@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import ServiceError
-from outrider.runtimes.guest.isolation import syscalls
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.guest.isolation import syscalls
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
 from service.sandboxed import ENDINGS, FATES, MARK, NAP

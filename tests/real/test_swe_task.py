@@ -1,6 +1,6 @@
 """A task of SWE-bench's kind from end to end: a real program applies a patch with its own tool, and hidden tests judge.
 
-The repository is an old release of tomlkit, the right patch what the next release changed (`certify/release_pairs.py`).
+The repository is an old release of tomlkit, the right patch what the next release changed (`tasks/release_pairs.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.certify.release_pairs import release_pair_examples
-from outrider.datasets import Example
 from outrider.harnesses.install import install
-from outrider.runtimes.guest.filesystem.patch import read_patch
+from outrider.sandbox.runtimes.guest.filesystem.patch import read_patch
+from outrider.tasks.datasets import Example
+from outrider.tasks.release_pairs import release_pair_examples
 from outrider.trajectory import BranchKind
 
 from .rollout import END, Rollout, a_world, call

@@ -15,10 +15,10 @@ import pytest
 
 from outrider.cli import main
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
-from outrider.rootfs.build import Builder, Reuse
-from outrider.rootfs.recipe import Recipe, definition_of, load_recipe
-from outrider.rootfs.store import ImageStore
-from outrider.rootfs.unpack import BadImage
+from outrider.sandbox.rootfs.build import Builder, Reuse
+from outrider.sandbox.rootfs.recipe import Recipe, definition_of, load_recipe
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import BadImage
 from support.small_root import small_root
 
 from .archives import as_tar, oci_files

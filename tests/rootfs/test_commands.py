@@ -10,8 +10,8 @@ import pytest
 
 from outrider.cli import main
 from outrider.errors import InvalidField
-from outrider.rootfs.store import ImageStore
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.store import ImageStore
 from outrider.service.admission import check_group, parse_body
 from outrider.spec import GroupSpec
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField
-from outrider.rootfs.dockerfile import BuildPlan, Copy, MakeFolder, RunInstruction, read_dockerfile
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.dockerfile import BuildPlan, Copy, MakeFolder, RunInstruction, read_dockerfile
+from outrider.sandbox.rootfs.store import ImageStore
 
 from .archives import as_tar, oci_files
 

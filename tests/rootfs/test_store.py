@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
-from outrider.rootfs.sif import Partition, root_partition
-from outrider.rootfs.store import ImageStore
-from outrider.rootfs.unpack import BadImage
+from outrider.sandbox.rootfs.sif import Partition, root_partition
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import BadImage
 
 from .archives import LOWER, MACHINE, as_folder, as_tar, oci_files, saved_files, sif
 

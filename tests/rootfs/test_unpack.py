@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from outrider.concurrency.build_once import remove_tree
 from outrider.errors import OutriderError
-from outrider.rootfs.store import ImageStore
-from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, Room, unpack
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, Room, unpack
 
 
 def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:

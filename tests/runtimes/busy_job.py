@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 
 from .world import World
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.namespace.plan import make_skeleton
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.namespace.plan import make_skeleton
+from outrider.sandbox.runtimes.node_host import Host
 
 from . import engines
 from .world import World

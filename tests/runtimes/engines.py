@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.containers.daemon import DOCKER_ENGINE, PODMAN_ENGINE, limits_hold
-from outrider.runtimes.containers.runtime import ContainerRuntime
+from outrider.sandbox.runtimes.containers.daemon import DOCKER_ENGINE, PODMAN_ENGINE, limits_hold
+from outrider.sandbox.runtimes.containers.runtime import ContainerRuntime
 
 PYTHON = "/usr/bin/python3"
 PROGRAMS = (

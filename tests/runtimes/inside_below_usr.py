@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.kernel.mounts import MountTable
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kernel.mounts import MountTable
 
 from .below_usr import BELOW, FORM
 from .world import World

@@ -16,13 +16,13 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.pythons.portable import portable_command
-from outrider.rootfs.store import ImageStore
-from outrider.runtimes.apptainer.command_line import APPTAINER, find_apptainer
-from outrider.runtimes.apptainer.runtime import ApptainerRuntime
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.kernel.process_marks import marked
+from outrider.sandbox.pythons.portable import portable_command
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.runtimes.apptainer.command_line import APPTAINER, find_apptainer
+from outrider.sandbox.runtimes.apptainer.runtime import ApptainerRuntime
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.kernel.process_marks import marked
 from support.ordinary import ordinary_user, python_of, run_tests
 
 from . import sif_images
@@ -297,9 +297,9 @@ async def test_processes_killed_from_outside(world: World, image: str) -> None:
 KILLED = """
 import asyncio, os, sys
 from pathlib import Path
-from outrider.runtimes.apptainer.runtime import ApptainerRuntime
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.apptainer.runtime import ApptainerRuntime
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 async def main():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.tool_server.archive_download import BACKLOG, ArchiveDownload, download_archive
-from outrider.runtimes.tool_server.client import Done, ToolClient
+from outrider.sandbox.runtimes.tool_server.archive_download import BACKLOG, ArchiveDownload, download_archive
+from outrider.sandbox.runtimes.tool_server.client import Done, ToolClient
 
 from .test_toolclient import Peer, frame, pair
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel.mounts import MountPoint, MountTable, parse
-from outrider.runtimes.namespace.plan import Root, inner_of
+from outrider.sandbox.runtimes.kernel.mounts import MountPoint, MountTable, parse
+from outrider.sandbox.runtimes.namespace.plan import Root, inner_of
 
 FORMS = ("plain", "stacked", "locked")
 BEGIN = Path(__file__).with_name("below_usr.py")

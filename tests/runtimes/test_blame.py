@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.apptainer.command_line import in_groups
-from outrider.runtimes.base import Runtime, TellsCause
-from outrider.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies, find, settings
-from outrider.runtimes.node_host import Host
-from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, ToolPart
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.apptainer.command_line import in_groups
+from outrider.sandbox.runtimes.base import Runtime, TellsCause
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies, find, settings
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, ToolPart
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources
 
 from .test_leaks import children

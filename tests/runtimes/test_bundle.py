@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import RuntimeUnavailable
-from outrider.runtimes.guest.command import Capture
-from outrider.runtimes.guest.msgpack import Unpacker, pack
-from outrider.runtimes.tool_server.bundle import MODULES, compiled, program, source
+from outrider.sandbox.runtimes.guest.command import Capture
+from outrider.sandbox.runtimes.guest.msgpack import Unpacker, pack
+from outrider.sandbox.runtimes.tool_server.bundle import MODULES, compiled, program, source
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.binary() | st.text(),

@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes import limits
-from outrider.runtimes.apptainer import runtime as apptainer
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies
-from outrider.runtimes.kernel.child import Child
-from outrider.runtimes.kernel.process_marks import started
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes import limits
+from outrider.sandbox.runtimes.apptainer import runtime as apptainer
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies
+from outrider.sandbox.runtimes.kernel.child import Child
+from outrider.sandbox.runtimes.kernel.process_marks import started
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Resources, RuntimeSpec
 
 ALL = Resources(cpus=1.5, memory_mb=64, pids=100)
@@ -160,8 +160,8 @@ async def test_what_runs_in_a_group_goes_with_it(real: Hierarchies, tmp_path: Pa
 LEFT_BEHIND = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
-from outrider.runtimes.kernel.cgroups import Cgroups
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Resources
 
 async def main():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel.child import Child, _status
+from outrider.sandbox.runtimes.kernel.child import Child, _status
 
 from .test_leaks import Traces
 

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.runtimes.base import Availability
-from outrider.runtimes.containers.create_request import ContainerRequest, HostMount
-from outrider.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
-from outrider.runtimes.containers.runtime import DOCKER, GVISOR
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Availability
+from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
+from outrider.sandbox.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
+from outrider.sandbox.runtimes.containers.runtime import DOCKER, GVISOR
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Resources
 
 from .world import World

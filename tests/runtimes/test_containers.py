@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.containers.daemon import NODE_LABEL, ContainerDaemon
-from outrider.runtimes.containers.docker_api import DockerApi
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.containers.daemon import NODE_LABEL, ContainerDaemon
+from outrider.sandbox.runtimes.containers.docker_api import DockerApi
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Mount
 
 from . import engines
@@ -30,8 +30,8 @@ NODE = """
 import asyncio, os, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 from runtimes import engines
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.kernel.process_marks import mark_of, marked
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
+from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
 from .world import CONTAINERS, World, snapshot
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.pythons.ipython import ipython_mounts
-from outrider.runtimes.base import MAX_OUTPUT, PatchConflict, Runtime
+from outrider.sandbox.pythons.ipython import ipython_mounts
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, PatchConflict, Runtime
 
 from .test_contract import ALL, REAL, alive
 from .world import CONTAINERS, World

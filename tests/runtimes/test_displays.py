@@ -8,8 +8,8 @@ import tracemalloc
 import msgspec
 import pytest
 
-from outrider.runtimes.tool_server.client import UNREADABLE
-from outrider.runtimes.tool_server.sandbox import SHOWN_MAX, unpacked_displays
+from outrider.sandbox.runtimes.tool_server.client import UNREADABLE
+from outrider.sandbox.runtimes.tool_server.sandbox import SHOWN_MAX, unpacked_displays
 
 from .world import World
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.guest.isolation import seccomp
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.guest.isolation import seccomp
 from outrider.spec import Mount
 
 from .test_isolation import tiny_root

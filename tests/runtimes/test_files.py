@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.launch import RunningServer
+from outrider.sandbox.runtimes.base import Runtime, SandboxContext
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer
 from outrider.spec import RuntimeSpec
 from support.threads import cancelled_late
 

@@ -22,13 +22,13 @@ import msgspec
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.runtimes.apptainer import runtime as apptainer
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.containers.create_request import ContainerRequest, HostMount
-from outrider.runtimes.containers.daemon import ask
-from outrider.runtimes.containers.libpod_request import libpod_body
-from outrider.runtimes.namespace import runtime as namespace
-from outrider.runtimes.nvidia import NvidiaDriver, driver_libraries
+from outrider.sandbox.runtimes.apptainer import runtime as apptainer
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
+from outrider.sandbox.runtimes.containers.daemon import ask
+from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
+from outrider.sandbox.runtimes.namespace import runtime as namespace
+from outrider.sandbox.runtimes.nvidia import NvidiaDriver, driver_libraries
 from outrider.spec import Resources
 
 from . import engines, sif_images

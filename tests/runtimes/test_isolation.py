@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.rootfs.store import ImageStore
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 
 from .world import World
 
@@ -251,7 +251,7 @@ def test_available_says_how_limits_are_kept() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can cover a part of /proc")
 def test_a_masked_proc_is_seen_before_any_sandbox_fails() -> None:
-    probe = "from outrider.runtimes.namespace.runtime import probe_user_namespaces; probe_user_namespaces()"
+    probe = "from outrider.sandbox.runtimes.namespace.runtime import probe_user_namespaces; probe_user_namespaces()"
     mask = f"mount -t tmpfs none /proc/sys && exec {sys.executable} -c '{probe}'"
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "slave", "sh", "-c", mask], capture_output=True, text=True, check=False

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.guest.isolation import landlock
-from outrider.runtimes.host_process.landlock import LandlockRuntime
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.guest.isolation import landlock
+from outrider.sandbox.runtimes.host_process.landlock import LandlockRuntime
 
 from .world import World
 
@@ -231,7 +231,7 @@ def test_a_kernel_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_paths_are_passed_over(tmp_path: Path) -> None:
     program = (
-        "import sys; from outrider.runtimes.guest.isolation.landlock import enter; "
+        "import sys; from outrider.sandbox.runtimes.guest.isolation.landlock import enter; "
         "enter(sys.argv[1:]); open('/etc/shadow')"
     )
     command = [sys.executable, "-c", program, "0", f"read={tmp_path}/none", f"read={sys.base_prefix}", "read=/usr"]

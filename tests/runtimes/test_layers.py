@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources
 
 from .test_isolation import tiny_root

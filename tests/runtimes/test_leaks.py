@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.host_process.process import server_process
-from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.host_process.process import server_process
+from outrider.sandbox.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup
 
 from .world import World
 
@@ -223,9 +223,9 @@ async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> No
 KILLED_WHILE_STARTING = """
 import asyncio, os, sys
 from pathlib import Path
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.node_host import Host
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import RuntimeSpec
 
 async def main():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.apptainer.runtime import OWN_PROCESSES
-from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.limits import COUNTED_BY_NAMESPACE, kernel_version
+from outrider.sandbox.runtimes.apptainer.runtime import OWN_PROCESSES
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.limits import COUNTED_BY_NAMESPACE, kernel_version
 from outrider.spec import Resources
 
 from . import engines

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import NoShell, SandboxContext
+from outrider.lab.fakes.memory_runtime.files import MemoryFiles
+from outrider.lab.fakes.memory_runtime.runtime import FAIL_VARIABLE, MemoryLedger, MemoryRuntime
+from outrider.lab.fakes.memory_runtime.shell import MemoryShell
+from outrider.sandbox.runtimes.base import NoShell, SandboxContext
 from outrider.spec import RuntimeSpec
-from outrider.testing.memory_runtime.files import MemoryFiles
-from outrider.testing.memory_runtime.runtime import FAIL_VARIABLE, MemoryLedger, MemoryRuntime
-from outrider.testing.memory_runtime.shell import MemoryShell
 
 from .world import World
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.guest import memory_watch
-from outrider.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.guest import memory_watch
+from outrider.sandbox.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
 from .test_contract import LANDLOCK

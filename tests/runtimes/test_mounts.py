@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
 
 from .world import ISOLATING, World
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.runtimes.guest import netlink_watch
+from outrider.sandbox.runtimes.guest import netlink_watch
 from outrider.spec import Resources
 
 from .world import ISOLATING, World

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.kernel.child import Child
-from outrider.runtimes.kernel.process_marks import started
-from outrider.runtimes.tool_server.bundle import compiled, delivery, server_command
-from outrider.runtimes.tool_server.client import Done, ExecDone, ShellOpened, ToolClient
-from outrider.runtimes.tool_server.launch import BRIDGE_PORT, ToolServerSetup, configure, connection
-from outrider.runtimes.tool_server.shared_folder import GATEWAY, MAX_STRANGERS, SOCKET, SharedFolder
+from outrider.sandbox.runtimes.kernel.child import Child
+from outrider.sandbox.runtimes.kernel.process_marks import started
+from outrider.sandbox.runtimes.tool_server.bundle import compiled, delivery, server_command
+from outrider.sandbox.runtimes.tool_server.client import Done, ExecDone, ShellOpened, ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_PORT, ToolServerSetup, configure, connection
+from outrider.sandbox.runtimes.tool_server.shared_folder import GATEWAY, MAX_STRANGERS, SOCKET, SharedFolder
 
 SECRET = secrets.token_hex(8)
 

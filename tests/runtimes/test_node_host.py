@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 
 
 class Parts:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore
 
 from . import engines, sif_images
 from .world import CONTAINERS, World

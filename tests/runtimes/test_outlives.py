@@ -19,13 +19,13 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Outlives, SandboxContext, TakesOver
-from outrider.runtimes.containers.docker_api import DockerApi
-from outrider.runtimes.kernel.process_marks import OUTLIVE_SECONDS, RUN_FILE, marked
-from outrider.runtimes.node_host import Host, lives, survives
-from outrider.runtimes.tool_server import sandbox as tool_server_sandbox
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
-from outrider.sandboxes.node_folder import NodeFolder
+from outrider.sandbox.node_folder import NodeFolder
+from outrider.sandbox.runtimes.base import Outlives, SandboxContext, TakesOver
+from outrider.sandbox.runtimes.containers.docker_api import DockerApi
+from outrider.sandbox.runtimes.kernel.process_marks import OUTLIVE_SECONDS, RUN_FILE, marked
+from outrider.sandbox.runtimes.node_host import Host, lives, survives
+from outrider.sandbox.runtimes.tool_server import sandbox as tool_server_sandbox
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 from support.node_folders import temporary
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.runtimes.guest.filesystem.patch import PatchEntry, PatchRefused, lines_of, plan_patch
+from outrider.sandbox.runtimes.guest.filesystem.patch import PatchEntry, PatchRefused, lines_of, plan_patch
 
 PLAIN, RUNS, LINK = 0o100644, 0o100755, 0o120000
 Files = dict[str, tuple[int, bytes]]

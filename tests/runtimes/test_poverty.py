@@ -18,12 +18,12 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ExecResult, Runtime, Shell
-from outrider.runtimes.guest.bridge import MAX_PAIRS
-from outrider.runtimes.guest.filesystem.trees import Packer
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.limits import open_files
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.base import ExecResult, Runtime, Shell
+from outrider.sandbox.runtimes.guest.bridge import MAX_PAIRS
+from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.limits import open_files
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 
 from .test_contract import LANDLOCK
 from .test_leaks import at_most, first_process

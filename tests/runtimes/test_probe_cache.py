@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.runtimes import probe_cache
-from outrider.runtimes.probe_cache import ProbeCache
+from outrider.sandbox.runtimes import probe_cache
+from outrider.sandbox.runtimes.probe_cache import ProbeCache
 
 
 class Probe:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 
 from .test_contract import ALL, REAL, text
 from .test_leaks import first_process

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Mount, RuntimeSpec
 
 from .test_isolation import tiny_root

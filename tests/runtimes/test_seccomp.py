@@ -12,7 +12,7 @@ import struct
 
 import pytest
 
-from outrider.runtimes.guest.isolation import seccomp, syscalls
+from outrider.sandbox.runtimes.guest.isolation import seccomp, syscalls
 
 from .world import ISOLATING, World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 
 from .world import World
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.plugins import names, resolve
-from outrider.runtimes.namespace import user_ids
+from outrider.sandbox.runtimes.namespace import user_ids
 from outrider.spec import RuntimeSpec
 
 REFUSED: tuple[tuple[Any, ...], ...] = (

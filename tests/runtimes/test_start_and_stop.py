@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.tool_server.launch import RunningServer, undone
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer, undone
 from outrider.spec import RuntimeSpec
 
 from .world import KindOf, World

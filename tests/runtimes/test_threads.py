@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.kernel.process_marks import kill_marked, marked
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.kernel.process_marks import kill_marked, marked
 
 from .world import World, snapshot
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.tool_server import client as toolclient
-from outrider.runtimes.tool_server.client import (
+from outrider.sandbox.runtimes.tool_server import client as toolclient
+from outrider.sandbox.runtimes.tool_server.client import (
     FRAME_MAX,
     PART_MIN,
     STRAY_MAX,

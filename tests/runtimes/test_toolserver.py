@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.guest.command import Capture
-from outrider.runtimes.guest.shells.shell import Bash
-from outrider.runtimes.host_process.process import server_process
-from outrider.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
-from outrider.runtimes.tool_server.client import ExecDone
-from outrider.runtimes.tool_server.launch import RunningServer, ToolServerSetup
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
+from outrider.sandbox.runtimes.guest.command import Capture
+from outrider.sandbox.runtimes.guest.shells.shell import Bash
+from outrider.sandbox.runtimes.host_process.process import server_process
+from outrider.sandbox.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
+from outrider.sandbox.runtimes.tool_server.client import ExecDone
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer, ToolServerSetup
 
 from .world import World
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.guest.filesystem.paths import make_folders
-from outrider.runtimes.guest.filesystem.tree_writer import FolderCursor, empty_folder
-from outrider.runtimes.guest.filesystem.trees import Descent, Packer
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
-from outrider.sandboxes.node_folder import remove_tree
+from outrider.sandbox.node_folder import remove_tree
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.guest.filesystem.paths import make_folders
+from outrider.sandbox.runtimes.guest.filesystem.tree_writer import FolderCursor, empty_folder
+from outrider.sandbox.runtimes.guest.filesystem.trees import Descent, Packer
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 
 from .world import World, snapshot
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.runtimes.namespace import user_ids
+from outrider.sandbox.runtimes.namespace import user_ids
 
 from .world import World
 

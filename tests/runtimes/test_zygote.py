@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.namespace.plan import make_skeleton
-from outrider.runtimes.namespace.zygote import ZygoteClient
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.namespace.plan import make_skeleton
+from outrider.sandbox.runtimes.namespace.zygote import ZygoteClient
+from outrider.sandbox.runtimes.node_host import Host
 
 from .test_leaks import Traces, children
 

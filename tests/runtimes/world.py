@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from outrider.runtimes.base import Availability, Runtime, RuntimeKind, SandboxContext
-from outrider.runtimes.node_host import Host
-from outrider.runtimes.tool_server.launch import Launch
-from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.sandbox.runtimes.base import Availability, Runtime, RuntimeKind, SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.tool_server.launch import Launch
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 
 from . import engines, sif_images
@@ -26,11 +26,11 @@ CONTAINERS = ("docker", "podman", "podman-rootless")
 ISOLATING = ["namespace", *(pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer"))]
 """What keeps programs that nobody trusts apart from the host and from each other."""
 KINDS = {
-    "process": "outrider.runtimes.host_process.process:ProcessRuntime",
-    "process-landlock": "outrider.runtimes.host_process.landlock:LandlockRuntime",
-    "namespace": "outrider.runtimes.namespace.runtime:NamespaceRuntime",
-    "memory": "outrider.testing.memory_runtime.runtime:MemoryRuntime",
-    "apptainer": "outrider.runtimes.apptainer.runtime:ApptainerRuntime",
+    "process": "outrider.sandbox.runtimes.host_process.process:ProcessRuntime",
+    "process-landlock": "outrider.sandbox.runtimes.host_process.landlock:LandlockRuntime",
+    "namespace": "outrider.sandbox.runtimes.namespace.runtime:NamespaceRuntime",
+    "memory": "outrider.lab.fakes.memory_runtime.runtime:MemoryRuntime",
+    "apptainer": "outrider.sandbox.runtimes.apptainer.runtime:ApptainerRuntime",
     "docker": "runtimes.engines:DOCKER",
     "gvisor": "runtimes.engines:GVISOR",
     "podman": "runtimes.engines:PODMAN",

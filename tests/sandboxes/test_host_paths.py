@@ -14,9 +14,9 @@ import pytest
 
 from outrider.config import Config, SandboxesConfig, TlsConfig
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.runtimes.host_process.landlock import READ
-from outrider.runtimes.tool_server.uploads import entries, open_plain
-from outrider.sandboxes.host_paths import KEPT, SHOWN, HostPaths, Kept, Located, Named, refused
+from outrider.sandbox.host_paths import KEPT, SHOWN, HostPaths, Kept, Located, Named, refused
+from outrider.sandbox.runtimes.host_process.landlock import READ
+from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 SETTINGS = ("files", "sandboxes.allow")
@@ -118,7 +118,7 @@ import os, subprocess, sys
 from pathlib import Path
 from outrider.config import Config
 from outrider.errors import InvalidField
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
 folder = Path({str(folder)!r})
 config = Config(data=folder / "state", files=folder / "uploads").as_read_from(folder / "outrider.toml")
 HostPaths.checked(config)

@@ -14,9 +14,9 @@ import pytest
 from cli.test_examples import needs_namespaces
 from outrider.cli import main
 from outrider.errors import InvalidField
-from outrider.rootfs.store import ImageStore
-from outrider.rootfs.unpack import BadImage
-from outrider.sandboxes.image_build import build_image
+from outrider.sandbox.image_build import build_image
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import BadImage
 from support.small_root import small_root
 
 pytestmark = needs_namespaces

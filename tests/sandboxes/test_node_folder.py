@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.kernel import process_marks
-from outrider.runtimes.node_host import lives
-from outrider.sandboxes.node_folder import NodeFolder, remove_tree
+from outrider.sandbox.node_folder import NodeFolder, remove_tree
+from outrider.sandbox.runtimes.kernel import process_marks
+from outrider.sandbox.runtimes.node_host import lives
 from support.node_folders import dead_folder, temporary
 
 __all__ = ["temporary"]
@@ -157,7 +157,7 @@ def test_who_may_be_outlived_counts_as_alive(temporary: Path, start: Start, monk
 
 PROGRAM = """
 import sys, tempfile, time
-from outrider.sandboxes.node_folder import NodeFolder
+from outrider.sandbox.node_folder import NodeFolder
 tempfile.tempdir = sys.argv[1]
 print(NodeFolder.make("somebody").path, flush=True)
 time.sleep(600)

@@ -10,9 +10,9 @@ import pytest
 
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ExecResult, Runtime
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import prepare
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.sandbox import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)

@@ -13,12 +13,12 @@ import pytest
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import Sandboxes, run_step
+from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import Sandboxes, run_step
 from outrider.spec import Run, RuntimeSpec
-from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
 STOPPED_ONCE = {("s", 1): 1}
 

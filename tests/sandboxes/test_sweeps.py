@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.node_folder import NodeFolder, sweep
+from outrider.sandbox.node_folder import NodeFolder, sweep
+from outrider.sandbox.runtimes.node_host import Host
 from support.node_folders import dead_folder, temporary
 
 __all__ = ["temporary"]

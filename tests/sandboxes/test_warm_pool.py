@@ -18,11 +18,12 @@ import pytest
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import Sandbox, Sandboxes
-from outrider.sandboxes.warm_pool import (
+from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import Sandbox, Sandboxes
+from outrider.sandbox.warm_pool import (
     ASSUMED_MB,
     CHECK_SECONDS,
     MAX_AGE_SHARE,
@@ -32,7 +33,6 @@ from outrider.sandboxes.warm_pool import (
     kind_key,
 )
 from outrider.spec import RuntimeSpec
-from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
 KIND = "sandboxes.test_warm_pool:Watched"
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)

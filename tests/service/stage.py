@@ -18,10 +18,10 @@ from typing import Any, Self
 from outrider.errors import EngineError, EvaluatorError, RequestError, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.messages import Message, Role
-from outrider.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.spec import EvaluatorSpec, RuntimeSpec
-from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.trajectory import Verdict
 from support.clock import pass_time
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.errors import EngineUnavailable
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import SessionResult, unpack_ids
 
 from .world import SAY, World, result_of

@@ -16,7 +16,7 @@ import pytest
 from outrider.errors import InvalidField, OutriderError
 from outrider.evaluators.nested import nested_specs
 from outrider.harnesses.command import MAX_INSTRUCTION
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
 from outrider.service.admission import check_group, parse_body
 from outrider.spec import MAX_GROUP, MAX_INLINE_FILE, MAX_TEXT, EvaluatorSpec, GroupSpec
 

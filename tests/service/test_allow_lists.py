@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import CallbacksConfig, Config, PluginsConfig, SandboxesConfig, load_config
 from outrider.errors import InvalidField
 from outrider.service.allow_lists import AllowLists

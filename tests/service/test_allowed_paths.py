@@ -10,7 +10,7 @@ import pytest
 
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
 from outrider.service.admission import check_group
 from outrider.spec import GroupSpec
 

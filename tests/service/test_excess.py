@@ -11,7 +11,7 @@ import pytest
 from outrider.errors import Boundary, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import StopReason
-from outrider.runtimes.base import ExecResult
+from outrider.sandbox.runtimes.base import ExecResult
 from outrider.trajectory import SessionResult, Verdict
 
 from .conftest import MakeWorld

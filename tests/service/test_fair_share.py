@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.errors import Boundary
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import RootImage
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import RESERVED_PRIORITY, Attempt

@@ -13,12 +13,12 @@ from engines.upstream import Answer, upstream
 from outrider.config import FrozenConfig
 from outrider.engines.base import EngineOptions
 from outrider.errors import Conflict, InvalidField, ModelMismatch
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.relay import Worker
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec, PolicyUpdateSpec
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FrozenUse, Sample, VersionSpan, unpack_ids, unpack_logprobs
 from support.relay import AT_ONCE

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import Config, FrozenConfig, GraderConfig, LanesConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.endpoints import PAUSES
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
 from outrider.sessions.resources import Capacity
 from outrider.spec import OPERATOR_TENANT, EngineSpec, EvaluatorSpec

@@ -11,7 +11,7 @@ from outrider.config import SandboxesConfig
 from outrider.errors import Boundary, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import SessionState, StopReason
-from outrider.runtimes.base import ExecResult
+from outrider.sandbox.runtimes.base import ExecResult
 from outrider.schemas import SessionView
 from outrider.trajectory import SessionResult, Verdict
 from support.clock import pass_time

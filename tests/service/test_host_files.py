@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.api.server import serving
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.config import load_config
 from outrider.errors import InvalidField
 from outrider.service.assembly import open_service

@@ -21,13 +21,13 @@ from campaign.seams import Knobs
 from campaign.service import TOKENIZER
 from campaign.tasks import PROGRAM
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
+from outrider.lab.fakes.engine_servers.app import engine_app, serving
+from outrider.lab.fakes.engine_servers.asgi import ServeSettings
 from outrider.lifecycle import GroupState, StopReason
-from outrider.runtimes.apptainer.runtime import ApptainerRuntime
-from outrider.runtimes.kernel.process_marks import marked
+from outrider.sandbox.runtimes.apptainer.runtime import ApptainerRuntime
+from outrider.sandbox.runtimes.kernel.process_marks import marked
 from outrider.schemas import GroupView
-from outrider.testing.engine_servers.app import engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from runtimes import engines, sif_images
 from support.node_folders import temporary

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from outrider.config import LanesConfig
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import PolicyUpdateSpec
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import Sample
 from support.clock import pass_time
 from support.stamping import StampingEngine

@@ -11,8 +11,8 @@ from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import SessionState, StopReason
-from outrider.runtimes.base import Runtime
-from outrider.sandboxes.gpu_locks import WAIT_SECONDS, lock_gpus
+from outrider.sandbox.gpu_locks import WAIT_SECONDS, lock_gpus
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.schemas import ResourceStats
 from outrider.trajectory import Verdict
 from support.clock import pass_time

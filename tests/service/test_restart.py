@@ -13,7 +13,7 @@ import pytest
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.plugins import resolve
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.store.sqlite import sqlite_store

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
+from outrider.client.sampling import DynamicSampler, SamplerState, rewards_of
 from outrider.lifecycle import GroupState, StopReason
-from outrider.sampling import DynamicSampler, SamplerState, rewards_of
 from support.coin import coin_task
 from support.service import running_service, say
 

@@ -17,7 +17,7 @@ import pytest
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import RootImage
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost

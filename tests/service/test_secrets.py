@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.lifecycle import StopReason
 from support.service import running_service, say
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.errors import Conflict, ServiceError, UnreadableTask
 from outrider.lifecycle import SessionState
 from outrider.service.regrading import regraded_session

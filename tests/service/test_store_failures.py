@@ -15,8 +15,8 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
-from outrider.rootfs.store import RootImage
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import Deliverer

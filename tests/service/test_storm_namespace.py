@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.config import LanesConfig
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 
 from .sandboxed import ENDINGS, FATES, MARK, NAP
 from .storm import add_engines, assert_over, draw, unleash

@@ -10,7 +10,7 @@ from outrider.config import LanesConfig, QueueConfig
 from outrider.errors import Conflict, InvalidField, QueueFull
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.service import Ids
 from outrider.spec import EvaluatorSpec
 from outrider.store.sqlite import sqlite_store

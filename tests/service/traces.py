@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.node_host import PREFIX
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.node_host import PREFIX
 
 from .marks import descendants, identity, marked, mounts, names
 

@@ -11,6 +11,7 @@ from outrider.api.server import serving
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView, LaneStats, SessionView
 from outrider.service.admission import validate_group
@@ -20,7 +21,6 @@ from outrider.sessions.node import LocalNode
 from outrider.spec import GroupSpec
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import SessionResult
 
 from .stage import ACTOR, GRADER, SANDBOX, Stage, a_stage

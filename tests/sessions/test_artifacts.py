@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 from pathlib import Path
 
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.node_host import Host
+from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import Artifact, ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import INDEX, ArtifactStore
-from outrider.testing.memory_runtime.runtime import MemoryRuntime
 
 
 class Hanging(MemoryRuntime):

@@ -13,12 +13,12 @@ import pytest
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
+from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
-from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
 
 from .world import BASH, a_world, call_markup, chat_request, echoed, picture, text_of

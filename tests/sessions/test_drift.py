@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 
 from .world import a_world
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.runtimes.kernel import cgroups
-from outrider.runtimes.node_host import PREFIX
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.node_host import PREFIX
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField, RuntimeUnavailable
-from outrider.runtimes.nvidia import NvidiaDriver
+from outrider.sandbox.runtimes.nvidia import NvidiaDriver
 from outrider.sessions.resources import (
     Capacity,
     NodeResources,

@@ -23,13 +23,14 @@ from outrider.errors import (
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelRefused, ProgramExit
+from outrider.lab.fakes.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message, Role
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import Sandboxes
-from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import Sandboxes
+from outrider.sandbox.warm_pool import WarmLimits, WarmPool
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.lanes import Lanes
@@ -37,7 +38,6 @@ from outrider.sessions.resources import Capacity, NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.spec import RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.trajectory import SessionResult, Turn
 
 from .world import World, a_world

@@ -9,9 +9,9 @@ import pytest
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import EngineRejected, RequestError
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
 from outrider.spec import Sampling
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.samples import MAX_IGNORED_NAMES, OTHER_IGNORED, build_samples, count_session
 from outrider.trajectory import SessionResult
 

@@ -15,6 +15,7 @@ from outrider.dialects.base import Completion, ModelRequest
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
 from outrider.sessions.calls.call import ModelBackend, Step
@@ -22,7 +23,6 @@ from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
 from outrider.store.rows import pack, turn_from
-from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import History, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from outrider.demo.dialogue import POLICY, Script, encode
-from outrider.demo.task import Episode
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.embedded import EmbeddedEngine
+from outrider.lab.demo.dialogue import POLICY, Script, encode
+from outrider.lab.demo.task import Episode
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(POLICY)

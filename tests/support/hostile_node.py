@@ -11,11 +11,11 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
-from outrider.engines.relay.messages import encode
 from outrider.nodes.messages import TO_NODE, WELCOME, NodeHello, Ready, Report, RunAttempt
-from outrider.nodes.resumable import HEADER, PIECE
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.sessions.resources import Capacity
+from outrider.wire.frames import encode
+from outrider.wire.resumable import HEADER, PIECE
 
 CAPACITY = Capacity(cpus=4.0, memory_mb=4096)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.sandboxes.node_folder import LOCK
+from outrider.sandbox.node_folder import LOCK
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.pythons.portable import portable_python
+from outrider.sandbox.pythons.portable import portable_python
 
 USER = f"outrider-test-{os.getpid()}"
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
-from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.trajectory import FinishReason, Ids, pack_ids, pack_logprobs
 
 

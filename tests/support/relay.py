@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 from starlette.websockets import WebSocket
 
-from outrider.api.asgi_socket import AsgiSocket
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import MAX_TO_SERVICE
-from outrider.http_server import Receive, Scope, Send
-from outrider.testing.engine_servers.app import serving
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.wire.asgi_socket import AsgiSocket
+from outrider.wire.http_server import Receive, Scope, Send
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 ROUNDS = 5

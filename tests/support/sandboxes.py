@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.host_process.process import ProcessRuntime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime, SandboxContext
+from outrider.sandbox.runtimes.host_process.process import ProcessRuntime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.assembly import Opened, open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
-from outrider.testing.scripted_engine import ScriptedEngine
 from support.tokenizer import write_tokenizer
 
 END = "<|im_end|>"

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pause_gate import PauseGate
 from outrider.errors import EngineRejected, EngineUnavailable
-from outrider.testing.scripted_engine import scripted_logprob
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 

@@ -18,11 +18,11 @@ from outrider.api.control_bodies import ROOM, BodyRoom
 from outrider.api.control_replies import error_reply
 from outrider.config import Config, is_local
 from outrider.errors import Busy, Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
-from outrider.http_server import Application, Message, Receive, Scope, Send, claim
 from outrider.service.audit import AuditEntry, AuditLog
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.tokens import RevokedMeanwhile, TokenRegistry
 from outrider.spec import Role
+from outrider.wire.http_server import Application, Message, Receive, Scope, Send, claim
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 

@@ -18,13 +18,13 @@ import msgspec
 from outrider.dialects import dialect_of_unknown_routes, dialects
 from outrider.dialects.base import Action, Completion, Dialect, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
-from outrider.file_descriptors import EACH_MOST
-from outrider.http_server import Receive, Scope, Send, claim, while_connected
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.calls.call import Step
 from outrider.sessions.conversation import RunEnded
 from outrider.sessions.models import SessionModels
+from outrider.wire.file_descriptors import EACH_MOST
+from outrider.wire.http_server import Receive, Scope, Send, claim, while_connected
 
 PREFIX = "/s/"
 JSON = b"application/json"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response, WebSocket
 
 from outrider.api.access import caller_in
-from outrider.api.asgi_socket import AsgiSocket
 from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, takes
-from outrider.engines.relay.messages import Close
 from outrider.nodes.messages import NAMING, NODE_NAME
 from outrider.schemas import NodeList, PulledImages
 from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import PullSpec
+from outrider.wire.asgi_socket import AsgiSocket
+from outrider.wire.frames import Close
 
 
 def node_routes(service: Service) -> APIRouter:

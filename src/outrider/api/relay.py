@@ -11,15 +11,15 @@ from typing import cast
 import msgspec
 from fastapi import APIRouter, WebSocket
 
-from outrider.api.asgi_socket import AsgiSocket
 from outrider.engines.base import Engine
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
-from outrider.engines.relay.messages import Close, close_reason
 from outrider.errors import Conflict, OutriderError
 from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
+from outrider.wire.asgi_socket import AsgiSocket
+from outrider.wire.frames import Close, close_reason
 
 
 def relay_routes(service: Service) -> APIRouter:

@@ -35,8 +35,11 @@ from outrider.api.tokens import token_routes
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
-from outrider.file_descriptors import raise_limit, shares
-from outrider.http_server import (
+from outrider.service.readiness import StoreReadiness
+from outrider.service.service import Service
+from outrider.sessions.node import LocalNode
+from outrider.wire.file_descriptors import raise_limit, shares
+from outrider.wire.http_server import (
     BACKLOG,
     TIMEOUTS,
     Application,
@@ -47,10 +50,7 @@ from outrider.http_server import (
     noting_refusals,
     server_settings,
 )
-from outrider.service.readiness import StoreReadiness
-from outrider.service.service import Service
-from outrider.sessions.node import LocalNode
-from outrider.tls import presenting
+from outrider.wire.tls import presenting
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
 """Timeouts for outside clients. Clients in sandboxes may be suspended for longer."""

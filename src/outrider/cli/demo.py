@@ -13,10 +13,10 @@ from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import STAGES, number, table
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.runtimes.default_runtime import default_runtime
+from outrider.sandbox.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
-    from outrider.demo.summary import RolloutSummary, Summary
+    from outrider.lab.demo.summary import RolloutSummary, Summary
 
 
 def demo(
@@ -60,9 +60,9 @@ def demo(
         outrider demo --model outrider-demo/policy-0
     """
     # Imported here because most commands do not need the server's libraries.
-    from outrider.demo.dialogue import POLICY
-    from outrider.demo.run import run_demo
-    from outrider.demo.summary import sample_faults, write_files
+    from outrider.lab.demo.dialogue import POLICY
+    from outrider.lab.demo.run import run_demo
+    from outrider.lab.demo.summary import sample_faults, write_files
     from outrider.tokens.rendering.tokenizer import Tokenizer
 
     terminal = terminal_of(ctx)
@@ -90,7 +90,7 @@ def demo(
 
 
 def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> None:
-    from outrider.demo.summary import best_session, tallies
+    from outrider.lab.demo.summary import best_session, tallies
 
     session = best_session(rollouts)
     print_session(terminal.out, session, rollouts.turns[session.id])

@@ -13,8 +13,8 @@ from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
 from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.client import AsyncClient
-from outrider.evaluation import Evaluation, Score, evaluate
+from outrider.client.client import AsyncClient
+from outrider.client.pass_rate import Evaluation, Score, evaluate
 
 BUILT_IN = "tools"
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.garbage import collected_in_pieces
-from outrider.file_descriptors import check_enough
+from outrider.wire.file_descriptors import check_enough
 
 T = TypeVar("T")
 

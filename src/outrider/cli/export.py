@@ -13,13 +13,21 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.atif import trajectory
 from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.terminal import terminal_of
-from outrider.client import Client
+from outrider.client.atif import trajectory
+from outrider.client.client import Client
+from outrider.client.sample_files import (
+    ImageFolder,
+    JsonLines,
+    Row,
+    SampleFormat,
+    SampleWriter,
+    sample_file,
+    stored_images,
+)
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.sample_files import ImageFolder, JsonLines, Row, SampleFormat, SampleWriter, sample_file, stored_images
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
 from outrider.trajectory import ChatRow, Sample

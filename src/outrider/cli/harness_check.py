@@ -14,8 +14,6 @@ import msgspec
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.certify.judge import Certificate, RowVerdict, Subject, holds
-from outrider.certify.rows import ROWS
 from outrider.cli.event_loop import run_service
 from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
@@ -26,7 +24,9 @@ from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, installed
 from outrider.harnesses.presets import DIALECT, load_preset
-from outrider.runtimes.default_runtime import default_runtime
+from outrider.lab.certify.judge import Certificate, RowVerdict, Subject, holds
+from outrider.lab.certify.rows import ROWS
+from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
@@ -95,7 +95,7 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
     """Certify the subject, print its certificate, and return the exit code. `names` are the rows to try, or all rows if
     it is empty; `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
     # Imported here so that a wrong row or harness is refused without loading the server's libraries.
-    from outrider.certify.run import certify
+    from outrider.lab.certify.run import certify
 
     known = [VERSION, *(row.name for row in ROWS)]
     for name in names:

@@ -14,14 +14,14 @@ from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
 from outrider.errors import InvalidField
-from outrider.harbor.tasks import build_contexts
-from outrider.rootfs.build import Builder, Reuse
-from outrider.rootfs.dockerfile import DOCKERFILE
-from outrider.rootfs.pull import pull
-from outrider.rootfs.recipe import load_recipe
-from outrider.rootfs.store import ImageStore, RootImage
-from outrider.sandboxes.image_build import RUN_SECONDS
-from outrider.sandboxes.image_build import build_image as build_dockerfile
+from outrider.sandbox.image_build import RUN_SECONDS
+from outrider.sandbox.image_build import build_image as build_dockerfile
+from outrider.sandbox.rootfs.build import Builder, Reuse
+from outrider.sandbox.rootfs.dockerfile import DOCKERFILE
+from outrider.sandbox.rootfs.pull import pull
+from outrider.sandbox.rootfs.recipe import load_recipe
+from outrider.sandbox.rootfs.store import ImageStore, RootImage
+from outrider.tasks.harbor.tasks import build_contexts
 
 MEGABYTE = 1_000_000
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's `runtime.image`.")]

@@ -30,7 +30,7 @@ from outrider.cli.machine_options import (
 )
 from outrider.cli.options import Ca, Token
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.client import DEFAULT_URL
+from outrider.client.client import DEFAULT_URL
 from outrider.config import Config, load_config
 from outrider.environment import environment
 from outrider.errors import InvalidField

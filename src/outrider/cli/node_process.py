@@ -24,14 +24,14 @@ from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import LogFormatter
 from outrider.concurrency.chores import Failures
 from outrider.config import Config
-from outrider.engines.relay.link import Disconnected, Socket
-from outrider.engines.relay.messages import encode
 from outrider.errors import OutriderError
 from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, LeaveService, NodeSetup, Ready
-from outrider.nodes.pipe import Pipe
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.nodes.spawning import END_SECONDS
-from outrider.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.wire.frames import encode
+from outrider.wire.link import Disconnected, Socket
+from outrider.wire.pipe import Pipe
 
 log = logging.getLogger("outrider.node")
 
@@ -187,7 +187,7 @@ async def _run(
     # Imported here, with the service's module search path.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
-    from outrider.sandboxes.host_paths import HostPaths
+    from outrider.sandbox.host_paths import HostPaths
     from outrider.service.assembly import local_node, open_models
     from outrider.store.artifacts import ArtifactStore
 

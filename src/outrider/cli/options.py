@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.terminal import terminal_of
-from outrider.client import DEFAULT_URL, AsyncClient, Client
+from outrider.client.client import DEFAULT_URL, AsyncClient, Client
 from outrider.environment import environment
 
 

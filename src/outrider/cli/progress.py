@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.cli.terminal import Terminal
-from outrider.client import Watch
+from outrider.client.client import Watch
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView
 
 if TYPE_CHECKING:
-    from outrider.certify.judge import RowVerdict
+    from outrider.lab.certify.judge import RowVerdict
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
 from outrider.cli.task_sources import load_group
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.client import AsyncClient
+from outrider.client.client import AsyncClient
 from outrider.concurrency.cancellation import shielded
 from outrider.schemas import GroupView
 from outrider.spec import GroupSpec

@@ -30,7 +30,7 @@ from outrider.cli.machine_options import (
     WarmMemory,
 )
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.client import DEFAULT_URL
+from outrider.client.client import DEFAULT_URL
 from outrider.config import Config, load_config
 
 NETWORK = "Network"
@@ -140,7 +140,7 @@ def serve(
         typer.Option(
             metavar="MODULE",
             help="Python that tasks may name, and that runs inside the service. May be repeated.",
-            show_default="outrider.demo.task",
+            show_default="outrider.lab.demo.task",
             rich_help_panel=SANDBOXES,
         ),
     ] = None,

@@ -17,7 +17,7 @@ from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import printable, terminal_of
 from outrider.config import load_config
 from outrider.errors import InvalidField
-from outrider.examples import Example
+from outrider.tasks.examples import Example
 
 Sources = Annotated[
     list[str],
@@ -234,7 +234,7 @@ def check(
 
         outrider task check human-eval reasoning-gym:chain_sum --json
     """
-    from outrider.certify.task_check import TaskReport, check_tasks
+    from outrider.lab.certify.task_check import TaskReport, check_tasks
 
     terminal = terminal_of(ctx)
     examples = [

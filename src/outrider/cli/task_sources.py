@@ -17,7 +17,10 @@ from typing import Any
 
 import msgspec
 
-from outrider.datasets import (
+from outrider.errors import InvalidField, TooLarge
+from outrider.service.admission import validate_group
+from outrider.spec import MAX_INLINE_FILE, GroupSpec
+from outrider.tasks.datasets import (
     filled,
     harbor_examples,
     human_eval_examples,
@@ -26,13 +29,10 @@ from outrider.datasets import (
     reasoning_gym_examples,
     template_examples,
 )
-from outrider.datasets_swebench import swebench_examples
-from outrider.errors import InvalidField, TooLarge
-from outrider.examples import Example, Gold
-from outrider.harbor.tasks import TASK_TOML
-from outrider.miniwob.tasks import miniwob_examples
-from outrider.service.admission import validate_group
-from outrider.spec import MAX_INLINE_FILE, GroupSpec
+from outrider.tasks.examples import Example, Gold
+from outrider.tasks.harbor.tasks import TASK_TOML
+from outrider.tasks.miniwob.tasks import miniwob_examples
+from outrider.tasks.swebench import swebench_examples
 from outrider.text_files import read_toml_file
 
 Step = dict[str, Any]
@@ -79,7 +79,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
     if source.startswith(f"{MINIWOB}:"):
         return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
-        from outrider.certify.release_pairs import release_pair_examples  # a slow import: it can run sandboxes
+        from outrider.tasks.release_pairs import release_pair_examples  # a slow import: it can run sandboxes
 
         return release_pair_examples(limit=limit)
     if source.startswith(SWEBENCH):

@@ -19,7 +19,7 @@ from outrider.cli.tables import number, table
 from outrider.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from outrider.demo.train import SeedRun, TrainStep, TrainSummary
+    from outrider.lab.demo.train import SeedRun, TrainStep, TrainSummary
 
 HEIGHT, WIDTH = 10, 60
 BARS = " ▁▂▃▄▅▆▇█"
@@ -28,8 +28,8 @@ BARS = " ▁▂▃▄▅▆▇█"
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
     """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`."""
     # Imported here because most commands do not need the libraries for training.
-    from outrider.demo.curve import draw
-    from outrider.demo.train import MAX_STEPS, check_installed, summary, train
+    from outrider.lab.demo.curve import draw
+    from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 
     check_installed()
     out.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ from outrider.errors import EvaluatorError
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
-from outrider.runtimes.base import Runtime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 

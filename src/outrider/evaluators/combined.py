@@ -17,7 +17,7 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.nested import FIELD, KINDS, AllOptions, WeightedOptions, nested_specs, part_spec
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import read_verdict
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

@@ -18,7 +18,7 @@ from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import parse_verdict
 from outrider.messages import with_images
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

@@ -18,7 +18,7 @@ from outrider.errors import EvaluatorError, InvalidField, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import plugin_code, resolve
-from outrider.runtimes.base import LOG_TAIL
+from outrider.sandbox.runtimes.base import LOG_TAIL
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

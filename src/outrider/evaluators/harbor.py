@@ -18,7 +18,7 @@ from pydantic import Field
 from outrider.errors import EvaluatorError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.options import read_options
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import EnvName, EnvValue, EvaluatorSpec, SandboxPath, Spec, Text, Write
 from outrider.trajectory import Verdict
 

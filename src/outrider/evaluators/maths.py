@@ -16,7 +16,7 @@ from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.options import read_options
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, SandboxPath, Spec
 from outrider.trajectory import Verdict
 

@@ -17,7 +17,7 @@ from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.checks.reasoning_sets import check_data_set
 from outrider.evaluators.options import read_options
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, SandboxPath, Spec
 from outrider.trajectory import Verdict
 

@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.errors import HarnessError, RequestError
 from outrider.messages import Message, ToolSpec
-from outrider.runtimes.base import Availability, Runtime
+from outrider.sandbox.runtimes.base import Availability, Runtime
 from outrider.spec import TaskSpec
 
 

@@ -21,7 +21,7 @@ from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
-from outrider.runtimes.base import LOG_TAIL, Availability, Outlives
+from outrider.sandbox.runtimes.base import LOG_TAIL, Availability, Outlives
 
 LOOKUP_SECONDS = 60.0
 """Time limit of a short lookup command in the sandbox."""

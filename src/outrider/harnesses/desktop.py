@@ -15,7 +15,7 @@ from pydantic import Field
 
 from outrider.errors import HarnessError
 from outrider.messages import Part, Text, ToolSpec, image_from_bytes
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import Spec
 from outrider.spec import Text as LongText
 

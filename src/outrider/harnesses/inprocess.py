@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from outrider.errors import HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.plugins import plugin_code
-from outrider.runtimes.base import LOG_TAIL, Availability
+from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
 
 
 class Agent(Protocol):

@@ -20,7 +20,7 @@ import msgspec
 
 from outrider.environment import cache_home, environment
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ExecResult, Runtime
+from outrider.sandbox.runtimes.base import ExecResult, Runtime
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126

@@ -16,8 +16,8 @@ from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.harnesses.desktop import ACTIONS, Desktop, DesktopOptions
 from outrider.harnesses.toolbox import TOOLS, Tool, Toolbox, ToolName
 from outrider.messages import Message, Role
-from outrider.pythons.ipython import ipython_mounts
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.pythons.ipython import ipython_mounts
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import Seconds, Spec, Text
 
 

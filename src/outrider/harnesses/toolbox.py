@@ -18,7 +18,7 @@ from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext
 from outrider.harnesses.desktop import ACTIONS, Desktop
 from outrider.messages import Image, Message, Role, ToolCall, ToolSpec
-from outrider.runtimes.base import Runtime, Shell, ShellKind
+from outrider.sandbox.runtimes.base import Runtime, Shell, ShellKind
 
 PlainTool = Literal["bash", "python", "ipython", "edit", "think"]
 ToolName = Literal[PlainTool, "desktop"]

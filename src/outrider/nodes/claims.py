@@ -15,7 +15,7 @@ import msgspec
 
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.reply_checks import LOWEST, MAX_COUNT, ROUNDING
-from outrider.engines.relay.messages import MAX_DETAIL, Nonsense
+from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
 from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
 from outrider.lifecycle import StopReason
@@ -28,6 +28,7 @@ from outrider.store.artifacts import KEPT
 from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.tokens.samples import policy_of
 from outrider.trajectory import BranchPolicy, LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
+from outrider.wire.frames import Nonsense
 
 MAX_NUMBER = 1 << 53
 """Upper bound of counts and seconds: smaller integers are exact as floating-point numbers."""

@@ -19,8 +19,7 @@ import aiohttp
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
-from outrider.engines.relay.link import Disconnected
-from outrider.engines.relay.messages import MAX_TO_WORKER, Close, encode
+from outrider.engines.relay.messages import MAX_TO_WORKER
 from outrider.errors import (
     UNREADABLE,
     Conflict,
@@ -33,9 +32,11 @@ from outrider.errors import (
 from outrider.nodes.joined_settings import host_id
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
-from outrider.nodes.resumable import ResumableSocket
-from outrider.relay.client_socket import ClientSocket
-from outrider.tls import trusting
+from outrider.wire.client_socket import ClientSocket
+from outrider.wire.frames import Close, encode
+from outrider.wire.link import Disconnected
+from outrider.wire.resumable import ResumableSocket
+from outrider.wire.tls import trusting
 
 log = logging.getLogger("outrider.node")
 

@@ -20,18 +20,18 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Feed
 from outrider.config import Config
-from outrider.engines.relay.link import Disconnected, Socket
-from outrider.engines.relay.messages import Close, close_reason, encode
 from outrider.errors import UNREADABLE, ErrorRecord, storable
 from outrider.nodes.joined_settings import host_id, settings_for_node
 from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, NodeHello, NodeWelcome
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
-from outrider.nodes.resumable import ResumableSocket
 from outrider.redaction import redacted
 from outrider.schemas import RefusedNode
 from outrider.sessions.attempt import Node
 from outrider.sessions.resources import Capacity, NodeResources
+from outrider.wire.frames import Close, close_reason, encode
+from outrider.wire.link import Disconnected, Socket
+from outrider.wire.resumable import ResumableSocket
 
 log = logging.getLogger("outrider.node")
 

@@ -15,13 +15,13 @@ from uuid import uuid4
 
 from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
-from outrider.engines.relay.link import Disconnected
-from outrider.engines.relay.messages import encode
 from outrider.errors import ErrorRecord, InvalidField, error_from
 from outrider.nodes.messages import TO_STARTER, Join, LeaveService
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
 from outrider.sessions.resources import Capacity
+from outrider.wire.frames import encode
+from outrider.wire.link import Disconnected
 
 
 class JoiningMachine:

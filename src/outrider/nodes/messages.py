@@ -14,16 +14,16 @@ import msgspec
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.sharing import GateReport, PoolState
-from outrider.engines.relay.decoding import SMALL, check_cost
-from outrider.engines.relay.messages import Beat, Nonsense, encode
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
-from outrider.rootfs.store import RootImage
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import ArtifactList, NodeStats
 from outrider.sessions.attempt import RESERVED_PRIORITY
 from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, StoredRun, Turn
+from outrider.wire.decoding import SMALL, check_cost
+from outrider.wire.frames import Beat, Nonsense, encode
 
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"

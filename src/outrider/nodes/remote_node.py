@@ -26,8 +26,6 @@ from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.engines.pool.sharing import PoolState
-from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import Beat, Close, Nonsense
 from outrider.errors import (
     Conflict,
     EngineUnavailable,
@@ -82,7 +80,7 @@ from outrider.nodes.messages import (
     ToService,
     framed,
 )
-from outrider.rootfs.store import RootImage, has_image
+from outrider.sandbox.rootfs.store import RootImage, has_image
 from outrider.schemas import NodeStats
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.sessions.priority_semaphore import Slot
@@ -91,6 +89,8 @@ from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult
+from outrider.wire.frames import Beat, Close, Nonsense
+from outrider.wire.link import Disconnected, Link, Socket
 
 log = logging.getLogger("outrider.node")
 

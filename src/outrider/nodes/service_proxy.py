@@ -22,8 +22,6 @@ from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.sharing import EngineState, GateReport
-from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import Beat
 from outrider.errors import OutriderError, ServiceError, error_from, record_of
 from outrider.lifecycle import SessionState, StopReason
 from outrider.nodes.messages import (
@@ -67,6 +65,8 @@ from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount,
 from outrider.spec import TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
+from outrider.wire.frames import Beat
+from outrider.wire.link import Disconnected, Link, Socket
 
 log = logging.getLogger("outrider.node")
 

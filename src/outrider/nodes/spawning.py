@@ -20,7 +20,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.environment import variables
 from outrider.errors import described
-from outrider.nodes.pipe import Pipe
+from outrider.wire.pipe import Pipe
 
 log = logging.getLogger("outrider.node")
 

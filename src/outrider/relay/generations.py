@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 
 from outrider.engines.base import Engine, GenerateRequest
-from outrider.engines.relay.link import Link
-from outrider.engines.relay.messages import Failed, StartGeneration, ToWorker, WorkerWelcome, encode, tokens_of
+from outrider.engines.relay.messages import Failed, StartGeneration, ToWorker, WorkerWelcome, tokens_of
 from outrider.errors import EngineMisbehaved, EngineUnavailable, OutriderError
 from outrider.plugins import plugin_code
+from outrider.wire.frames import encode
+from outrider.wire.link import Link
 
 
 class _Generation:

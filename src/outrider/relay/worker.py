@@ -29,22 +29,18 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
 from outrider.engines.relay import messages
-from outrider.engines.relay.link import Disconnected, Link
 from outrider.engines.relay.messages import (
     MAX_TO_WORKER,
     PROTOCOL,
     TO_WORKER,
     AbortGeneration,
     Acknowledge,
-    Close,
-    Nonsense,
     ToWorker,
     Version,
     WorkerCall,
     WorkerHello,
     WorkerReply,
     WorkerWelcome,
-    encode,
     pack_ids,
 )
 from outrider.errors import (
@@ -60,10 +56,12 @@ from outrider.errors import (
     record_of,
 )
 from outrider.plugins import plugin_code
-from outrider.relay.client_socket import ClientSocket
 from outrider.relay.function_engine import FunctionEngine, Generate
 from outrider.relay.generations import Generations
-from outrider.tls import trusting
+from outrider.wire.client_socket import ClientSocket
+from outrider.wire.frames import Close, Nonsense, encode
+from outrider.wire.link import Disconnected, Link
+from outrider.wire.tls import trusting
 
 log = logging.getLogger("outrider.relay")
 

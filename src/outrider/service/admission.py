@@ -34,10 +34,10 @@ from outrider.harnesses.placeholders import filled_size
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import plugin_code, resolve
-from outrider.runtimes.base import RuntimeKind
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.sandbox import RUNTIME
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.base import RuntimeKind
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import RUNTIME
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (

@@ -28,9 +28,9 @@ from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.warm_pool import WarmLimits
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.warm_pool import WarmLimits
 from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES

@@ -23,14 +23,13 @@ from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.relay.link import Socket
 from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
-from outrider.rootfs.store import checked_name
-from outrider.runtimes.node_host import Host
-from outrider.sandboxes.host_paths import HostPaths
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.store import checked_name
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import (
     EngineStatus,
     EventView,
@@ -63,6 +62,7 @@ from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, Reg
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
+from outrider.wire.link import Socket
 
 log = logging.getLogger("outrider.service")
 

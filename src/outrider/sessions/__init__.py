@@ -1,4 +1,4 @@
 """Sessions: one rollout from its sandbox to its verdict, its model calls (`calls/`), and the hosting node.
 
-`sandboxes/` and `runtimes/` make sandboxes; `service/` decides when a session runs.
+`sandbox/` and `sandbox/runtimes/` make sandboxes; `service/` decides when a session runs.
 """

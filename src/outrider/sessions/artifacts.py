@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.errors import RuntimeFailure, ServiceError, storable
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import KeepsArtifacts

@@ -13,7 +13,7 @@ import msgspec
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
-from outrider.rootfs.store import RootImage
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats
 from outrider.sessions.priority_semaphore import URGENT
 from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of

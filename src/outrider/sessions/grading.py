@@ -31,9 +31,9 @@ from outrider.errors import EvaluatorError, HarnessError, OutriderError, Runtime
 from outrider.evaluators.base import Evaluator, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
-from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
-from outrider.sandboxes.node_folder import remove_tree
-from outrider.sandboxes.sandbox import RUNTIME, Sandbox, Sandboxes, collect
+from outrider.sandbox.node_folder import remove_tree
+from outrider.sandbox.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
+from outrider.sandbox.sandbox import RUNTIME, Sandbox, Sandboxes, collect
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
 from outrider.sessions.clock import Stopwatch

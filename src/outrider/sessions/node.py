@@ -25,14 +25,14 @@ from outrider.errors import OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
-from outrider.rootfs.pull import pull
-from outrider.rootfs.store import ImageStore, RootImage, has_image
-from outrider.runtimes.node_host import Host, survives
-from outrider.sandboxes.host_paths import HostPaths
-from outrider.sandboxes.kept_run import PULSE_SECONDS, Outlived, note_pulse, outlived
-from outrider.sandboxes.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
-from outrider.sandboxes.sandbox import Sandboxes
-from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.kept_run import PULSE_SECONDS, Outlived, note_pulse, outlived
+from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
+from outrider.sandbox.rootfs.pull import pull
+from outrider.sandbox.rootfs.store import ImageStore, RootImage, has_image
+from outrider.sandbox.runtimes.node_host import Host, survives
+from outrider.sandbox.sandbox import Sandboxes
+from outrider.sandbox.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result, without_secrets

@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 
 from outrider.errors import EvaluatorError, RuntimeFailure
-from outrider.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import DiffSpec
 
 MAX_PATCH = 16 << 20

@@ -16,8 +16,8 @@ import msgspec
 
 from outrider.config import Config, SandboxesConfig
 from outrider.errors import InvalidField, RuntimeUnavailable
-from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
-from outrider.runtimes.nvidia import NVIDIA, NvidiaDriver
+from outrider.sandbox.runtimes.kernel.cgroups import UNIFIED, by_controller
+from outrider.sandbox.runtimes.nvidia import NVIDIA, NvidiaDriver
 from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
 from outrider.spec import MEBIBYTE, Resources, TaskSpec

@@ -47,10 +47,10 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code, resolve
-from outrider.runtimes.base import Outlives, Runtime, TakesOver
-from outrider.sandboxes.kept_run import KeptRun, Outlived, Pulse, forget
-from outrider.sandboxes.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
-from outrider.sandboxes.warm_pool import WarmPool
+from outrider.sandbox.kept_run import KeptRun, Outlived, Pulse, forget
+from outrider.sandbox.runtimes.base import Outlives, Runtime, TakesOver
+from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
+from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result

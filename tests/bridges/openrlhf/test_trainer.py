@@ -21,10 +21,10 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import AgentExecutorBase
 
 from bridges.test_openrlhf import VLLM_PARAMS
-from outrider.bridges.openrlhf import VARIABLE
 from outrider.errors import HarnessError
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
+from outrider.trainers.openrlhf import VARIABLE
 from support.scribe import scribe_task
 from support.service import running_service, say
 

@@ -16,7 +16,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from bridges.skyrl_world import VLLM_PARAMS
-from outrider.bridges.skyrl import OutriderGenerator
+from outrider.trainers.skyrl import OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import main
-from outrider.demo import train as training
-from outrider.demo.dialogue import POLICY
-from outrider.runtimes.default_runtime import default_runtime
+from outrider.lab.demo import train as training
+from outrider.lab.demo.dialogue import POLICY
+from outrider.sandbox.runtimes.default_runtime import default_runtime
 
 STEPS = 10
 RISE = 0.2

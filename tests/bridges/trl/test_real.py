@@ -12,15 +12,22 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges.trl import Rollouts, RolloutWorker, ServiceLogprobs, ServiceWeights, service_reward, steps_dataset
-from outrider.bridges.weights import PolicyWeights
-from outrider.client import Client
+from outrider.client.client import Client
 from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.demo.dialogue import POLICY, RENDERER
-from outrider.demo.service_process import service_process
-from outrider.demo.task import group_spec, make_task
-from outrider.runtimes.default_runtime import default_runtime
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.lab.demo.service_process import service_process
+from outrider.lab.demo.task import group_spec, make_task
+from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import EngineSpec
+from outrider.trainers.trl import (
+    Rollouts,
+    RolloutWorker,
+    ServiceLogprobs,
+    ServiceWeights,
+    service_reward,
+    steps_dataset,
+)
+from outrider.trainers.weights import PolicyWeights
 
 pytestmark = [
     pytest.mark.trainers,

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.bridges.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
-from outrider.bridges.weights import PolicyWeights
+from outrider.client.sampling import SamplerState
 from outrider.errors import EngineError, InvalidField, ServiceError
+from outrider.lab.fakes.simulated_service import Played
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.sampling import SamplerState
 from outrider.schemas import GroupView, SessionView
-from outrider.testing.simulated_service import Played
+from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
+from outrider.trainers.weights import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
 
 from .world import BareTrainer, Trainer, simulated

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bridges.trl import RolloutWorker
-from outrider.bridges.weights import PolicyWeights
 from outrider.errors import ServiceError
-from outrider.testing.simulated_service import Played
+from outrider.lab.fakes.simulated_service import Played
+from outrider.trainers.trl import RolloutWorker
+from outrider.trainers.weights import PolicyWeights
 
 from .test_rows import PARAMETERS, even, group, sample, task
 from .world import simulated

@@ -1,4 +1,4 @@
-"""What `outrider.datasets` writes is read by verl's own dataset, and it reads what Hugging Face's package saves."""
+"""`outrider.tasks.datasets` writes files for verl's own dataset, and reads files of Hugging Face's package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from verl.utils.import_utils import load_class_from_fqn
 
 from bridges.verl import world
 from bridges.verl.world import write_model
-from outrider.bridges.verl import OutriderAgentLoopManager, settings_of
-from outrider.datasets import examples_of, read_rows, verl_parquet
 from outrider.errors import InvalidField
+from outrider.tasks.datasets import examples_of, read_rows, verl_parquet
+from outrider.trainers.verl import OutriderAgentLoopManager, settings_of
 
 pytestmark = pytest.mark.trainers
 

@@ -1,4 +1,4 @@
-"""What `outrider.bridges.exports` makes is taken by the packages whose shapes it has."""
+"""What `outrider.trainers.exports` makes is taken by the packages whose shapes it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tinker import types
 from verifiers.v1.graph import MessageNode
 
 from bridges.sample import row
-from outrider.bridges.exports import tinker_datum, verifiers_nodes
+from outrider.trainers.exports import tinker_datum, verifiers_nodes
 
 pytestmark = pytest.mark.trainers
 

@@ -12,11 +12,11 @@ import pytest
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from outrider.bridges import verl as bridge
-from outrider.bridges.verl import verl_generate
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from outrider.trainers import verl as bridge
+from outrider.trainers.verl import verl_generate
 from outrider.trajectory import FinishReason, VersionSpan
 
 pytestmark = pytest.mark.trainers

@@ -152,7 +152,7 @@ async def service(folder: Path, model: Path, **settings: Any) -> AsyncIterator[t
 def verl_config(folder: Path, model: Path, outrider: Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
     """verl's PPO config with `RemoteAgentLoop` as the default loop and `outrider` as its settings."""
     loops = folder / "loops.yaml"
-    loops.write_text("- name: outrider\n  _target_: outrider.bridges.verl.RemoteAgentLoop\n")
+    loops.write_text("- name: outrider\n  _target_: outrider.trainers.verl.RemoteAgentLoop\n")
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose(
             "ppo_trainer",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
-from outrider.testing.scripted_engine import scripted_logprob
 from outrider.tokens.samples import POLICY, build_samples, count_session
 from outrider.trajectory import (
     BranchKind,

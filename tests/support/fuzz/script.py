@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 
-from outrider.testing.scripted_engine import ScriptedReply
+from outrider.lab.fakes.scripted_engine import ScriptedReply
 from support.fuzz.grammar import NAMES, arguments, json_object, json_value, text
 
 END = "<|im_end|>"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.http_server import DISCONNECT, Application, Disconnect
+from outrider.wire.http_server import DISCONNECT, Application, Disconnect
 from support.fuzz.speaker import Request, Violation, check
 
 BOUND_SECONDS = 30.0

@@ -14,15 +14,12 @@ import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.reply_checks import TokenCheck, check_health
-from outrider.engines.relay.link import Link
 from outrider.engines.relay.messages import (
     MAX_DETAIL,
     PROTOCOL,
     AbortGeneration,
     Acknowledge,
-    Close,
     Failed,
-    Nonsense,
     StartGeneration,
     ToService,
     Version,
@@ -38,6 +35,8 @@ from outrider.engines.relay.messages import (
 from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable, ErrorRecord, error_from
 from outrider.tokens.rendering.tokenizer import ANY_IDS
 from outrider.trajectory import LogprobKind, TokenMode
+from outrider.wire.frames import Close, Nonsense
+from outrider.wire.link import Link
 
 CALL_SECONDS = 15.0
 """Seconds in which a worker must report its health, or tokenise a probe."""

@@ -21,19 +21,11 @@ from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
-from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import (
-    MAX_HELLO,
-    PROTOCOL,
-    TO_SERVICE,
-    Close,
-    ToService,
-    Version,
-    WorkerHello,
-    close_reason,
-)
+from outrider.engines.relay.messages import MAX_HELLO, PROTOCOL, TO_SERVICE, ToService, Version, WorkerHello
 from outrider.errors import UNREADABLE, EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
+from outrider.wire.frames import Close, close_reason
+from outrider.wire.link import Disconnected, Link, Socket
 
 log = logging.getLogger("outrider.relay")
 

@@ -5,7 +5,6 @@ Invariant: ids are int32 and log-probabilities float64, packed little-endian, so
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, PauseMode, SamplingParams
 from outrider.errors import ErrorRecord
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+from outrider.wire.frames import Beat, Nonsense
 
 PROTOCOL = 1
 """The protocol's version, incremented when either side would misread the other. This includes a new field of
@@ -32,25 +32,6 @@ MAX_DETAIL = 1000
 MAX_TO_WORKER = 64 << 20
 """Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
 MAX_VERSION = (1 << 31) - 1
-MAX_REASON = 120
-"""Maximum bytes of a close reason; WebSocket allows 123."""
-
-
-class Close(IntEnum):
-    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After any
-    other code the same worker would be refused again."""
-
-    LEFT = 1000  # the worker is done: nothing is resumed
-    REPLACED = 4001  # the same worker has connected again
-    NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
-    SILENT = 4408  # no message arrived for too long
-    CONFLICT = 4409  # a worker of another model, or the engine of that name is not a relay
-    REMOVED = 4410  # the engine was removed from the service
-    PROTOCOL = 4426  # the peer uses another version of the protocol
-
-
-class Nonsense(Exception):
-    """The peer sent a message that the protocol does not allow. The text becomes the close reason."""
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
@@ -153,15 +134,9 @@ class Version(msgspec.Struct, tag="version", frozen=True):
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
-class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A heartbeat, sent by a side that has sent no other message for a while."""
-
-
 ToWorker = WorkerWelcome | StartGeneration | AbortGeneration | Acknowledge | WorkerCall | Beat
 ToService = WorkerHello | WorkerTokens | Failed | WorkerReply | Version | Beat
 
-_ENCODER = msgspec.msgpack.Encoder()
-encode = _ENCODER.encode
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
 
@@ -212,8 +187,3 @@ def chunk_of(tokens: WorkerTokens) -> Chunk:
         prompt_ids=None if tokens.prompt_ids is None else unpack_ids(tokens.prompt_ids),
         prompt_tokens=tokens.prompt_tokens,
     )
-
-
-def close_reason(text: str) -> str:
-    """The text, cut to the size of a close frame."""
-    return text.encode()[:MAX_REASON].decode(errors="ignore")

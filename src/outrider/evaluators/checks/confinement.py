@@ -12,8 +12,18 @@ import resource
 import signal
 import sys
 
-from outrider.runtimes.guest.isolation import landlock, seccomp, syscalls
-from outrider.runtimes.guest.isolation.seccomp import ANY_BIT, EQUAL, LOAD, PASSED, REFUSED, SECOND, THIRD, refuse, step
+from outrider.sandbox.runtimes.guest.isolation import landlock, seccomp, syscalls
+from outrider.sandbox.runtimes.guest.isolation.seccomp import (
+    ANY_BIT,
+    EQUAL,
+    LOAD,
+    PASSED,
+    REFUSED,
+    SECOND,
+    THIRD,
+    refuse,
+    step,
+)
 
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -27,10 +27,10 @@ from outrider.concurrency.turns import Turns
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import OffTheClock
 from outrider.evaluators.checks.zygote import LIMITS
-from outrider.runtimes.kernel.child import Child
-from outrider.runtimes.kernel.process_marks import VARIABLE
-from outrider.runtimes.node_host import Host
-from outrider.runtimes.tool_server.launch import connection
+from outrider.sandbox.runtimes.kernel.child import Child
+from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
@@ -52,7 +52,7 @@ BOOT = """
 import sys, types
 root, module, *paths = sys.argv[1:]
 sys.path[:] = paths
-for name in ("outrider", "outrider.evaluators", "outrider.runtimes"):
+for name in ("outrider", "outrider.evaluators", "outrider.sandbox", "outrider.sandbox.runtimes"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [root + "/" + name.replace(".", "/")]
 from outrider.evaluators.checks.zygote import main
@@ -123,7 +123,7 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 
 class Checks:
-    """The checks of one library, as a part of a host (see runtimes/node_host.py):
+    """The checks of one library, as a part of a host (see sandbox/runtimes/node_host.py):
     `await host.part(partial(Checks, library=...))`. The first check starts the process. After an exit of the process,
     the next check starts a new process."""
 

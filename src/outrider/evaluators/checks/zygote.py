@@ -28,8 +28,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from outrider.evaluators.checks.confinement import confine_check, confine_zygote
-from outrider.runtimes.guest.isolation import syscalls
-from outrider.runtimes.guest.server import close_others
+from outrider.sandbox.runtimes.guest.isolation import syscalls
+from outrider.sandbox.runtimes.guest.server import close_others
 
 if TYPE_CHECKING:
     from collections.abc import Callable

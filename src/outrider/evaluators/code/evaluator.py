@@ -24,7 +24,7 @@ from outrider.evaluators.base import Outcome
 from outrider.evaluators.code.cases import CodeOptions, cases_of, json_value, lines
 from outrider.evaluators.code.guest import MARK, encode
 from outrider.evaluators.options import read_options
-from outrider.runtimes.base import ExecResult, NoShell, Runtime, Shell, ShellResult, TellsCause
+from outrider.sandbox.runtimes.base import ExecResult, NoShell, Runtime, Shell, ShellResult, TellsCause
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

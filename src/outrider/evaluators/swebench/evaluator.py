@@ -22,8 +22,8 @@ from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.options import read_options
 from outrider.evaluators.swebench.options import CONFIGURATION, SwebenchOptions, restored_paths
-from outrider.runtimes.base import MAX_OUTPUT, MAX_PATHS, PatchConflict, Runtime
-from outrider.runtimes.node_host import Host
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, MAX_PATHS, PatchConflict, Runtime
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import DiffSpec, EvaluatorSpec
 from outrider.trajectory import Verdict
 

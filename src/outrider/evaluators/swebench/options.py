@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from outrider.runtimes.guest.filesystem.patch import PatchRefused, read_patch
+from outrider.sandbox.runtimes.guest.filesystem.patch import PatchRefused, read_patch
 from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000

@@ -1,0 +1,123 @@
+"""Signatures of callbacks and of requests to external graders: the service makes them, the receiver verifies them.
+
+    group = outrider.client.callbacks.verify(request.headers, body, secret)
+
+The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
+other languages. The module does no transport. Invariant: `verify` returns only bodies signed by the holder of the
+secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from outrider.errors import InvalidField, RequestError, Unauthorized
+from outrider.schemas import GroupView
+
+ID = "webhook-id"
+TIMESTAMP = "webhook-timestamp"
+SIGNATURE = "webhook-signature"
+SCHEME = "v1,"
+ENCODED = "whsec_"
+"""Prefix of a secret in base64."""
+MIN_SECRET = 16
+"""Minimum characters of a secret. A shorter secret can be guessed from one signature."""
+TOLERANCE_SECONDS = 300.0
+
+
+def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
+    """The headers that prove that the holder of the secret sends this body at this time."""
+    timestamp = str(int(now))
+    return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
+
+
+def verify(
+    headers: Mapping[str, str],
+    body: bytes,
+    secret: str | Sequence[str],
+    *,
+    tolerance: float = TOLERANCE_SECONDS,
+    now: float | None = None,
+) -> GroupView:
+    """Return the group in a callback with a valid signature. Raises RequestError for any other body. For the arguments
+    and Unauthorized see `check_signature`."""
+    check_signature(headers, body, secret, tolerance=tolerance, now=now)
+    try:
+        return msgspec.json.decode(body, type=GroupView)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body of the callback is no group: {error}") from error
+
+
+def check_signature(
+    headers: Mapping[str, str],
+    body: bytes,
+    secret: str | Sequence[str],
+    *,
+    tolerance: float = TOLERANCE_SECONDS,
+    now: float | None = None,
+) -> None:
+    """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
+
+    Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
+    of the receiver may differ. It also bounds how long a recorded request can be replayed. Raises Unauthorized for a
+    request that is not signed, signed with another secret, changed, or too old.
+    """
+    found = {name.lower(): value for name, value in headers.items()}
+    group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
+    if not (group_id and timestamp and signatures):
+        raise Unauthorized(
+            "the callback is not signed",
+            hint="set callbacks.secret (OUTRIDER_CALLBACKS__SECRET) on the service to the receiver's secret",
+        )
+    secrets = [secret] if isinstance(secret, str) else secret
+    expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
+    given = [_bytes(one) for one in signatures.split()]
+    # In constant time, so that the duration reveals nothing about the right signature.
+    if not any(hmac.compare_digest(one, right) for one in given for right in expected):
+        raise Unauthorized(
+            "the callback's signature does not match", hint="service and receiver share callbacks.secret"
+        )
+    clock = time.time() if now is None else now
+    # The timestamp is a number, because it is signed: the holder of the secret wrote it.
+    if abs(clock - int(timestamp)) > tolerance:
+        raise Unauthorized(
+            f"the callback was signed {clock - int(timestamp):.0f} s ago",
+            hint="it was recorded and sent again, or the clocks differ: set them, or allow for it with `tolerance`",
+        )
+
+
+def check_secret(secret: str) -> None:
+    """Raise InvalidField for a secret that is too short to protect anything, or cannot be decoded."""
+    if len(secret) < MIN_SECRET:
+        raise InvalidField(
+            f"a secret needs at least {MIN_SECRET} characters",
+            field="callbacks.secret",
+            hint="make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
+        )
+    try:
+        _key(secret)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidField(f"what follows {ENCODED} is not base64", field="callbacks.secret") from error
+
+
+def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
+    signed = b".".join((_bytes(group_id), _bytes(timestamp), body))
+    return SCHEME + base64.b64encode(hmac.digest(_key(secret), signed, hashlib.sha256)).decode()
+
+
+def _bytes(header: str) -> bytes:
+    """Encode a header's text. Headers from outside may hold characters that UTF-8 cannot encode."""
+    return header.encode("utf-8", "backslashreplace")
+
+
+def _key(secret: str) -> bytes:
+    if not secret.startswith(ENCODED):
+        return secret.encode()
+    return base64.b64decode(secret.removeprefix(ENCODED), validate=True)

@@ -1,0 +1,635 @@
+"""The Python client of the control API: `AsyncClient`, and `Client` with the same methods without `await`.
+
+    with Client("http://127.0.0.1:8700") as client:
+        group = client.submit({"task": {...}, "n": 8})
+        for done in client.follow():
+            ...
+
+Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
+...), and ServiceError if the service cannot be reached or the client is not open. Two things are retried: a submission
+to a busy service, and a stream of events after its connection is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from outrider.concurrency.loop_thread import LoopThread
+from outrider.concurrency.retries import RetryPolicy
+from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
+from outrider.lifecycle import GroupState
+from outrider.messages import Image, image_from_bytes
+from outrider.schemas import (
+    ArtifactList,
+    CallbackList,
+    CallbackView,
+    ChatList,
+    ConsumerList,
+    ConsumerView,
+    EngineList,
+    EngineStatus,
+    EventView,
+    GcReport,
+    GroupList,
+    GroupSummary,
+    GroupView,
+    NewToken,
+    NodeList,
+    NodeStats,
+    PolicyPause,
+    PolicyStatus,
+    PulledImages,
+    Redelivered,
+    ResultsPage,
+    SampleList,
+    ServiceStatus,
+    SessionView,
+    TokenList,
+    TokenView,
+    TurnList,
+    TurnView,
+)
+from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Role
+from outrider.trajectory import ChatRow, Sample
+from outrider.wire.tls import trusting
+
+log = logging.getLogger("outrider.client")
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Watch = Callable[[Sequence[GroupView]], None]
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+TOTAL_SECONDS = 300.0
+"""Maximum seconds of a request and its reply."""
+PULL_SECONDS = 3600.0
+"""Maximum seconds of a request to get an image on all machines."""
+LONG_POLL = 30.0
+"""Seconds that one request waits for a group to be done. The service allows 60."""
+WATCH_PAUSE = 0.2
+WATCH_PAUSE_EACH = 0.02
+"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH per group if longer, to bound the
+requests."""
+
+
+SILENCE = 60.0
+"""Seconds without a byte after which a stream of events counts as lost. The service sends a byte at least every 15
+seconds."""
+
+RETRIES = RetryPolicy(first=0.25, longest=10.0)
+PATIENCE = 300.0
+"""Seconds for which `patiently` retries while the service cannot be reached, as during a restart, or is busy, and
+`submit` while the service is busy."""
+SPREAD = 1.25
+"""Maximum factor of the wait that a busy service requests. The factor is random, so that refused clients do not come
+back all at the same time."""
+
+
+class _Reply(NamedTuple):
+    data: bytes
+    media_type: str
+
+
+class AsyncClient:
+    """`async with AsyncClient(url, token=None) as client`.
+
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority, needed if this
+    machine does not have the authority installed.
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
+        if token and not token.isprintable():
+            raise InvalidField(
+                "the token has a line break or another control character",
+                field="token",
+                hint="a file that it was read from may end with one: strip it",
+            )
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._trusted = trusting(ca)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(ssl=self._trusted)
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
+        """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
+        full or the token has too much under way, the group is submitted again after the requested wait. After
+        `patience` seconds Busy is raised (QueueFull for a full queue)."""
+        return await self._submit("/v1/groups", group, patience)
+
+    async def regrade(
+        self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
+    ) -> GroupView:
+        """Grade the sessions of a group again, or one session. Returns the new group, which runs no agent. `asked` may
+        name another evaluator. For `patience` see `submit`."""
+        kind = "sessions" if id.startswith("s-") else "groups"
+        return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
+
+    async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
+        body = _encoded(spec) if isinstance(spec, Mapping) else spec.model_dump_json().encode()
+        give_up_at = asyncio.get_running_loop().time() + patience
+        while True:
+            try:
+                return await self._call("POST", path, GroupView, body=body)
+            except Busy as busy:
+                wait = busy.retry_after * random.uniform(1.0, SPREAD)
+                if asyncio.get_running_loop().time() + wait > give_up_at:
+                    raise
+                log.info("the group is submitted again in %.0f s: %s", wait, busy.message)
+                await asyncio.sleep(wait)
+
+    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
+        """Return a group as soon as it is done, or in its state after `wait` seconds (at most 60)."""
+        query = {"wait": str(wait), "samples": _flag(samples)}
+        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
+
+    async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
+        """Return groups, newest first, without their sessions."""
+        query = {"limit": str(limit)} | ({"state": state} if state else {})
+        return (await self._call("GET", "/v1/groups", GroupList, query=query)).groups
+
+    async def cancel(self, group_id: str) -> GroupView:
+        return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
+
+    async def cancel_session(self, session_id: str) -> SessionView:
+        """Cancel one session; the rest of its group goes on."""
+        return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
+
+    async def results(
+        self,
+        *,
+        after: int | None = None,
+        consumer: str | None = None,
+        wait: float = 0.0,
+        limit: int = 100,
+        samples: bool = False,
+    ) -> ResultsPage:
+        """Return the done groups after a cursor, waiting up to `wait` seconds (at most 60) for the first. There may be
+        more than the page holds: call again with the page's cursor until a page is empty.
+
+        Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that it
+        has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is given and the
+        token is read-only.
+        """
+        query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
+        query |= {} if after is None else {"after": str(after)}
+        query |= {} if consumer is None else {"consumer": consumer}
+        return await self._call("GET", "/v1/results", ResultsPage, query=query)
+
+    async def follow(
+        self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
+    ) -> AsyncIterator[GroupView]:
+        """Yield done groups as they finish, without end; for the arguments see `results`. For a consumer, a group is
+        acknowledged when the next one is requested: if the loop's body ends early, for any reason, the group comes
+        again."""
+        while True:
+            page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
+            for group in page.groups:
+                yield group
+                if consumer is not None and group.cursor is not None:
+                    await self.ack(consumer, group.cursor)
+            after = page.cursor
+
+    async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
+        """Acknowledge the groups up to a cursor, once the data made from them is safe. A consumer that has acknowledged
+        more keeps its position; with `rewind` it goes back and gets those groups again. An admin may name the
+        consumer's `tenant`."""
+        body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
+        path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
+        return await self._call("POST", path, ConsumerView, body=body, query=query)
+
+    async def consumers(self) -> tuple[ConsumerView, ...]:
+        """Return the consumers of the token's tenant, or all consumers for an admin."""
+        return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
+
+    async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
+        """Remove a consumer, and return the rest. Groups are no longer kept for it. An admin may name the consumer's
+        `tenant`."""
+        path, query = f"/v1/consumers/{quote(name, safe='')}", {} if tenant is None else {"tenant": tenant}
+        return (await self._call("DELETE", path, ConsumerList, query=query)).consumers
+
+    async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
+        """Return the callbacks that were given up, newest first."""
+        query = {"limit": str(limit)}
+        return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query=query)).callbacks
+
+    async def redeliver(self, group_id: str | None = None) -> int:
+        """Retry the given-up callback of a group, or all given-up callbacks. Returns the number of retried
+        callbacks."""
+        place = "redeliver" if group_id is None else f"{quote(group_id, safe='')}/redeliver"
+        return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
+
+    async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
+        """Discard a callback that was given up, and return the newest 100 of the others."""
+        return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
+
+    async def gc(
+        self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
+    ) -> GcReport:
+        """Remove finished groups that ended more than `days` ago, and the oldest until the rest takes no more than
+        `size_mb` MiB; without either, by the service's settings. One call removes for about 20 seconds: call again
+        while there is `more`."""
+        body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
+        return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
+
+    async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
+        """Return these groups in the order given, once all are done. `watch` is called with all of them at first, at
+        the end, and about every 0.2 seconds between (less often for more than ten groups)."""
+        groups = {group_id: await self.group(group_id) for group_id in group_ids}
+        while True:
+            if watch is not None:
+                watch(list(groups.values()))
+            active = [group.id for group in groups.values() if group.state is not GroupState.DONE]
+            if not active:
+                return list(groups.values())
+            patience = LONG_POLL if watch is None else max(WATCH_PAUSE, WATCH_PAUSE_EACH * len(active))
+            groups[active[0]] = await self.group(active[0], wait=patience)
+            for group_id in active[1:] if watch is not None else ():
+                groups[group_id] = await self.group(group_id)
+
+    async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
+        """Yield every change after a cursor, without end. A lost connection is made again, for up to PATIENCE seconds.
+        ServiceError is raised after that, or if the first connection fails."""
+        clock = asyncio.get_running_loop().time
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
+        give_up_at, tries = clock(), 0
+        while True:
+            try:
+                query = {"after": str(after)}
+                async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
+                    if reply.status >= 400:
+                        raise _refusal(await reply.read(), reply.status, reply.headers)
+                    async for line in reply.content:
+                        give_up_at, tries = clock() + PATIENCE, 0
+                        if line.startswith(b"data: "):
+                            event = msgspec.json.decode(line[6:], type=EventView)
+                            after = event.cursor
+                            yield event
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if clock() >= give_up_at:
+                    raise self._unreachable(error) from error
+            await asyncio.sleep(RETRIES.wait(tries))
+            tries += 1
+
+    async def session(self, session_id: str) -> SessionView:
+        return await self._call("GET", f"/v1/sessions/{session_id}", SessionView)
+
+    async def turns(self, session_id: str) -> tuple[TurnView, ...]:
+        return (await self._call("GET", f"/v1/sessions/{session_id}/turns", TurnList)).turns
+
+    async def samples(self, session_id: str) -> tuple[Sample, ...]:
+        return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
+
+    async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
+        """Return a session's samples as conversations."""
+        return (await self._call("GET", f"/v1/sessions/{session_id}/chat", ChatList)).rows
+
+    async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
+        """Return the artifacts of an attempt, by default of the newest that has any."""
+        return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
+
+    async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
+        """Return the bytes of an artifact, by its path in the sandbox."""
+        place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
+        return (await self._fetch("GET", place, query=_attempt(attempt))).data
+
+    async def image(self, digest: str) -> Image:
+        """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL."""
+        answer = await self._fetch("GET", f"/v1/images/{digest}")
+        return image_from_bytes(answer.media_type, answer.data)
+
+    async def status(self) -> ServiceStatus:
+        return await self._call("GET", "/v1/status", ServiceStatus)
+
+    async def engines(self) -> tuple[EngineStatus, ...]:
+        return (await self._call("GET", "/v1/engines", EngineList)).engines
+
+    async def nodes(self) -> tuple[NodeStats, ...]:
+        return (await self._call("GET", "/v1/nodes", NodeList)).nodes
+
+    async def pull_image(self, reference: str, name: str, *, seconds: float = PULL_SECONDS) -> PulledImages:
+        """Get an image from a container registry on every machine that runs sessions. Returns the result for each
+        machine."""
+        body = _encoded({"reference": reference, "name": name})
+        return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
+
+    async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
+        """Give a node no new sessions, until `resume_node`."""
+        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/drain", NodeList)).nodes
+
+    async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
+        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/resume", NodeList)).nodes
+
+    async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
+        body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else _encoded(engine)
+        return await self._call("POST", "/v1/engines", EngineStatus, body=body)
+
+    async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return (await self._call("POST", f"/v1/engines/{name}/drain", EngineList)).engines
+
+    async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
+
+    async def tokens(self) -> tuple[TokenView, ...]:
+        return (await self._call("GET", "/v1/tokens", TokenList)).tokens
+
+    async def create_token(
+        self,
+        name: str,
+        role: Role,
+        *,
+        tenant: str | None = None,
+        max_queued: int | None = None,
+        expires_days: float | None = None,
+    ) -> NewToken:
+        """Create a token. Only this reply has the token's text. Tokens of one `tenant` see each other's groups; by
+        default the tenant is the token's own name."""
+        body = {"name": name, "role": role, "tenant": tenant, "max_queued": max_queued, "expires_days": expires_days}
+        return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
+
+    async def revoke_token(self, name: str) -> TokenView:
+        return await self._call("DELETE", f"/v1/tokens/{name}", TokenView)
+
+    async def policy(self) -> PolicyStatus:
+        return await self._call("GET", "/v1/policy", PolicyStatus)
+
+    async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
+        """Pause the policy. Returns when nothing is being generated any more, however long that takes."""
+        return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
+
+    async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
+        """Resume generation. `version` is the version of the engines' weights, if they changed. `go_back` allows a
+        version lower than the policy's, to undo a wrong version."""
+        body = _encoded({"version": version, "go_back": go_back})
+        return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
+
+    async def update_policy(
+        self,
+        version: int,
+        *,
+        mode: PolicyPause = "finish",
+        weights: str | None = None,
+        cancel_older_than: int | None = None,
+        go_back: bool = False,
+    ) -> PolicyStatus:
+        """Pause, make the engines load `weights` (a file or folder) if given, set the version, and resume. Returns when
+        the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
+        asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
+        body = _encoded({"version": version, **asked})
+        return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise _not_open()
+        return self._session
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        shape: type[T],
+        *,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        seconds: float | None = TOTAL_SECONDS,
+    ) -> T:
+        reply = await self._fetch(method, path, query=query, body=body, seconds=seconds)
+        return msgspec.json.decode(reply.data, type=shape)
+
+    async def _fetch(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        seconds: float | None = TOTAL_SECONDS,
+    ) -> _Reply:
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._http.request(method, self.url + path, params=query, data=body, timeout=timeout) as reply:
+                data = await reply.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        if reply.status >= 400:
+            raise _refusal(data, reply.status, reply.headers)
+        return _Reply(data, reply.content_type)
+
+    def _unreachable(self, error: Exception) -> ServiceError:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return ServiceError(
+                f"the service at {self.url} cannot be trusted: {error.certificate_error}",
+                hint="name the authority of its certificate with --ca or OUTRIDER_CA, and it by a name that is in it",
+            )
+        number = getattr(getattr(error, "os_error", None), "errno", None)
+        reason = os.strerror(number) if number else str(error) or type(error).__name__
+        return ServiceError(
+            f"cannot reach the service at {self.url}: {reason}",
+            hint="start one with `outrider serve`, or name its address with --url",
+        )
+
+
+async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
+    """Call the service, and call again after a wait while it cannot be reached or is busy, for up to `patience`
+    seconds. For repeatable calls: reads, and submissions with an idempotency key. A submission that has waited as long
+    for a busy service is not repeated."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + patience
+    tries = 0
+    while True:
+        try:
+            return await call()
+        except Busy as busy:
+            if clock() + busy.retry_after * SPREAD > give_up_at:
+                raise
+            await asyncio.sleep(busy.retry_after * random.uniform(1.0, SPREAD))
+        except ServiceError as error:
+            if not error.retryable or clock() >= give_up_at:
+                raise
+            await asyncio.sleep(RETRIES.wait(tries))
+            tries += 1
+
+
+async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
+    """Raise ServiceError if the service has lost an accepted group. Call this with `AsyncClient.group` when no results
+    come: nothing else shows that a group will never be done."""
+    try:
+        await patiently(lambda: group(group_id))
+    except NotFound as error:
+        raise ServiceError(
+            f"the service does not know group {group_id} any more",
+            hint="it was started anew without its data: start it with its old data folder, or submit the work again",
+        ) from error
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """A method of `Client` that waits for the method of `AsyncClient`. Signature and docstring stay: type checkers and
+    `help()` show the same for both."""
+
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
+        return self.run(method(self.asynchronous, *args, **named))
+
+    return call
+
+
+def _blocking_iterator(
+    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
+        items = method(self.asynchronous, *args, **named)
+
+        async def next_item() -> T:
+            return await anext(items)
+
+        while True:
+            try:
+                item = self.run(next_item())
+            except StopAsyncIteration:
+                return
+            yield item
+
+    return call
+
+
+class Client:
+    """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
+
+    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in its own
+    thread, so it also works in a notebook, where the caller's thread already runs a loop. `run` and `open` let other
+    asynchronous code, such as a `DynamicSampler`, use the same connections.
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
+        self.asynchronous = AsyncClient(url, token=token, ca=ca)
+        self._loop: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = LoopThread("outrider client").__enter__()
+        self.run(self.asynchronous.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.run(self.asynchronous.__aexit__(None, None, None))
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.__exit__(None, None, None)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the client's event loop, and wait for its result."""
+        if self._loop is None:
+            work.close()
+            raise _not_open()
+        return self._loop.run(work)
+
+    def open(self, manager: AbstractAsyncContextManager[T]) -> AbstractContextManager[T]:
+        """Enter an asynchronous context manager on the client's event loop: `with client.open(sampler) as sampler`."""
+        if self._loop is None:
+            raise _not_open()
+        return self._loop.open(manager)
+
+    submit = _blocking(AsyncClient.submit)
+    regrade = _blocking(AsyncClient.regrade)
+    group = _blocking(AsyncClient.group)
+    groups = _blocking(AsyncClient.groups)
+    cancel = _blocking(AsyncClient.cancel)
+    cancel_session = _blocking(AsyncClient.cancel_session)
+    results = _blocking(AsyncClient.results)
+    follow = _blocking_iterator(AsyncClient.follow)
+    ack = _blocking(AsyncClient.ack)
+    consumers = _blocking(AsyncClient.consumers)
+    remove_consumer = _blocking(AsyncClient.remove_consumer)
+    dead_callbacks = _blocking(AsyncClient.dead_callbacks)
+    redeliver = _blocking(AsyncClient.redeliver)
+    discard_callback = _blocking(AsyncClient.discard_callback)
+    gc = _blocking(AsyncClient.gc)
+    wait = _blocking(AsyncClient.wait)
+    events = _blocking_iterator(AsyncClient.events)
+    session = _blocking(AsyncClient.session)
+    turns = _blocking(AsyncClient.turns)
+    samples = _blocking(AsyncClient.samples)
+    chat_rows = _blocking(AsyncClient.chat_rows)
+    artifacts = _blocking(AsyncClient.artifacts)
+    artifact = _blocking(AsyncClient.artifact)
+    image = _blocking(AsyncClient.image)
+    status = _blocking(AsyncClient.status)
+    engines = _blocking(AsyncClient.engines)
+    nodes = _blocking(AsyncClient.nodes)
+    pull_image = _blocking(AsyncClient.pull_image)
+    drain_node = _blocking(AsyncClient.drain_node)
+    resume_node = _blocking(AsyncClient.resume_node)
+    add_engine = _blocking(AsyncClient.add_engine)
+    drain_engine = _blocking(AsyncClient.drain_engine)
+    remove_engine = _blocking(AsyncClient.remove_engine)
+    tokens = _blocking(AsyncClient.tokens)
+    create_token = _blocking(AsyncClient.create_token)
+    revoke_token = _blocking(AsyncClient.revoke_token)
+    policy = _blocking(AsyncClient.policy)
+    pause_policy = _blocking(AsyncClient.pause_policy)
+    resume_policy = _blocking(AsyncClient.resume_policy)
+    update_policy = _blocking(AsyncClient.update_policy)
+
+
+def _not_open() -> ServiceError:
+    hint = "open it first: `with Client(url) as client:` or `async with AsyncClient(url) as client:`"
+    return ServiceError("the client is not open", hint=hint)
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
+    try:  # with json: orjson and msgspec write NaN as null, which the service would read as "not given"
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidField(f"the body cannot be written as JSON: {error}") from error
+
+
+def _attempt(number: int | None) -> dict[str, str]:
+    return {} if number is None else {"attempt": str(number)}
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderError:
+    try:
+        error = error_from(msgspec.json.decode(body, type=ErrorRecord))
+    except msgspec.DecodeError:
+        shown = body[:200].decode(errors="replace")
+        return ServiceError(f"the service answered {status}: {shown}")
+    if isinstance(error, Busy):
+        with suppress(ValueError):  # a proxy may write a date
+            error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
+    for name, value in (("field", error.field), ("hint", error.hint)):
+        if value is not None:
+            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone lacks the field and the hint
+    return error

@@ -1,0 +1,228 @@
+"""Evaluations of a policy: the same tasks with the same seeds each time, beside the groups that train.
+
+    if step % 20 == 0:
+        found = await evaluate(client, held_out, samples=4, seed=0)
+        print(found.reward.mean, found.reward.pass_at[4], found.failures)
+
+The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted
+under its failure and in no mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from outrider.client.client import AsyncClient, Watch, patiently
+from outrider.concurrency.cancellation import shielded
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL, TaskSpec
+
+PRIORITY = 100
+"""Higher than the default priority of training groups, so that a trainer that waits for the figures is served first."""
+LARGEST_SEED = (1 << 63) - 1
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of the reward or of a metric.
+
+    mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
+    standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two.
+    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples, the same each time);
+        None with fewer than two.
+    pass_at: by k, the probability that at least one of k samples of a task passes, without bias (Chen et al. 2021,
+        section 2.1), as a mean over the tasks with k graded samples or more.
+    tasks, samples: how many have a value.
+    """
+
+    mean: float
+    standard_error: float | None
+    interval: tuple[float, float] | None
+    pass_at: dict[int, float]
+    tasks: int
+    samples: int
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of an evaluation.
+
+    `failures` counts the ungraded sessions, by error code, or by stop reason if they have no error. `versions` are the
+    policy's before and after. `groups` are in the order of the tasks, without their samples.
+    """
+
+    name: str
+    reward: Score
+    metrics: dict[str, Score]
+    graded: int
+    failures: dict[str, int]
+    versions: tuple[int, int]
+    seconds: float
+    groups: tuple[GroupView, ...]
+
+    def figures(self) -> dict[str, float]:
+        """All figures by name, in the form for loggers, such as `evaluation/reward/pass@4`."""
+        found: dict[str, float] = {}
+        for name, score in {"reward": self.reward, **self.metrics}.items():
+            found[f"{name}/mean"] = score.mean
+            if score.standard_error is not None:
+                found[f"{name}/standard_error"] = score.standard_error
+            found |= {f"{name}/pass@{k}": value for k, value in score.pass_at.items()}
+        found |= {"graded": float(self.graded), "failed": float(sum(self.failures.values()))}
+        return {f"{self.name}/{key}": value for key, value in found.items()}
+
+
+async def evaluate(
+    client: AsyncClient,
+    tasks: Sequence[TaskSpec | Mapping[str, Any]],
+    *,
+    samples: int = 1,
+    seed: int | None = 0,
+    priority: int = PRIORITY,
+    policy_version: int | None = None,
+    passed: float = 1.0,
+    name: str = "evaluation",
+    run: str | None = None,
+    watch: Watch | None = None,
+) -> Evaluation:
+    """Run `samples` sessions of each task, and wait for all of them.
+
+    Task i has the seed `seed` + i instead of its own, so that each call of each sample draws the same tokens every time
+    on a deterministic engine; None leaves the tasks' seeds alone. A sample passes if its reward, or its value of a
+    metric, is at least `passed`. The groups have the label `outrider.client.pass_rate`, with `name` as its value.
+
+    With `policy_version`, the policy must have this version from the beginning to the end. With `run`, a name, groups
+    already submitted under it are used: the same call after an interruption runs only the missing groups. `watch`: see
+    `AsyncClient.wait`.
+
+    Raises InvalidField for tasks that the service refuses and if the policy has another version, Conflict for a `run`
+    of other tasks, ServiceError if the service is gone, the version changed meanwhile, or no session was graded. Groups
+    that still run then are cancelled, unless `run` is given.
+    """
+    if not tasks or samples < 1:
+        raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
+    began = asyncio.get_running_loop().time()
+    before = (await patiently(client.policy)).version
+    if policy_version not in (None, before):
+        raise InvalidField(
+            f"the policy has version {before}, not {policy_version}",
+            field="policy_version",
+            hint="evaluate when update_policy has returned",
+        )
+    key = run or secrets.token_hex(8)
+    ids: list[str] = []
+    try:
+        for number, task in enumerate(tasks):
+            body = {
+                "task": evaluation_task(task, name, seed=None if seed is None else (seed + number) % LARGEST_SEED),
+                "n": samples,
+                "priority": priority,
+                "idempotency_key": f"evaluation/{key}/{number}",
+            }
+            ids.append((await patiently(partial(client.submit, body))).id)
+        groups = await patiently(partial(client.wait, ids, watch))
+    except BaseException:  # cancellation, too
+        for group_id in ids if run is None else ():
+            with suppress(OutriderError):  # must not hide the error that ended the evaluation
+                await shielded(partial(client.cancel, group_id))
+        raise
+    after = (await patiently(client.policy)).version
+    if policy_version not in (None, after):
+        raise ServiceError(
+            f"the policy changed from version {before} to {after} while it was evaluated",
+            hint="hold the trainer's updates back until the evaluation is done, or leave policy_version out",
+        )
+    seconds = asyncio.get_running_loop().time() - began
+    return _evaluation(name, groups, samples, passed, (before, after), seconds)
+
+
+def evaluation_task(
+    task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
+) -> dict[str, Any]:
+    """A copy of the task with the label of evaluations: exports for training leave its groups out."""
+    body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
+    body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
+    if seed is not None:
+        body["sampling"] = {**(body.get("sampling") or {}), "seed": seed}
+    return body
+
+
+def pass_at(k: int, passes: int, samples: int) -> float:
+    """The probability that k of `samples` samples, `passes` of which pass, include one that passes."""
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
+    """Confidence interval of the mean of `means`, by percentiles of the means of resamples; None for fewer than two."""
+    if len(means) < 2:
+        return None
+    draw = random.Random(0)
+    resampled = sorted(fmean(draw.choices(means, k=len(means))) for _ in range(RESAMPLES))
+    aside = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return resampled[aside], resampled[-1 - aside]
+
+
+def _evaluation(
+    name: str,
+    groups: Sequence[GroupView],
+    samples: int,
+    passed: float,
+    versions: tuple[int, int],
+    seconds: float,
+) -> Evaluation:
+    results = [[session.result for session in group.sessions if session.result] for group in groups]
+    verdicts = [[result.verdict for result in of_task if result.verdict] for of_task in results]
+    ungraded = [result for of_task in results for result in of_task if result.verdict is None]
+    failures = Counter(result.error.code if result.error else result.stop_reason.value for result in ungraded)
+    if not any(verdicts):
+        why = next((result.error.message for result in ungraded if result.error), "see the failures' stop reasons")
+        counts = ", ".join(f"{count} {reason}" for reason, count in failures.items())
+        raise ServiceError(f"none of the {len(ungraded)} sessions of the evaluation was graded ({counts}): {why}")
+    names = sorted({metric for of_task in verdicts for verdict in of_task for metric in verdict.metrics})
+    return Evaluation(
+        name=name,
+        reward=_score([[verdict.reward for verdict in of_task] for of_task in verdicts], samples, passed),
+        metrics={
+            metric: _score(
+                [[verdict.metrics[metric] for verdict in of_task if metric in verdict.metrics] for of_task in verdicts],
+                samples,
+                passed,
+            )
+            for metric in names
+        },
+        graded=sum(map(len, verdicts)),
+        failures=dict(failures),
+        versions=versions,
+        seconds=seconds,
+        groups=tuple(groups),
+    )
+
+
+def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
+    """The figures of `values`, a list for each task. At least one task must have a value."""
+    graded = [of_task for of_task in values if of_task]
+    means = [fmean(of_task) for of_task in graded]
+    chances: dict[int, float] = {}
+    for k in sorted({samples, *(1 << power for power in range(samples.bit_length()))}):
+        if full := [of_task for of_task in graded if len(of_task) >= k]:
+            chances[k] = fmean(pass_at(k, sum(value >= passed for value in of_task), len(of_task)) for of_task in full)
+    return Score(
+        mean=fmean(means),
+        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        interval=bootstrap_interval(means),
+        pass_at=chances,
+        tasks=len(graded),
+        samples=sum(map(len, graded)),
+    )

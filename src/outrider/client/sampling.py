@@ -1,0 +1,550 @@
+"""Batches of rollouts for a trainer, without the prompts that teach nothing (the dynamic sampling of DAPO).
+
+A group whose samples all have the same reward has no advantage and no gradient. The sampler keeps groups running, keeps
+the informative groups, replaces the others at once, and returns a batch as soon as it has enough. A group that failed
+is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the data. The sampler uses
+the control API and is independent of the trainer.
+
+    async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
+        async for batch in sampler:
+            await sampler.set_version(train_on(batch))
+
+Invariant: a prompt that was taken from the source is waiting, running or ready until it is delivered or dropped, and
+each drop is counted under its reason. `state()` has all prompts that are neither delivered nor dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+import msgspec
+
+from outrider.client.client import LONG_POLL, check_known, patiently
+from outrider.concurrency.events import Broadcast
+from outrider.errors import InvalidField, ServiceError
+from outrider.lifecycle import GroupState
+from outrider.schemas import GroupView, ResultsPage, ServiceStatus
+from outrider.spec import TaskSpec
+from outrider.trajectory import Sample
+
+log = logging.getLogger("outrider.client.sampling")
+
+T = TypeVar("T")
+Task = TaskSpec | Mapping[str, Any]
+Source = Sequence[Task] | Callable[[int], Task]
+Refill = Literal["asynchronous", "synchronous", "static"]
+Surplus = Literal["carry", "finished", "cancel"]
+Choice = bool | Literal["again"]
+"""The decision about a group: keep it, drop its prompt, or submit the prompt again."""
+
+SAME = 1e-9
+"""Rewards that differ by no more than this count as equal."""
+FAILED_IN_A_ROW = 16
+"""The sampler fails after this many consecutive prompts without a grade in their first group: then the cause affects
+all prompts."""
+FRUITLESS_BATCHES = 20
+"""A batch that is not full after this many times its number of groups was graded is given up: the tasks do not fit the
+policy."""
+
+
+class RolloutService(Protocol):
+    """The methods of a service that the sampler calls; `client.AsyncClient` has them."""
+
+    async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
+    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView: ...
+    async def cancel(self, group_id: str) -> GroupView: ...
+    async def results(
+        self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
+    ) -> ResultsPage: ...
+    async def status(self) -> ServiceStatus: ...
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """The outcomes of groups. `submitted` = informative + uninformative + retried + given_up + stale + stopped + groups
+    that run or are ready for a later batch.
+
+    `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
+    is submitted again (`retried`), or dropped after the last try (`given_up`); `reasons` counts both by the most
+    frequent error code of the group's failed sessions. The prompt of a `stale` group (sampled by a policy too old) or a
+    `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted again.
+    """
+
+    submitted: int = 0
+    informative: int = 0
+    uninformative: int = 0
+    retried: int = 0
+    given_up: int = 0
+    stale: int = 0
+    stopped: int = 0
+    reasons: dict[str, int] = {}
+
+    def flat(self) -> dict[str, int]:
+        """All counts by name; reasons are named `reason_CODE`."""
+        counts: dict[str, int] = msgspec.structs.asdict(self)
+        del counts["reasons"]
+        return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one training step, with samples, in the order in which they finished.
+
+    `prompts` are the numbers of their prompts. `version` is the policy's when the batch was delivered. `waited` is how
+    many seconds the trainer waited for the batch. `counts` are the outcomes of groups since the batch before.
+    """
+
+    number: int
+    groups: tuple[GroupView, ...]
+    prompts: tuple[int, ...]
+    version: int
+    waited: float
+    counts: Counts
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The training rows of all groups."""
+        return [sample for group in self.groups for sample in group.samples or ()]
+
+
+class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that is neither delivered nor dropped: its number, the number of its newest group, and how many of its
+    groups have failed."""
+
+    number: int
+    attempt: int = 0
+    failures: int = 0
+
+
+class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampler's state between two batches, for a checkpoint."""
+
+    run: str
+    next: int
+    pending: tuple[PendingPrompt, ...]
+    version: int
+    batches: int
+
+
+class _Prompt(msgspec.Struct):
+    """A prompt in progress. `protected`: the prompt was submitted before, and its group is not stopped any more.
+    Otherwise slow tasks would never be seen."""
+
+    number: int
+    attempt: int = 0
+    failures: int = 0
+    version: int = 0
+    protected: bool = False
+    stopping: Literal["stopped", "stale"] | None = None
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    prompt: _Prompt
+    group: GroupView
+
+
+def rewards_of(group: GroupView) -> list[float]:
+    """The rewards of the graded sessions, in sample order."""
+    results = (session.result for session in group.sessions)
+    return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
+
+
+def rewards_differ(group: GroupView) -> bool:
+    """The filter of DAPO: true if the rewards of the group's samples differ."""
+    rewards = rewards_of(group)
+    return max(rewards) - min(rewards) > SAME
+
+
+def group_advantages(
+    rewards: Sequence[float], kind: Literal["grpo", "mean", "leave_one_out"] = "grpo", *, epsilon: float = 1e-4
+) -> list[float]:
+    """The advantage of each sample of a group over the others, for trainers that do not compute it.
+
+    "grpo": (reward - mean) / (standard deviation + epsilon), of the population. "mean": reward - mean (Dr. GRPO).
+    "leave_one_out": reward - mean of the others (RLOO); 0 for a single sample.
+    """
+    mean = fmean(rewards)
+    centred = [reward - mean for reward in rewards]
+    if kind == "grpo":
+        scale = pstdev(rewards, mean) + epsilon
+        return [value / scale for value in centred]
+    if kind == "leave_one_out":
+        others = len(rewards) - 1
+        return [value * len(rewards) / others if others else 0.0 for value in centred]
+    return centred
+
+
+class DynamicSampler:
+    """`async with DynamicSampler(client, source, n=8, target=32) as sampler`.
+
+    `source`: the tasks. A sequence is repeated without end; a function returns the task of prompt number 0, 1, 2, ...
+    and raises IndexError behind the last. The function must return the same task again for the same number.
+    `n` samples for each prompt, `target` groups in a batch, `inflight` groups running (by default twice the target).
+    `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1); "again" submits
+    the prompt again, as for a group with fewer graded sessions. `retries`: how often a prompt is submitted again for
+    these reasons before it is given up.
+
+    `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all running
+    groups before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for all of it,
+    and filters nothing.
+
+    `surplus`: the treatment of groups that still run when a batch is full. "carry" lets them run on, for a later batch.
+    "cancel" stops them; "finished" stops them, too, but keeps a group if its finished sessions are informative. A
+    stopped prompt is submitted again first, and not stopped a second time: no task is left out for being slow.
+
+    `max_age`: how many policy versions older than the current one a trained token may be; older groups are dropped and
+    their prompts submitted again. None sets no bound; with 0 nothing runs while the trainer trains.
+
+    `state` continues another sampler, from its `state()`. Groups are recognised by their idempotency keys, so groups
+    that ran meanwhile are used and nothing is trained twice.
+    """
+
+    def __init__(
+        self,
+        client: RolloutService,
+        source: Source,
+        *,
+        n: int,
+        target: int,
+        inflight: int | None = None,
+        informative: Callable[[GroupView], Choice] = rewards_differ,
+        retries: int = 2,
+        refill: Refill = "asynchronous",
+        surplus: Surplus = "carry",
+        max_age: int | None = None,
+        priority: int = 0,
+        state: SamplerState | None = None,
+    ) -> None:
+        _check_positive("n", n)
+        _check_positive("target", target)
+        if not callable(source) and not source:
+            raise InvalidField("there are no tasks", field="source", hint="give at least one task")
+        self._client = client
+        self._task = source if callable(source) else lambda number: source[number % len(source)]
+        self._n = n
+        self._target = target
+        self._inflight = target if refill == "static" else inflight or 2 * target
+        _check_positive("inflight", self._inflight)
+        self._informative = informative
+        self._retries = retries
+        self._refill = refill
+        self._surplus = surplus
+        self._max_age = max_age
+        self._priority = priority
+        state = state or SamplerState(run=secrets.token_hex(8), next=0, pending=(), version=0, batches=0)
+        self._run = state.run
+        self._next = state.next
+        self._batches = state.batches
+        self._waiting = deque(
+            _Prompt(each.number, each.attempt, each.failures, protected=True) for each in state.pending
+        )
+        self._submitting: _Prompt | None = None
+        self._early: dict[str, GroupView] = {}
+        """Groups that were done before the reply to a submission was read; they may belong to other clients."""
+        self._running: dict[str, _Prompt] = {}
+        self._ready: deque[_Ready] = deque()
+        self._version = state.version
+        self._counts = Counts()
+        self._graded = 0
+        self._rewards: list[float] = []
+        """Rewards of the sessions of this batch's graded groups."""
+        self._failed_in_a_row = 0
+        self._wanted = False
+        self._resting = False
+        """True after `stop`, until the next batch is requested."""
+        self._exhausted = False
+        self._failure: Exception | None = None
+        self._changed = Broadcast()
+        self._tasks = asyncio.TaskGroup()
+        self._workers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        cursor = (await patiently(self._client.status)).cursor
+        await self._tasks.__aenter__()
+        for work in (self._submit_prompts, partial(self._follow_results, cursor)):
+            self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop following. Running groups continue in the service; a sampler that continues from `state()` uses them."""
+        for worker in self._workers:
+            worker.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def __aiter__(self) -> AsyncIterator[Batch]:
+        while (batch := await self.batch()) is not None:
+            yield batch
+
+    @property
+    def version(self) -> int:
+        """The current policy version."""
+        return self._version
+
+    def state(self) -> SamplerState:
+        """The state to keep in a checkpoint after a training step: batches delivered so far count as trained on."""
+        prompts = [ready.prompt for ready in self._ready]
+        prompts += self._running.values()
+        prompts += [self._submitting] if self._submitting else []
+        prompts += self._waiting
+        return SamplerState(
+            run=self._run,
+            next=self._next,
+            # A group that is being stopped is not used any more: its prompt's next try is another group.
+            pending=tuple(
+                PendingPrompt(prompt.number, prompt.attempt + (prompt.stopping is not None), prompt.failures)
+                for prompt in prompts
+            ),
+            version=self._version,
+            batches=self._batches,
+        )
+
+    async def batch(self) -> Batch | None:
+        """Return the next batch, once it is full; a last one with fewer groups when the source has ended; then None.
+
+        Raises ServiceError when the service is gone or all groups fail, and when no informative group is found.
+        """
+        began = _now()
+        self._wanted, self._resting = True, False
+        self._graded, self._rewards = 0, []
+        self._changed.send()
+        try:
+            while True:
+                idle = not (self._running or self._submitting)
+                if self._exhausted and idle and not self._waiting:
+                    break
+                if len(self._ready) >= self._target and (idle or self._refill != "static"):
+                    break
+                if self._failure is not None:
+                    raise self._failure
+                if self._graded >= FRUITLESS_BATCHES * self._target:
+                    raise ServiceError(
+                        f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of"
+                        f" them are informative; the mean of their rewards is {fmean(self._rewards):.3g}",
+                        hint="the tasks are all too hard or too easy for the policy: change them, n or the filter",
+                    )
+                await self._changed.next().wait()
+        finally:
+            self._wanted = False
+        taken = [self._ready.popleft() for _ in range(min(self._target, len(self._ready)))]
+        if not taken:
+            return None
+        if self._surplus != "carry":
+            try:
+                await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+            except BaseException:  # also when the trainer stops waiting: the groups were not delivered
+                self._ready.extendleft(reversed(taken))
+                raise
+        self._counts.informative += len(taken)
+        counts, self._counts = self._counts, Counts()
+        self._batches += 1
+        self._changed.send()
+        return Batch(
+            number=self._batches - 1,
+            groups=tuple(each.group for each in taken),
+            prompts=tuple(each.prompt.number for each in taken),
+            version=self._version,
+            waited=_now() - began,
+            counts=counts,
+        )
+
+    async def stop(self) -> None:
+        """Cancel all groups that still run, and submit no more until another batch is requested."""
+        self._resting = True
+        await self._stop(list(self._running), "stopped")
+        while self._submitting is not None:
+            await self._changed.next().wait()
+        await self._stop(list(self._running), "stopped")
+
+    async def set_version(self, version: int) -> None:
+        """Record that the engines serve a new policy version from now on. Groups that are too old are stopped."""
+        if version < self._version:
+            raise InvalidField(f"version {version} is older than {self._version}", field="version")
+        self._version = version
+        ready, self._ready = self._ready, deque()
+        for each in ready:
+            if self._is_stale(each.prompt.version, each.group):
+                self._submit_again(each.prompt, "stale")
+            else:
+                self._ready.append(each)
+        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
+        self._changed.send()
+
+    def _room(self) -> int:
+        """The number of groups to submit now."""
+        if not self._wanted and self._max_age == 0:
+            return 0
+        running = len(self._running)
+        if self._refill == "static":
+            return self._target - running - len(self._ready) if self._wanted else 0
+        if self._refill == "synchronous":
+            return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
+        # While the trainer is busy, at most as many batches are made ahead as can be trained on before they are stale.
+        ahead = self._target * max(1, self._max_age or 1)
+        if len(self._ready) >= ahead:
+            return 0
+        # If running groups are stopped when a batch is full, each ready group leaves one less to wait for.
+        needless = 0 if self._surplus == "carry" else len(self._ready)
+        return self._inflight - running - needless
+
+    async def _submit_prompts(self) -> None:
+        while True:
+            changed = self._changed.next()
+            for _ in range(self._room()):
+                if self._resting or (not self._waiting and self._exhausted):
+                    break
+                await self._submit(self._waiting.popleft() if self._waiting else _Prompt(self._next))
+            await changed.wait()
+
+    async def _submit(self, prompt: _Prompt) -> None:
+        self._submitting = prompt
+        try:
+            try:
+                task = self._task(prompt.number)
+            except IndexError:
+                self._exhausted = True
+                return
+            self._next = max(self._next, prompt.number + 1)
+            prompt.version = self._version
+            group = await self._submit_group(prompt, task)
+            while group.cancelled:  # cancelled after the state was saved from which this sampler continues
+                prompt.attempt += 1
+                group = await self._submit_group(prompt, task)
+            self._counts.submitted += 1
+            self._running[group.id] = prompt
+            group = self._early.get(group.id, group)
+        except BaseException:  # also when the sampler is closed: a sampler that continues submits it
+            if prompt.number < self._next:
+                self._waiting.appendleft(prompt)
+            raise
+        finally:
+            self._submitting = None
+            self._early.clear()
+            self._changed.send()
+        if group.state is GroupState.DONE:  # done at once, or by the sampler that this one continues
+            await self._settle(group)
+
+    async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
+        body = {
+            "task": task.model_dump(mode="json") if isinstance(task, TaskSpec) else task,
+            "n": self._n,
+            "priority": self._priority,
+            "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
+        }
+        return await patiently(partial(self._client.submit, body))
+
+    async def _follow_results(self, cursor: int) -> None:
+        while True:
+            page = await patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
+            for group in page.groups:
+                await self._settle(group)
+            if not page.groups and self._running:
+                await check_known(self._client.group, next(iter(self._running)))
+            cursor = page.cursor
+
+    async def _settle(self, group: GroupView) -> None:
+        """Keep a finished group, or drop it and make room for another."""
+        prompt = self._running.get(group.id)
+        if prompt is None:  # somebody else's, settled already, or just submitted
+            if self._submitting is not None:
+                self._early[group.id] = group
+            return
+        rewards = rewards_of(group)
+        # A group may end before the sampler can stop it, and a group may be cancelled by a user or by an update of the
+        # policy.
+        stopped = (prompt.stopping or "stopped") if group.cancelled else None
+        choice: Choice = False
+        if len(rewards) < min(self._n, 2):
+            choice = "again"
+        elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
+            choice = self._refill == "static" or self._informative(group)
+            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
+        kept = None
+        if choice is True:
+            kept = await patiently(partial(self._client.group, group.id, samples=True))
+        if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
+            return
+        if kept is not None and self._is_stale(prompt.version, kept):
+            self._submit_again(prompt, "stale")
+        elif kept is not None:
+            prompt.stopping = None
+            self._ready.append(_Ready(prompt, kept))
+        elif stopped is not None:
+            self._submit_again(prompt, stopped)
+        elif choice == "again":
+            self._note_failure(prompt, group)
+        else:
+            self._counts.uninformative += 1
+        self._graded += bool(rewards)
+        self._rewards += rewards
+        self._failed_in_a_row = 0 if rewards else self._failed_in_a_row
+        self._changed.send()
+
+    def _note_failure(self, prompt: _Prompt, group: GroupView) -> None:
+        """Submit the prompt of a failed group again, or give it up."""
+        errors = [session.result.error for session in group.sessions if session.result and session.result.error]
+        why = errors[0].message if errors else "no session failed, but too few have a reward"
+        codes = Counter(error.code for error in errors) or Counter(["no_reward"])
+        [(code, _)] = codes.most_common(1)
+        self._counts.reasons[code] = self._counts.reasons.get(code, 0) + 1
+        if prompt.failures < self._retries:
+            self._counts.retried += 1
+            self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures + 1, protected=True))
+            log.warning("group %s has failed and its prompt is submitted again: %s", group.id, why)
+        else:
+            self._counts.given_up += 1
+            log.warning("group %s has failed and its prompt is given up: %s", group.id, why)
+        self._failed_in_a_row += prompt.failures == 0
+        if self._failed_in_a_row >= FAILED_IN_A_ROW:
+            self._failure = ServiceError(
+                f"{FAILED_IN_A_ROW} prompts in a row have failed, the last one with: {why}",
+                hint=f"look at it: outrider show {group.id}",
+            )
+
+    def _submit_again(self, prompt: _Prompt, reason: Literal["stopped", "stale"]) -> None:
+        if reason == "stopped":
+            self._counts.stopped += 1
+        else:
+            self._counts.stale += 1
+        self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
+
+    def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
+        """True if a group submitted under `version` is too old. The samples of `group` contain the real versions."""
+        if self._max_age is None:
+            return False
+        if group is not None:
+            version = min(
+                (sample.min_version for sample in group.samples or () if sample.min_version >= 0), default=version
+            )
+        return version < self._version - self._max_age
+
+    async def _stop(self, group_ids: Iterable[str], reason: Literal["stopped", "stale"]) -> None:
+        for group_id in group_ids:
+            prompt = self._running.get(group_id)
+            if prompt is not None and prompt.stopping is None:
+                prompt.stopping = reason
+                await patiently(partial(self._client.cancel, group_id))
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do background work, and keep its error for the next call of `batch`."""
+        try:
+            await work()
+        except Exception as error:  # any error: the trainer must not wait for ever
+            self._failure = error
+            self._changed.send()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InvalidField(f"{name} is {value}; it must be at least 1", field=name)

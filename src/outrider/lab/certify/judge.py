@@ -1,0 +1,193 @@
+"""The verdict of a row: compares the records of its session with the scripted model's own input and output.
+
+Pure, and independent of the code that makes training samples. Invariant: a row holds only if every trained id stands in
+a sample after exactly the ids from which the model sampled it, with the model's log-probability.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from outrider.harnesses.presets import Certify
+from outrider.lab.certify.rows import CertificationRow
+from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
+from outrider.lab.certify.tool_finder import COMMAND, READ, WRITE, describe, find_subagent, find_tools
+from outrider.lab.fakes.scripted_engine import scripted_logprob
+from outrider.lifecycle import StopReason
+from outrider.schemas import TurnView
+from outrider.spec import HarnessSpec, RuntimeSpec
+from outrider.trajectory import BranchKind, Ids, Sample, SessionResult
+
+Word = Literal["holds", "does not hold", "not tried"]
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """The subject of a certificate: a harness and a sandbox as a task names them, the dialect that the harness must
+    speak (None: any), and the preset's hint about the harness's tools."""
+
+    name: str
+    harness: HarnessSpec
+    runtime: RuntimeSpec
+    dialect: str | None = None
+    hint: Certify = Certify()
+
+
+class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a certificate.
+
+    `required` is true if the certificate needs the row. `reason` is why the row does not hold or was not tried, or a
+    remark. `turns` is the number of model calls. `forks` counts by cause how often the history came back changed.
+    `branches` counts the branches of each kind; `labels` are their names. `streamed` is true if the program requests
+    streamed replies. `log_tail` is the end of the program's output, if the row does not hold.
+    """
+
+    row: str
+    what: str
+    verdict: Word
+    required: bool = True
+    reason: str = ""
+    turns: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    drift_tokens: int = 0
+    forks: dict[str, int] = {}
+    branches: dict[str, int] = {}
+    labels: tuple[str, ...] = ()
+    streamed: bool = False
+    seconds: float = 0.0
+    log_tail: str | None = None
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdicts, in the order of the rows. `ok` is the result of `holds`."""
+
+    harness: str
+    dialect: str | None
+    runtime: str
+    ok: bool
+    rows: tuple[RowVerdict, ...]
+    seconds: float
+
+
+def holds(rows: Sequence[RowVerdict]) -> bool:
+    """Return whether a certificate of these rows holds: at least one row was tried, every tried row holds, and every
+    required row was tried."""
+    tried = [row for row in rows if row.verdict != "not tried"]
+    untried = [row for row in rows if row.verdict == "not tried" and row.required]
+    return bool(tried) and not untried and all(row.verdict == "holds" for row in tried)
+
+
+class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The records of a row's session. `streams` is true if the harness requests streamed replies, `in_time` if it was
+    sent the first word of a reply before the rest was sampled."""
+
+    result: SessionResult
+    samples: Sequence[Sample]
+    turns: Sequence[TurnView]
+    calls: Sequence[ScriptedCall]
+    streams: bool
+    in_time: bool
+
+
+def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
+    """Return the verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
+    result = evidence.result
+    forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
+    declared = [tool for call in evidence.calls for tool in call.state.tools]
+    tools = find_tools(declared, hint)
+    word: Word = "not tried"
+    # A harness that failed before the first call has declared no tools, and fails below.
+    if evidence.calls and any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
+        reason = (
+            f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
+            f"{READ.what}. Offered: {describe(declared)}"
+        )
+    elif evidence.calls and row.needs == "subagent" and find_subagent(declared, hint) is None:
+        reason = "it shows the model no tool that starts a sub-agent"
+    elif evidence.calls and row.needs == "stream" and not evidence.streams:
+        reason = "it asks for its replies in one piece"
+    elif failure := next(_failures(row, evidence, dialect), None):
+        word, reason = "does not hold", failure
+    else:
+        word, reason = "holds", f"forked: {forks}" if forks else ""
+    parents = {turn.parent for turn in evidence.turns}
+    leaves = [turn for turn in evidence.turns if turn.index not in parents]
+    return RowVerdict(
+        row=row.name,
+        what=row.what,
+        verdict=word,
+        required=row.needs is None,
+        reason=reason,
+        turns=result.turns,
+        sampled_tokens=result.tokens.sampled,
+        trained_tokens=result.tokens.trained,
+        drift_tokens=result.tokens.drift,
+        forks=result.forks,
+        branches=dict(Counter(leaf.kind for leaf in leaves)),
+        labels=tuple(sorted({leaf.label for leaf in leaves} - {""})),
+        streamed=evidence.streams,
+        seconds=round(result.seconds.run, 2),
+        log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
+    )
+
+
+def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None) -> Iterator[str]:
+    """Yield the faults of a session, the most informative first."""
+    result, tokens = evidence.result, evidence.result.tokens
+    if result.error is not None:
+        yield f"{result.error.code}: {'; '.join(filter(None, (result.error.message, result.error.hint)))}"
+    if result.stop_reason is not StopReason.COMPLETED:
+        yield f"ended by {result.stop_reason.value}"
+    if result.verdict is None or result.verdict.reward != 1.0:
+        yield f"its calls were not all carried out as the model said them: {row.check} is not so"
+
+    if tokens.drift:
+        yield f"{tokens.drift} tokens drifted"
+    if tokens.sampled != tokens.trained + tokens.masked + tokens.dropped:
+        yield f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest"
+    if (said := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
+        yield f"the model said {said} tokens, and {tokens.sampled} were recorded"
+    if (trained := sum(sum(sample.loss_mask) for sample in evidence.samples)) != tokens.trained:
+        yield f"the rows train on {trained} tokens, and {tokens.trained} were counted"
+    if found := sample_faults(evidence.samples, evidence.calls):
+        yield "; ".join(found)
+
+    spoken = {turn.dialect for turn in evidence.turns}
+    if dialect is not None and spoken != {dialect}:
+        yield f"it spoke {', '.join(sorted(spoken))}, not {dialect}"
+    malformed = sum(turn.malformed_calls for turn in evidence.turns)
+    if malformed != (expected := sum(call.step.malformed for call in evidence.calls)):
+        yield f"{malformed} malformed calls were recorded, not {expected}"
+    if row.needs == "stream" and not evidence.in_time:
+        yield "not a word reached it before the reply was over"
+    if row.needs == "subagent":
+        kinds = {turn.kind for turn in evidence.turns}
+        if not any(call.state.subagent for call in evidence.calls):
+            yield "no sub-agent asked the model"
+        elif BranchKind.SUBAGENT not in kinds:
+            yield f"its sub-agent's calls were taken for {', '.join(sorted(kinds))}"
+
+
+def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> list[str]:
+    """Return the faults of one session's samples, in words. `calls` are all of its generations."""
+    found = []
+    for sample in samples:
+        ids: Ids = np.asarray(sample.ids, dtype=np.int32)
+        mask = np.asarray(sample.loss_mask, dtype=bool)
+        proved = np.zeros(len(ids), dtype=bool)
+        for call in calls:
+            start, end = len(call.prompt), len(call.prompt) + len(call.output)
+            if np.array_equal(ids[:end], np.concatenate([call.prompt, np.asarray(call.output, dtype=np.int32)])):
+                proved[start:end] = True
+        named = f"row {sample.row} ({sample.kind.value})"
+        if unproved := int((mask & ~proved).sum()):
+            found.append(f"{named} trains on {unproved} ids that the engine did not sample after the ids before them")
+        wrong = sum(sample.logprobs[at] != scripted_logprob(int(at), sample.ids[at]) for at in np.flatnonzero(mask))
+        if wrong:
+            found.append(f"{named} has {wrong} log-probabilities that are not the engine's")
+    return found

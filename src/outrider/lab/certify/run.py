@@ -1,0 +1,112 @@
+"""Runs a certification: a whole service in this process with the scripted model, and one session for each row.
+
+Independent of the terminal. Invariant: when `certify` returns, only the certificate is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from outrider.api.server import serving
+from outrider.client.client import AsyncClient
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
+from outrider.lab.certify.gateway_tap import tapped
+from outrider.lab.certify.judge import Certificate, RowEvidence, RowVerdict, Subject, holds, judge
+from outrider.lab.certify.rows import FIRST_WORD, MARK, CertificationRow
+from outrider.lab.certify.scripted_model import ScriptedModel
+from outrider.lab.certify.users_paths import allowing
+from outrider.service.assembly import open_service
+from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+RENDERER = "qwen3"
+MODEL = "outrider-check"
+AT_ONCE = 2
+"""Number of sessions that run at the same time."""
+
+TURNS = 24
+"""Maximum model calls of a session: far more than any row needs. Only a program that never ends reaches the limit."""
+
+
+async def certify(
+    subject: Subject,
+    rows: Sequence[CertificationRow],
+    *,
+    agent_seconds: float = 180,
+    watch: Callable[[RowVerdict], None] = lambda _: None,
+) -> Certificate:
+    """Run and judge every row. `watch` is called with each verdict as it comes.
+
+    Raises the errors of admission, for a harness that is not installed or a runtime that does not work here.
+    """
+    started = time.monotonic()
+    tokenizer_folder = files("outrider").joinpath("demo", "policy")
+    tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer_folder) as policy:
+        config = Config(
+            port=0,
+            data=Path(data),
+            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
+            lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
+            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
+            plugins=PluginsConfig(allow=("*",)),
+        )
+        config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])
+        async with (
+            open_service(config) as opened,
+            serving(*opened) as url,
+            tapped(opened.own_node, (FIRST_WORD,)) as tap,
+            AsyncClient(url) as client,
+        ):
+            tokenizer = await asyncio.to_thread(Tokenizer.load, policy)
+            model = ScriptedModel(tokenizer, str(policy), subject.hint, subject.runtime.workdir, tap.wait_until_sent)
+            await opened.service.pool.add_engine(model)
+            submitted = {(await client.submit(tasks[row.name])).id: row for row in rows}
+            verdicts: dict[str, RowVerdict] = {}
+            async for group in client.follow(samples=True):
+                row = submitted[group.id]
+                [session] = group.sessions  # a row is a group of one session
+                assert session.result is not None
+                key = f"{session.id}-{session.result.attempt}"
+                evidence = RowEvidence(
+                    result=session.result,
+                    samples=group.samples or (),
+                    turns=await client.turns(session.id),
+                    calls=[call for call in model.calls if call.session_key == key],
+                    streams=tap.streams,
+                    in_time=FIRST_WORD in tap.in_time,
+                )
+                verdicts[row.name] = judge(row, evidence, hint=subject.hint, dialect=subject.dialect)
+                watch(verdicts[row.name])
+                if len(verdicts) == len(rows):
+                    break
+    judged = tuple(verdicts[row.name] for row in rows)
+    return Certificate(
+        harness=subject.name,
+        dialect=subject.dialect,
+        runtime=subject.runtime.kind,
+        ok=holds(judged),
+        rows=judged,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
+    # A program that exits with an error must fail its row, with its log, and not be graded.
+    strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
+    files = [Write(write=text, to=name) for name, text in row.files.items()]
+    task = TaskSpec(
+        instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
+        harness=subject.harness.model_copy(update=strictly),
+        runtime=subject.runtime.model_copy(update={"prepare": [*subject.runtime.prepare, *files]}),
+        evaluator=EvaluatorSpec(kind="command", run=row.check),
+        limits=Limits(agent_seconds=agent_seconds, turns=TURNS),
+        max_attempts=1,
+        labels={"row": row.name},
+    )
+    return GroupSpec(task=task)

@@ -1,0 +1,212 @@
+"""The scripted model: an engine with the replies of a row, written with the tools that its prompt declares.
+
+The row and the number of replies so far are read from each prompt, and no state is kept between calls. Only the chat
+format of the certifying service is supported. Invariant: `calls` holds, for every generation that has begun, exactly
+the prompt's ids and the ids handed out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.harnesses.presets import Certify
+from outrider.lab.certify.rows import (
+    FIRST_WORD,
+    MARK,
+    SUBAGENT_MARK,
+    SUBAGENT_STEPS,
+    ModelAction,
+    ScriptedStep,
+    row_named,
+)
+from outrider.lab.certify.tool_finder import FoundTool, TaskTools, find_subagent, find_tools, find_waiter
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.messages import ToolSpec
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import Ids, LogprobKind, TokenMode
+
+CONTEXT_TOKENS = 1 << 20
+TITLE = "A task of three steps"
+"""The reply to a call without a task, such as a request for a title of the conversation."""
+
+START = "<|im_start|>"
+END = "<|im_end|>"
+
+_CHUNK_TOKENS = 8
+"""Small, so that a reply is streamed in several chunks."""
+
+_MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
+_AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
+_TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.DOTALL)
+
+
+class PromptState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a conversation, read from a prompt. `row` is the name of the task's row, None if the prompt names
+    none; `subagent` is true if a sub-agent makes the call; `replies` is the number of replies since the task was given;
+    `agent_id` is the id of a started sub-agent in the newest message."""
+
+    row: str | None
+    subagent: bool = False
+    replies: int = 0
+    agent_id: str | None = None
+    tools: tuple[ToolSpec, ...] = ()
+
+
+class ScriptedCall(msgspec.Struct, kw_only=True):
+    """One generation: the prompt's state, the step of the reply, the prompt's ids of shape (prompt length,), and the
+    ids handed out so far."""
+
+    session_key: str
+    state: PromptState
+    step: ScriptedStep
+    prompt: Ids
+    output: list[int]
+
+
+class ScriptedModel:
+    """An `Engine`. `folder` holds its tokenizer. `hint` is the preset's hint about the harness's tools, and `workdir`
+    the folder against which relative paths are resolved. `wait_until_sent` returns once a client was sent a word, or
+    after a time limit."""
+
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)  # the reply is the row's, whatever constraint a call has
+    name = "script"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        folder: str,
+        hint: Certify,
+        workdir: str,
+        wait_until_sent: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self.calls: list[ScriptedCall] = []
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._hint = hint
+        self._workdir = workdir
+        self._wait_until_sent = wait_until_sent
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True, context_tokens=CONTEXT_TOKENS)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Does nothing: the policy never changes."""
+
+    async def resume(self) -> None:
+        """Does nothing: the engine is never paused."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
+        row = row_named(state.row) if state.row else None
+        if row is None or not (state.tools or state.subagent):
+            step = ScriptedStep(raw=TITLE + END)
+        else:  # the next step; after the last step, the last step again
+            steps = SUBAGENT_STEPS if state.subagent else row.steps
+            step = steps[min(state.replies, len(steps) - 1)]
+        ids = self._tokenizer.encode(self._reply(step, state))
+        call = ScriptedCall(
+            session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
+        )
+        self.calls.append(call)
+        options: dict[str, Any] = {
+            "replies": [{"ids": ids}],
+            "context_tokens": CONTEXT_TOKENS,
+            "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
+        }
+        # The engine of this reply needs a tokenizer only for stop strings, and a tokenizer takes a while to load.
+        tokenizer = self._folder if request.sampling.stop else None
+        engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
+        async for chunk in engine.generate(request):
+            first = not call.output
+            call.output += chunk.ids
+            yield chunk
+            if first and step.stall:
+                await self._wait_until_sent(FIRST_WORD)
+
+    def _reply(self, step: ScriptedStep, state: PromptState) -> str:
+        """Return the text of a reply, its end included."""
+        if step.raw.endswith(END):
+            return step.raw
+        thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
+        calls = []
+        for tool, arguments in self._tool_calls(step, state):
+            body = {"name": tool.name, "arguments": arguments}
+            match step.style:
+                case "plain":
+                    text = json.dumps(body, ensure_ascii=False)
+                case "escaped":
+                    text = json.dumps(body, ensure_ascii=True, separators=(",", ":"))
+                case "spaced":
+                    text = json.dumps(body, ensure_ascii=False, indent=3, separators=("  ,", " :   "))
+            calls.append(f"<tool_call>\n{text}\n</tool_call>")
+        return thinking + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
+
+    def _tool_calls(self, step: ScriptedStep, state: PromptState) -> list[tuple[FoundTool, dict[str, Any]]]:
+        tools = find_tools(state.tools, self._hint)
+        calls = [call for action in step.actions if (call := choose_call(action, tools, self._workdir)) is not None]
+        if step.subagent and (starter := find_subagent(state.tools, self._hint)):
+            calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
+        if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
+            calls.append((waiter, waiter.call(state.agent_id)))
+        # Some programs run until the model sends their shell a certain command.
+        finish = self._hint.finish_command
+        if tools.shell and finish and not state.subagent and not (calls or step.raw):
+            calls.append((tools.shell, tools.shell.call(finish)))
+        return calls
+
+
+def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
+    """Return the tool for an action, with the arguments, None if no tool can do it. A tool for commands comes first."""
+    if tools.shell is not None:
+        return tools.shell, tools.shell.call(action.command)
+    if action.write is not None and (writer := tools.writer) is not None:
+        name, text = action.write
+        return writer, writer.call(f"{workdir}/{name}" if writer.absolute else name, text)
+    if action.read is not None and (reader := tools.reader) is not None:
+        return reader, reader.call(f"{workdir}/{action.read}" if reader.absolute else action.read)
+    return None
+
+
+def read_prompt(text: str) -> PromptState:
+    """Read the state of a prompt from its rendered text."""
+    messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
+    # The tools stand at the end of the system message. Other lines are skipped: the harness's own text in the message
+    # may look like the block.
+    blocks = _TOOLS.findall(messages[0]) if messages else ()
+    tools: list[ToolSpec] = []
+    for line in blocks[-1].split("\n") if blocks else ():
+        try:
+            tool: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+            tools.append(tool)
+    for index, message in enumerate(messages):
+        if message.startswith("user\n") and (found := _MARKS.search(message)):
+            # The last message is the reply that the model is about to write.
+            replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
+            agent_id = _AGENT_ID.search(messages[-2])
+            return PromptState(
+                row=found[2],
+                subagent=found[1] == SUBAGENT_MARK,
+                replies=replies,
+                agent_id=agent_id[1] if agent_id else None,
+                tools=tuple(tools),
+            )
+    return PromptState(row=None, tools=tuple(tools))

@@ -1,0 +1,173 @@
+"""Checks tasks without a model: a known solution must earn 1 and doing nothing must earn 0, twice.
+
+Independent of the terminal. Invariant: when `check_tasks` returns, only the reports are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.api.server import serving
+from outrider.client.client import AsyncClient
+from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig
+from outrider.errors import OutriderError
+from outrider.lab.certify.users_paths import allowing, uploads
+from outrider.schemas import GroupView
+from outrider.service.admission import validate_group
+from outrider.service.assembly import open_service
+from outrider.spec import EngineSpec, TaskSpec
+from outrider.tasks.examples import Example, Gold
+
+TIMES = 2
+"""Number of tries each: a dependence on chance, or on the time of day, should show."""
+NOTHING = "I have done nothing."
+AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
+END = "<|im_end|>"
+RIGHT, WRONG = 1.0, 0.0
+
+
+class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check. `gold` and `nothing` are the rewards of each try, None for a try without a reward. A task
+    is good if `problems` is empty."""
+
+    id: str
+    gold: tuple[float | None, ...] = ()
+    nothing: tuple[float | None, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+async def check_tasks(
+    examples: Sequence[Example],
+    *,
+    folder: Path,
+    graders: Sequence[GraderConfig] = (),
+    at_once: int = 4,
+    watch: Callable[[TaskReport], None] = lambda _: None,
+) -> list[TaskReport]:
+    """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
+    of the service for which the tasks are meant. `watch` is called with each report as it comes."""
+    tokenizer = files("outrider").joinpath("demo", "policy")
+    replies: list[Any] = [NOTHING + END]
+    replies += [
+        {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
+        for number, example in enumerate(examples)
+        for step, gold in enumerate(solutions(example))
+    ]
+    bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
+    tasks = [task for body in bodies if (task := _valid(body)) is not None]
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
+        config = Config(
+            port=0,
+            data=Path(data),
+            files=folder if any(map(uploads, tasks)) else None,
+            model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
+            lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
+            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
+            plugins=PluginsConfig(allow=("*",)),
+            graders=tuple(graders),
+            engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),
+        )
+        config = await asyncio.to_thread(allowing, config, tasks)
+        async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
+            waiting: dict[str, tuple[int, str]] = {}
+            found: list[dict[str, GroupView]] = [{} for _ in examples]
+            refused: dict[int, TaskReport] = {}
+            for number, example in enumerate(examples):
+                if example.gold is None:
+                    refused[number] = TaskReport(id=example.id, problems=("it has no gold solution to try",))
+                    continue
+                wanted = 1 + len(example.task.get("then") or ())
+                if len(solutions(example)) != wanted:
+                    said = f"it has {wanted} steps, and gold solutions of {len(solutions(example))}"
+                    refused[number] = TaskReport(id=example.id, problems=(said,))
+                    continue
+                try:
+                    for kind in ("gold", "nothing"):
+                        body = {"task": checked_task(example, number, kind), "n": TIMES}
+                        waiting[(await client.submit(body)).id] = number, kind
+                except OutriderError as error:
+                    where = f" ({error.field})" if error.field else ""
+                    refused[number] = TaskReport(id=example.id, problems=(f"it is refused: {error.message}{where}",))
+            for report in refused.values():
+                watch(report)
+            reports = dict(refused)
+            after = 0
+            while len(reports) < len(examples):
+                page = await client.results(after=after, wait=30.0)
+                after = page.cursor
+                for group in page.groups:
+                    number, kind = waiting[group.id]
+                    found[number][kind] = group
+                    if len(found[number]) == 2 and number not in reports:
+                        reports[number] = report_of(
+                            examples[number].id, found[number]["gold"], found[number]["nothing"]
+                        )
+                        watch(reports[number])
+    return [reports[number] for number in range(len(examples))]
+
+
+def _valid(task: dict[str, Any]) -> TaskSpec | None:
+    """Return the validated task, None for a task that submission will refuse."""
+    try:
+        return validate_group({"task": task, "n": 1}).task
+    except OutriderError:
+        return None
+
+
+def solutions(example: Example) -> tuple[Gold, ...]:
+    """Return the solution of each step of the example; empty if there is none."""
+    return () if example.gold is None else (example.gold, *example.gold.then)
+
+
+def asked(number: int, step: int) -> str:
+    """Return the agent's message that requests the gold reply of a step of an example."""
+    return f"The gold solution of task {number}, step {step}, please."
+
+
+def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
+    """Return the task with its agent replaced by GoldAgent, which tries the gold solution, or nothing."""
+    count = 1 + len(example.task.get("then") or ())
+    limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
+    steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count
+    if kind == "gold":
+        steps = [
+            {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": list(gold.files), "ask": asked(number, at)}
+            for at, gold in enumerate(solutions(example))
+        ]
+    own = (example.task.get("harness") or {}).get("options") or {}
+    options = {"steps": steps, "seconds": limits["agent_seconds"], "desktop": own.get("desktop")}
+    harness = {"agent": AGENT, "options": options}
+    return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
+
+
+def report_of(id: str, gold: GroupView, nothing: GroupView) -> TaskReport:
+    problems: list[str] = []
+    rewards: dict[str, tuple[float | None, ...]] = {}
+    for name, group, wanted in (("the gold solution", gold, RIGHT), ("doing nothing", nothing, WRONG)):
+        results = [session.result for session in group.sessions if session.result is not None]
+        rewards[name] = tuple(result.verdict.reward if result.verdict else None for result in results)
+        for result in results:
+            if result.error is not None:
+                tail = f": {result.error.log_tail.strip()[-200:]}" if result.error.log_tail else ""
+                said = f"{name} is not graded: {result.error.message}{tail}"
+            elif result.verdict is None:
+                said = f"{name} is not graded: it ended with {result.stop_reason.value}"
+            elif result.verdict.reward != wanted:
+                why = f" ({result.verdict.reason})" if result.verdict.reason else ""
+                said = f"{name} earns {result.verdict.reward:g}, not {wanted:g}{why}"
+            else:
+                continue
+            if said not in problems:
+                problems.append(said)
+        if len({*rewards[name]} - {None}) > 1:
+            problems.append(f"{name} earns one thing and then another: {', '.join(map(str, rewards[name]))}")
+    return TaskReport(
+        id=id, gold=rewards["the gold solution"], nothing=rewards["doing nothing"], problems=tuple(problems)
+    )

@@ -1,0 +1,91 @@
+"""The demo task as text for its policy: the prompt, the model's expected replies, and the sandbox's output.
+
+The module does not use the model's weights. Invariant: serving encodes each piece on its own, so that training sees
+exactly the ids of serving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.harnesses.toolbox import TOOLS
+from outrider.lab.demo.task import Episode, answer_for, command_for, file_for
+from outrider.tokens.rendering.chat_template import ChatTemplate
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+POLICY = Path(__file__).parent / "policy"
+"""The folder of the policy shipped with the package, in Hugging Face layout."""
+
+RENDERER = "template:qwen3"
+"""Qwen3's format through the policy's own template: the policy has no public name to find a renderer by."""
+
+END = "<|im_end|>"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a dialogue. `spoken`: the text is the model's."""
+
+    text: str
+    spoken: bool
+
+
+class Script:
+    """Writes dialogues: the first prompt with the policy's own template, later turns as Qwen3's template does."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    @classmethod
+    def load(cls, folder: Path = POLICY) -> Script:
+        return cls(ChatTemplate.load(folder))
+
+    def prompt(self, question: str) -> str:
+        return self._template.render([{"role": "user", "content": question}], [TOOLS["bash"]])
+
+    def call(self, item: str) -> str:
+        arguments = json.dumps({"command": command_for(item)})
+        return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
+
+    def result(self, output: str) -> str:
+        """The text between the end of a call and the start of the model's next reply."""
+        turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
+        return f"\n{turn}<|im_start|>assistant\n"
+
+    def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
+        """A dialogue in which the model reads the file of `item`, then answers `zone`."""
+        return [
+            Piece(self.prompt(episode.question), False),
+            Piece(self.call(item), True),
+            Piece(self.result(tool_output(episode, command_for(item)) or ""), False),
+            Piece(answer_for(zone) + END, True),
+        ]
+
+    def guess(self, episode: Episode, zone: str) -> list[Piece]:
+        """A dialogue in which the model answers `zone` at once."""
+        return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
+
+
+def tool_output(episode: Episode, command: str) -> str | None:
+    """Output of the agent's bash tool in the episode's sandbox; None for a command that is not `cat` of one word."""
+    match command.split():
+        case ["cat", name] if name == episode.item:
+            return file_for(episode.zone).removesuffix("\n")
+        case ["cat", name] if name.isalpha():
+            return f"cat: {name}: No such file or directory\n[exit code 1]"
+        case _:
+            return None
+
+
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
+    """The ids of a dialogue, and for each a flag: the id is the model's."""
+    ids: list[int] = []
+    spoken: list[bool] = []
+    for piece in pieces:
+        new = tokenizer.encode(piece.text)
+        ids += new
+        spoken += [piece.spoken] * len(new)
+    return ids, spoken

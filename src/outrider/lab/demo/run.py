@@ -1,0 +1,61 @@
+"""Runs the demo: a whole service in this process with the shipped policy, and groups of real sessions against it.
+
+The module submits, follows and reads back sessions through the client, as a trainer does, and writes to no terminal.
+Invariant: when `run_demo` returns, nothing is left but the result and the caller's data folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from outrider.api.server import serving
+from outrider.client.client import AsyncClient, Watch
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.lab.demo.summary import RolloutSummary
+from outrider.lab.demo.task import Episode, group_spec, make_task
+from outrider.service.assembly import open_service
+from outrider.spec import EngineSpec
+
+GROUPS = 4
+SAMPLES = 8
+"""Sessions of one group."""
+
+LANES = LanesConfig(init=8, run=32, eval=8)
+"""All sessions run at once, because the embedded engine serves 32 requests together about 7 times as fast."""
+
+
+async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
+    """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
+    without it the database is deleted. `watch` is called with the groups as they progress. `policy` is the model's
+    folder.
+
+    Raises EngineUnavailable if torch is missing, and the service's errors.
+    """
+    started = time.monotonic()
+    episodes: dict[str, Episode] = {}
+    for seed in itertools.count():  # the first seeds with different items
+        episode = make_task(seed)
+        episodes.setdefault(episode.item, episode)
+        if len(episodes) == GROUPS:
+            break
+    with nullcontext(data) if data else tempfile.TemporaryDirectory(prefix="outrider-demo-") as folder:
+        config = Config(
+            port=0,
+            data=Path(folder),
+            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name="demo-policy"),
+            lanes=LANES,
+            engines=(EngineSpec(kind="embedded", model=str(policy)),),
+        )
+        async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
+            specs = [group_spec(episode, SAMPLES, runtime=runtime) for episode in episodes.values()]
+            submitted = [await client.submit(spec) for spec in specs]
+            await client.wait([group.id for group in submitted], watch)
+            seconds = time.monotonic() - started
+            groups = [await client.group(group.id, samples=True) for group in submitted]
+            turns = {session.id: await client.turns(session.id) for group in groups for session in group.sessions}
+    return RolloutSummary(groups=tuple(groups), turns=turns, seconds=seconds)

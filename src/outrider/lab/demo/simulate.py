@@ -1,0 +1,116 @@
+"""Demo sessions without a service, to train the policy on: the embedded engine's batch and an imitated sandbox.
+
+Used by scripts/train_policy.py. Uses no HTTP and no gateway. Invariant: the ids of a rollout are exactly the given and
+sampled ids of the model, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from outrider.engines.base import GenerateRequest, SamplingParams
+from outrider.engines.embedded.batch import SequenceBatch
+from outrider.engines.embedded.model import Llama
+from outrider.engines.embedded.sequence import TokenSequence
+from outrider.lab.demo.dialogue import END, Script, tool_output
+from outrider.lab.demo.task import MAX_TOKENS, TURNS, Episode, score
+from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+
+class SimulatedSession(msgspec.Struct):
+    """A session so far. `spoken` is True for each sampled id; `logprobs` has one value for each sampled id."""
+
+    episode: Episode
+    ids: list[int]
+    spoken: list[bool]
+    logprobs: list[float]
+    transcript: list[Message]
+
+    @property
+    def reward(self) -> float:
+        return score(self.transcript, item=self.episode.item, zone=self.episode.zone).reward
+
+
+class Simulator:
+    """Runs episodes, 128 at once, at temperature 1. `model` may be trained between two runs."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
+        self._batch = SequenceBatch(model, slots=128, context=256)
+        self._tokenizer = tokenizer
+        self._script = script
+        self._stop_ids = tuple(tokenizer.encode(END))
+        self._seeds = random.Random(seed)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
+    def run(self, episodes: Sequence[Episode]) -> list[SimulatedSession]:
+        """One rollout for each episode, in their order."""
+        # The trainer has changed the weights in place: prefixes cached under the old ones must not be reused.
+        self._batch.update(None, self._batch.version + 1)
+        rollouts = []
+        for episode in episodes:
+            prompt = self._tokenizer.encode(self._script.prompt(episode.question))
+            rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
+        going = {self._ask(rollout): rollout for rollout in rollouts}
+        while going:
+            for output in self._batch.step():
+                rollout = going[output.sequence]
+                rollout.ids += output.chunk.ids
+                rollout.spoken += [True] * len(output.chunk.ids)
+                rollout.logprobs += output.chunk.logprobs
+                if output.chunk.finish is not None:
+                    del going[output.sequence]
+                    if self._answer(rollout, len(output.sequence.prompt)):
+                        going[self._ask(rollout)] = rollout
+        return rollouts
+
+    def _ask(self, rollout: SimulatedSession) -> TokenSequence:
+        seed = self._seeds.getrandbits(48)
+        request = GenerateRequest(
+            request_id="simulated",
+            session_key="simulated",
+            input_ids=np.asarray(rollout.ids, dtype=np.int32),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=seed, stop_token_ids=self._stop_ids),
+        )
+        sequence = self._batch.checker.check(request)
+        self._batch.add(sequence)
+        return sequence
+
+    def _answer(self, rollout: SimulatedSession, start: int) -> bool:
+        """Add the turn whose ids begin at `start` to the transcript, and the sandbox's output if the turn is a call
+        that the sandbox can run. Returns False when the session is over."""
+        text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
+        command = called_command(text)
+        if command is None:
+            rollout.transcript.append(Message(role=Role.ASSISTANT, content=text))
+            return False
+        call = ToolCall("call", "bash", json.dumps({"command": command}))
+        rollout.transcript.append(Message(role=Role.ASSISTANT, tool_calls=(call,)))
+        output = tool_output(rollout.episode, command)
+        turns = sum(message.role is Role.ASSISTANT for message in rollout.transcript)
+        if output is None or turns == TURNS:
+            return False
+        rollout.transcript.append(Message(role=Role.TOOL, content=output, tool_call_id="call"))
+        result = self._tokenizer.encode(self._script.result(output))
+        rollout.ids += result
+        rollout.spoken += [False] * len(result)
+        return True
+
+
+def called_command(text: str) -> str | None:
+    """The command of a well-formed call of bash, None for any other text."""
+    inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    if f"<tool_call>\n{inner}\n</tool_call>" != text:
+        return None
+    try:
+        call = json.loads(inner)
+        command = call["arguments"]["command"] if call["name"] == "bash" else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return command if isinstance(command, str) else None

@@ -1,0 +1,193 @@
+"""The results of a demo: its sessions, the check of their samples, the sums over them, and the files they are written
+to.
+
+Pure except for `write_files`. The check runs no model: the service's drift count shows whether the engine was given
+exactly these ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from outrider.client.sample_files import SampleFormat, sample_file
+from outrider.errors import InvalidField
+from outrider.lifecycle import StopReason
+from outrider.schemas import GroupView, SessionView, TurnView
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import Sample
+
+
+class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The demo's groups, done and with samples, and the turns of every session by session id."""
+
+    groups: tuple[GroupView, ...]
+    turns: dict[str, tuple[TurnView, ...]]
+    seconds: float
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over sessions. `mean_reward` is the mean over those with a verdict (0.0 without any); seconds are means."""
+
+    name: str
+    sessions: int
+    completed: int
+    errors: int
+    mean_reward: float
+    turns: int
+    sampled_tokens: int
+    trained_tokens: int
+    drift_tokens: int
+    wait_seconds: float
+    init_seconds: float
+    run_seconds: float
+    eval_seconds: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the check
+    of the samples; `samples` and `parquet` are the files written."""
+
+    sessions: int
+    completed: int
+    errors: int
+    mean_reward: float
+    drift_tokens: int
+    sampled_tokens: int
+    trained_tokens: int
+    samples: str
+    parquet: str | None
+    seconds: float
+    runtime: str
+    faults: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return not (self.errors or self.drift_tokens or self.faults)
+
+
+class _SummaryFile(msgspec.Struct, frozen=True):
+    """Content of summary.json."""
+
+    summary: Summary
+    groups: Sequence[Tally]
+
+
+def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
+    results = [session.result for session in sessions if session.result]
+    stages = [result.seconds for result in results]
+    return Tally(
+        name=name,
+        sessions=len(results),
+        completed=sum(result.stop_reason is StopReason.COMPLETED for result in results),
+        errors=sum(result.stop_reason is StopReason.ERROR for result in results),
+        mean_reward=_mean(result.verdict.reward for result in results if result.verdict),
+        turns=sum(result.turns for result in results),
+        sampled_tokens=sum(result.tokens.sampled for result in results),
+        trained_tokens=sum(result.tokens.trained for result in results),
+        drift_tokens=sum(result.tokens.drift for result in results),
+        wait_seconds=_mean(stage.queued + stage.ready + stage.eval_wait for stage in stages),
+        init_seconds=_mean(stage.init for stage in stages),
+        run_seconds=_mean(stage.run for stage in stages),
+        eval_seconds=_mean(stage.eval for stage in stages),
+    )
+
+
+def tallies(groups: Iterable[GroupView]) -> list[Tally]:
+    """A tally for each group, and a last one for all groups."""
+    groups = list(groups)
+    each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
+    return [*each, tally("total", (session for group in groups for session in group.sessions))]
+
+
+def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
+    """Write samples.jsonl, samples.parquet (where pyarrow is installed) and summary.json. Raises InvalidField."""
+    jsonl = folder / "samples.jsonl"
+    _write_samples(rollouts, jsonl, SampleFormat.JSONL)
+    parquet: Path | None = folder / "samples.parquet"
+    try:
+        _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
+    except InvalidField as error:
+        if error.field != "format":  # with field `format`, pyarrow is missing
+            raise
+        parquet = None
+    *each, total = tallies(rollouts.groups)
+    summary = Summary(
+        sessions=total.sessions,
+        completed=total.completed,
+        errors=total.errors,
+        mean_reward=round(total.mean_reward, 4),
+        drift_tokens=total.drift_tokens,
+        sampled_tokens=total.sampled_tokens,
+        trained_tokens=total.trained_tokens,
+        samples=str(jsonl),
+        parquet=str(parquet) if parquet else None,
+        seconds=round(rollouts.seconds, 2),
+        runtime=runtime,
+        faults=tuple(faults),
+    )
+    text = msgspec.json.format(msgspec.json.encode(_SummaryFile(summary, each)), indent=2)
+    (folder / "summary.json").write_bytes(text + b"\n")
+    return summary
+
+
+def best_session(rollouts: RolloutSummary) -> SessionView:
+    """The session to print: the first with the most turns among the sessions with the highest reward."""
+
+    def merit(session: SessionView) -> tuple[float, int]:
+        if session.result is None:
+            return (-1.0, 0)
+        verdict = session.result.verdict
+        return (verdict.reward if verdict else -1.0, session.result.turns)
+
+    return max((session for group in rollouts.groups for session in group.sessions), key=merit)
+
+
+def _write_samples(rollouts: RolloutSummary, path: Path, kind: SampleFormat) -> None:
+    with sample_file(path, kind) as writer:
+        for group in rollouts.groups:
+            writer.write(group.samples or ())
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return fmean(listed) if listed else 0.0
+
+
+def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
+    """Faults of the samples, in words; empty if there are none. Every trained text must be the text of a sampled turn:
+    the ids are decoded again."""
+    found: list[str] = []
+    for group in rollouts.groups:
+        trained: dict[str, int] = {session.id: 0 for session in group.sessions}
+        for sample in group.samples or ():
+            trained[sample.session_id] += sum(sample.loss_mask)
+            found += _one_sample_faults(sample, rollouts.turns[sample.session_id], tokenizer)
+        for session in group.sessions:
+            expected = session.result.tokens.trained if session.result else 0
+            if trained[session.id] != expected:
+                found.append(
+                    f"{session.id}: its samples train {trained[session.id]} tokens, its result says {expected}"
+                )
+    return found
+
+
+def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
+    name = f"{sample.session_id} row {sample.row}"
+    lengths = {len(column) for column in (sample.ids, sample.loss_mask, sample.logprobs, sample.versions)}
+    if len(lengths) != 1:
+        yield f"{name}: its columns have different lengths"
+        return
+    sampled = {turn.sampled for turn in turns}
+    # Each turn is one unbroken run of trained tokens.
+    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
+        if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
+            yield f"{name}: {text!r} is trained on, but no turn said it"
+    for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
+        if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
+            yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"
+            return

@@ -1,0 +1,118 @@
+"""The demo's task: find the zone of an item, by reading the file that has the item's name.
+
+The module uses neither the service nor a model. Invariant: the zone is drawn for each episode and is only in the
+sandbox, so that an agent must read the right file (a guess is right 1 time in 16).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from outrider.evaluators.base import Outcome
+from outrider.messages import Message, Role
+from outrider.trajectory import Verdict
+
+ITEMS = (
+    *("acorn", "almond", "anise", "apple", "apricot", "aspen", "barley", "basil", "beech", "birch"),
+    *("carrot", "cedar", "celery", "cherry", "clover", "cocoa", "cress", "daisy", "elm", "fennel"),
+    *("fern", "fig", "garlic", "ginger", "grape", "hazel", "heather", "ivy", "kale", "larch"),
+    *("leek", "lemon", "lentil", "lily", "lotus", "mango", "maple", "melon", "mint", "nettle"),
+    *("oak", "onion", "papaya", "parsley", "pepper", "rye", "thyme", "willow"),
+)
+ZONES = (
+    *("agate", "amber", "azure", "beryl", "coral", "crimson", "garnet", "indigo"),
+    *("ivory", "jade", "onyx", "opal", "quartz", "ruby", "scarlet", "topaz"),
+)
+PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
+
+TURNS = 4
+"""Model calls of a session. Two are enough; the others let a policy recover from a wrong file."""
+
+MAX_TOKENS = 48
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """One instance of the task."""
+
+    item: str
+    zone: str
+    question: str
+
+
+def make_task(source: int | random.Random) -> Episode:
+    """Draw an episode: a seed always gives the same episode, a generator the next one."""
+    rng = random.Random(source) if isinstance(source, int) else source
+    item = rng.choice(ITEMS)
+    return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))
+
+
+def command_for(item: str) -> str:
+    """The command that reads an item's file."""
+    return f"cat {item}"
+
+
+def file_for(zone: str) -> str:
+    """The content of an item's file."""
+    return f"zone: {zone}\n"
+
+
+def answer_for(zone: str) -> str:
+    """The right answer."""
+    return f"It is in {zone}."
+
+
+def group_spec(
+    episode: Episode, n: int, *, runtime: str = "namespace", idempotency_key: str | None = None
+) -> dict[str, Any]:
+    """The body of `POST /v1/groups` for `n` sessions of an episode."""
+    task = {
+        "instruction": episode.question,
+        "harness": {"agent": "tools", "options": {"tools": ["bash"], "max_turns": TURNS, "tool_seconds": 10.0}},
+        "runtime": {"kind": runtime, "prepare": [{"write": file_for(episode.zone), "to": episode.item}]},
+        "evaluator": {
+            "kind": "callable",
+            "path": "outrider.lab.demo.task:grade",
+            "options": {"item": episode.item, "zone": episode.zone},
+        },
+        "limits": {"session_seconds": 120.0, "agent_seconds": 60.0},
+        "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": MAX_TOKENS},
+        "labels": {"item": episode.item, "zone": episode.zone},
+    }
+    body: dict[str, Any] = {"task": task, "n": n}
+    if idempotency_key is not None:
+        body["idempotency_key"] = idempotency_key
+    return body
+
+
+def grade(outcome: Outcome) -> Verdict:
+    """The evaluator: 1.0 when the right file was read and the answer is right, else 0.0."""
+    options = outcome.task.evaluator.options
+    return score(outcome.transcript, item=options["item"], zone=options["zone"])
+
+
+def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
+    """Grade a transcript. Metrics: called_right_file and answered_right_zone, each 0 or 1."""
+    called = False
+    for call in (call for message in transcript for call in message.tool_calls if call.name == "bash"):
+        try:
+            command = json.loads(call.arguments)["command"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces do not matter
+            called = True
+    last = transcript[-1] if transcript else None
+    answered = (
+        last is not None
+        and last.role is Role.ASSISTANT
+        and not last.tool_calls
+        and last.content.strip() == answer_for(zone)
+    )
+    return Verdict(
+        reward=float(called and answered),
+        metrics={"called_right_file": float(called), "answered_right_zone": float(answered)},
+    )

@@ -1,0 +1,356 @@
+"""Trains the demo's policy on its task: a service in a process of its own, TRL's GRPO in this one, HTTP between them.
+
+The module trains with `bridges.trl`, as any user of TRL would, and writes to no terminal. Invariant: when `train`
+returns, nothing is left but its result and the trained weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from outrider.client.client import AsyncClient, Client
+from outrider.client.pass_rate import evaluate
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.errors import InvalidField
+from outrider.lab.demo.dialogue import RENDERER, Script, encode
+from outrider.lab.demo.service_process import service_process
+from outrider.lab.demo.task import ZONES, group_spec, make_task
+from outrider.lifecycle import StopReason
+from outrider.spec import EngineSpec
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trainers.trl import Rollouts, ServiceLogprobs, StepStats, service_reward, steps_dataset
+from outrider.trainers.weights import PolicyWeights
+
+GROUPS, SAMPLES = 8, 8
+"""Groups of a training step, and sessions of a group."""
+INFLIGHT = 8
+"""Groups that run at once: enough for the run lane. More than one batch of groups is of no use: the groups left over
+would be too old for the following batch."""
+MAX_AGE = 1
+LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
+"""At 1e-3 a policy may lose the syntax of its tool calls within a step or two, and with it all reward."""
+MAX_STEPS = 48
+PASSES = 2
+"""Optimizer steps over each batch."""
+SECONDS = 240.0
+"""Seconds after which no further step is begun."""
+GUESSES, GUESS_RATE = (2, 16), 2e-4
+"""Batches, and dialogues of each, in which the model guesses without reading the file: it imitates them before
+training."""
+SOLVED, SOLVED_STEPS = 0.93, 3
+"""Training ends when the mean reward of SOLVED_STEPS steps, over all groups and not only the kept ones, is at least
+SOLVED."""
+EPISODES = 128
+"""Fresh episodes, one session each, over which the reward is measured before and after."""
+LANES = LanesConfig(init=8, run=48, eval=8)
+SLOTS = 48
+"""Sequences that the engine computes together: one for each running agent."""
+STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
+
+PAGE = 500
+LOOK_EVERY = 0.25
+"""Seconds between two readings of the lanes."""
+
+
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A training step. `idle` is the fraction of the run lane's slots that were free since the previous step, `seconds`
+    the time since training began."""
+
+    stats: StepStats
+    idle: float
+    seconds: float
+
+
+class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy trained from the start. Rewards are means over EPISODES fresh episodes. `errors` and `drift_tokens` are
+    totals over all sessions, `policy` is the folder of the trained weights."""
+
+    seed: int
+    first_reward: float
+    last_reward: float
+    seconds: float
+    steps: tuple[TrainStep, ...]
+    sessions: int
+    errors: int
+    drift_tokens: int
+    max_logprob_gap: float
+    compared_tokens: int
+    policy: str
+
+
+class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A seed in the JSON line."""
+
+    seed: int
+    first_reward: float
+    last_reward: float
+    seconds: float
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, None without matplotlib."""
+
+    seeds: tuple[SeedLine, ...]
+    max_logprob_gap: float
+    drift_tokens: int
+    errors: int
+    curve: str | None
+
+    @property
+    def good(self) -> bool:
+        return (
+            all(line.first_reward < STARTS_BELOW and line.last_reward > ENDS_ABOVE for line in self.seeds)
+            and self.max_logprob_gap <= LARGEST_GAP
+            and not (self.drift_tokens or self.errors)
+        )
+
+
+Watch = Callable[[TrainStep], None]
+
+
+def check_installed() -> None:
+    """Raise InvalidField if a package needed for training is not installed."""
+    missing = [name for name in ("torch", "trl", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidField(
+            f"training needs {' and '.join(missing)}",
+            field="train",
+            hint="pip install 'outrider[train]', or make train",
+        )
+
+
+def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
+    """Train the policy in the folder `policy` in sandboxes of kind `runtime`, and write the trained one to `out`.
+
+    Calls `watch` after each step. Raises the service's errors, and InvalidField for an untrainable policy.
+    """
+    began = time.monotonic()
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
+        warnings.simplefilter("ignore")  # TRL and transformers warn of their own deprecations
+        folder = Path(name)
+        config = Config(
+            port=0,
+            data=folder / "data",
+            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name="demo-policy"),
+            lanes=LANES,
+            engines=(EngineSpec(kind="embedded", model=str(policy), options={"slots": SLOTS}),),
+        )
+        with (
+            service_process(config, folder) as url,
+            Client(url) as client,
+            PolicyWeights(client, folder / "weights", model=policy, keep=MAX_AGE + 2) as weights,
+        ):
+            model = _undertrained(policy, seed)
+            weights.publish(model.named_parameters())
+            episodes = [make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES)]
+            fresh = [group_spec(episode, 1, runtime=runtime)["task"] for episode in episodes]
+            first = client.run(evaluate(client.asynchronous, fresh, seed=seed))
+            steps = _train(client, weights, model, seed, policy, runtime, folder, watch)
+            last = client.run(evaluate(client.asynchronous, fresh, seed=seed))
+            totals = {"sessions": 0, "errors": 0, "drift": 0}
+            after = 0
+            while (page := client.results(after=after, limit=PAGE)).groups:
+                for result in (session.result for group in page.groups for session in group.sessions):
+                    if result is not None:
+                        totals["sessions"] += 1
+                        totals["errors"] += result.stop_reason is StopReason.ERROR
+                        totals["drift"] += result.tokens.drift
+                after = page.cursor
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.copytree(weights.folder(weights.version), out)
+    gaps = [step.stats.logprob_gap for step in steps if step.stats.logprob_gap is not None]
+    return SeedRun(
+        seed=seed,
+        first_reward=first.reward.mean,
+        last_reward=last.reward.mean,
+        seconds=time.monotonic() - began,
+        steps=tuple(steps),
+        sessions=totals["sessions"],
+        errors=totals["errors"],
+        drift_tokens=totals["drift"],
+        max_logprob_gap=max(gaps, default=0.0),
+        compared_tokens=sum(step.stats.compared_tokens for step in steps),
+        policy=str(out),
+    )
+
+
+def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
+    return TrainSummary(
+        seeds=tuple(
+            SeedLine(
+                seed=run.seed,
+                first_reward=round(run.first_reward, 4),
+                last_reward=round(run.last_reward, 4),
+                seconds=round(run.seconds, 1),
+            )
+            for run in runs
+        ),
+        max_logprob_gap=max(run.max_logprob_gap for run in runs),
+        drift_tokens=sum(run.drift_tokens for run in runs),
+        errors=sum(run.errors for run in runs),
+        curve=str(curve) if curve else None,
+    )
+
+
+def _undertrained(policy: Path, seed: int) -> Any:
+    """The policy's model, after training that makes it guess more often: training has more to improve, and each seed
+    starts from other weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Several threads busy-wait for each other if cores are shared, and the engine needs a core.
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    script, tokenizer = Script.load(policy), Tokenizer.load(policy)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=GUESS_RATE, weight_decay=0.0)
+    rng = random.Random(f"guesses {seed}")
+    batches, dialogues = GUESSES
+    for _ in range(batches):
+        rows = [encode(tokenizer, script.guess(make_task(rng), rng.choice(ZONES))) for _ in range(dialogues)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+        spoken = torch.tensor([said + [False] * (width - len(said)) for _, said in rows])
+        loss = model(input_ids=ids, labels=ids.masked_fill(~spoken, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def _train(
+    client: Client,
+    weights: PolicyWeights,
+    model: Any,
+    seed: int,
+    policy: Path,
+    runtime: str,
+    folder: Path,
+    watch: Watch,
+) -> list[TrainStep]:
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Trainer(ServiceLogprobs, GRPOTrainer):  # type: ignore[misc]  # TRL has no types here
+        pass
+
+    steps: list[TrainStep] = []
+    lanes = LaneWatch(client.asynchronous)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]  # the same
+        """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
+
+        The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
+        last steps are small ones.
+        """
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
+            done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
+            share = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step % PASSES:
+                return
+            seconds = time.monotonic() - began
+            steps.append(TrainStep(stats=rollouts.history[-1], idle=lanes.idle(), seconds=seconds))
+            watch(steps[-1])
+            recent = [step.stats.reward for step in steps[-SOLVED_STEPS:]]
+            if seconds > SECONDS or (len(recent) == SOLVED_STEPS and fmean(recent) >= SOLVED):
+                control.should_training_stop = True
+
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        use_cpu=True,
+        bf16=False,
+        seed=seed,
+        per_device_train_batch_size=GROUPS * SAMPLES,
+        num_generations=SAMPLES,
+        max_steps=MAX_STEPS * PASSES,
+        num_iterations=PASSES,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",  # see Steps
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
+    )
+
+    def task(number: int) -> Mapping[str, Any]:
+        spec: Mapping[str, Mapping[str, Any]] = group_spec(
+            make_task(random.Random(f"train {seed} {number}")), SAMPLES, runtime=runtime
+        )
+        return spec["task"]
+
+    with (
+        Rollouts(client, task, weights, inflight=INFLIGHT, max_age=MAX_AGE, measure=True) as rollouts,
+        client.open(lanes.looking()),
+    ):
+        trainer = Trainer(
+            model=model,
+            processing_class=AutoTokenizer.from_pretrained(policy),
+            reward_funcs=service_reward,
+            args=arguments,
+            train_dataset=steps_dataset(MAX_STEPS * GROUPS),
+            rollout_func=rollouts,
+            callbacks=[Steps()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        began = time.monotonic()
+        trainer.train()
+        rollouts.publish(trainer)  # the last step's weights, for the last reward and for `out`
+    return steps
+
+
+class LaneWatch:
+    """Reads the run lane repeatedly, and computes how much of it was idle."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._free: list[float] = []
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            look = tasks.create_task(self._look(), name="lanes")
+            try:
+                yield
+            finally:
+                look.cancel()
+
+    def idle(self) -> float:
+        """The fraction of the lane's slots that were free, averaged since the last call."""
+        free, self._free = self._free, []
+        return fmean(free) if free else 0.0
+
+    async def _look(self) -> None:
+        while True:
+            status = await self._client.status()
+            for node in status.nodes:
+                self._free += [1 - lane.in_use / lane.size for lane in node.lanes if lane.name == "run"]
+            await asyncio.sleep(LOOK_EVERY)

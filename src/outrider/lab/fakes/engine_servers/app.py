@@ -1,0 +1,100 @@
+"""An engine as an ASGI application, and an ASGI application as a server.
+
+This module is independent of the routes of both protocols. Invariant: every error, also an error of this program, is
+returned in the protocol's own shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import uvicorn
+
+from outrider.engines.base import Engine
+from outrider.errors import EngineError
+from outrider.lab.fakes.engine_servers.asgi import NOT_FOUND, HttpCall, Served, ServerDied, ServeSettings
+from outrider.lab.fakes.engine_servers.sglang import ServedSGLang
+from outrider.lab.fakes.engine_servers.vllm import ServedVLLM
+from outrider.wire.http_server import BACKLOG, Application, Receive, Scope, Send, server_settings
+
+EngineProtocol = Literal["vllm", "sglang"]
+
+PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
+    "vllm": ServedVLLM,
+    "sglang": ServedSGLang,
+}
+DEFAULT_SETTINGS = ServeSettings()
+
+
+def engine_app(
+    engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
+) -> Application:
+    """Return the engine as an ASGI application. The caller starts and closes the engine."""
+    served = PROTOCOLS[protocol](engine, settings)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _answer(served, HttpCall(scope, receive, send))
+
+    return app
+
+
+async def _answer(served: Served, call: HttpCall) -> None:
+    route = served.routes.get((call.method, call.path))
+    if served.dead:
+        await call.cut()
+    elif route is None:
+        await call.answer(404, NOT_FOUND)
+    else:
+        try:
+            await route(call)
+        except ServerDied:
+            served.dead = True
+            await call.cut()
+        except EngineError as error:
+            await call.answer(error.http_status, served.error_body(error.message, error.http_status))
+
+
+@asynccontextmanager
+async def serving(
+    app: Application, *, host: str = "127.0.0.1", port: int = 0, websockets: int = 0
+) -> AsyncGenerator[str, None]:
+    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free port.
+    `websockets` is the maximum bytes of a WebSocket message, or 0 for no WebSockets.
+
+    Connections still open at the end of the block are cut.
+    """
+    config = server_settings(app, websockets=websockets)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # The socket is created here: asyncio turns Nagle's algorithm off only for a socket with an explicit protocol. With
+    # Nagle's algorithm every streamed response would wait 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    await server.startup(sockets=[listener])
+    listener.listen(BACKLOG)
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        await asyncio.shield(_stop(server, listener))
+
+
+async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Like uvicorn's own shutdown, without its pauses: open connections are cut."""
+    for listening in server.servers:
+        listening.close()
+    listener.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+        if (transport := getattr(connection, "transport", None)) is not None:
+            transport.abort()
+    tasks = list(server.server_state.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,179 @@
+"""The part of HTTP needed to serve an engine, on plain ASGI: one call, one response or one event stream.
+
+This module is independent of engine protocols. Invariant: when the client leaves, the work for it is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import orjson
+
+from outrider.constraint import Constraint
+from outrider.engines.base import Engine, TakesConstraints
+from outrider.errors import EngineRejected
+from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.wire.http_server import Receive, Scope, Send, while_connected
+
+T = TypeVar("T")
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+TEXT_HEADERS = [(b"content-type", b"text/plain; charset=utf-8")]
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+DONE = b"data: [DONE]\n\n"
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is served. `tokenizer` enables texts and `/tokenize`; `model` is the served name.
+
+    vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
+    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False omits the label
+    of the weights and the spans, as in 0.26; `cached_token_counts` False is a server without
+    `--enable-prompt-tokens-details`; `finishes_aborted` False omits the finish of generations aborted by a pause, as
+    0.26 often does; `dev_mode` False omits the routes that pause, label or load weights; `refuses_while_paused`
+    returns 503 during a pause, as in 0.33. SGLang: `incremental` streams deltas as with
+    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is
+    searched and filled.
+    """
+
+    tokenizer: Tokenizer | None = None
+    model: str = "policy"
+    generate_route: bool = True
+    text_token_ids: bool = False
+    labels: bool = True
+    cached_token_counts: bool = True
+    finishes_aborted: bool = True
+    dev_mode: bool = True
+    refuses_while_paused: bool = False
+    incremental: bool = False
+    spans: bool = False
+    prefix_cache: PrefixCache | None = None
+
+
+class ServerDied(Exception):
+    """Raised at a point at which the real server would exit."""
+
+
+class HttpCall:
+    """One HTTP request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self.query: str = scope["query_string"].decode()
+        self.streaming = False
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    def header(self, name: bytes) -> str | None:
+        for key, value in self._headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
+
+    async def body(self) -> bytes:
+        parts = []
+        while True:
+            message = await self._receive()
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """Read the JSON body. Raises EngineRejected when the body does not match the route's type."""
+        try:
+            return decoder.decode(await self.body())
+        except msgspec.DecodeError as error:
+            raise EngineRejected(f"invalid request: {error}") from error
+
+    async def answer(self, status: int, content: Any = None) -> None:
+        body = b"" if content is None else orjson.dumps(content)
+        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def answer_text(self, status: int, text: str) -> None:
+        body = text.encode()
+        headers = [*TEXT_HEADERS, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def cut(self) -> None:
+        """Break the connection off: the response promises more bytes than it sends."""
+        if not self.streaming:
+            headers = [*JSON_HEADERS, (b"content-length", b"1")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            # The headers are sent with the first piece of the body.
+            await self._send({"type": "http.response.body", "body": b"", "more_body": True})
+
+    async def event(self, content: Any) -> None:
+        """Send one event of a stream; the first event starts the stream."""
+        if not self.streaming:
+            self.streaming = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        data = b"data: " + orjson.dumps(content) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """End the stream with `[DONE]`, as the engines do."""
+        await self._send({"type": "http.response.body", "body": DONE})
+
+    async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, which responds to the call, unless the client leaves first."""
+        await while_connected(self._scope, work)
+
+
+Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
+"""Handlers by (method, path)."""
+
+NOT_FOUND = {"detail": "Not Found"}
+"""The response of both servers for a missing route."""
+
+
+def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constraint | None:
+    """Return the constraint of a request. Raises EngineRejected if the engine cannot enforce it."""
+    if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
+        return constraint
+    raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
+
+
+class Served(Protocol):
+    """One engine behind one server's protocol. `dead` means that the server has exited: connections break off."""
+
+    routes: Routes
+    dead: bool
+
+    def error_body(self, message: str, status: int) -> Any: ...
+
+
+def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:
+    """Return the routes common to both protocols. `tokenizer_length` is the `max_model_len` in the response of
+    `/tokenize`, if different from the server's context."""
+
+    async def models(call: HttpCall) -> None:
+        context = (await engine.health()).context_tokens
+        card = {"id": settings.model, "object": "model", "root": settings.model, "max_model_len": context}
+        await call.answer(200, {"object": "list", "data": [card]})
+
+    async def tokenize(call: HttpCall) -> None:
+        body = await call.read(_TOKENIZE)
+        if settings.tokenizer is None:
+            await call.answer(404, NOT_FOUND)
+            return
+        ids = settings.tokenizer.encode(body.prompt)
+        context = tokenizer_length or (await engine.health()).context_tokens
+        await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
+
+    return {("GET", "/v1/models"): models, ("POST", "/tokenize"): tokenize}
+
+
+class _Tokenize(msgspec.Struct):
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(_Tokenize)

@@ -1,0 +1,425 @@
+"""An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
+
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), faults included. A request that would
+end the real server ends this server. A pause holds requests back. Requests that arrive during a pause in mode abort
+get code 499 after the pause. A stream's errors are events of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
+from typing import Any, NoReturn, cast
+
+import msgspec
+import numpy as np
+
+from outrider.concurrency.events import wait_for_event
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.policy_versions import label_of, version_of
+from outrider.engines.base import (
+    Chunk,
+    Engine,
+    GenerateRequest,
+    LoadsWeights,
+    PauseMode,
+    SamplingParams,
+    SetsVersion,
+)
+from outrider.errors import ContextOverflow, EngineError, EngineRejected
+from outrider.lab.fakes.engine_servers.asgi import (
+    HttpCall,
+    Routes,
+    ServerDied,
+    ServeSettings,
+    checked_constraint,
+    common_routes,
+)
+from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream
+from outrider.trajectory import FinishReason
+
+PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+ABORTED = 499
+HEALTH_SECONDS = 20.0
+TOKENIZER_LENGTH = 131_072
+"""`max_model_len` in the response of `/tokenize`: the tokenizer's own limit."""
+
+
+class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    n: int = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Return the requested constraint, if any. Raises EngineRejected for more than one form."""
+        forms = {
+            ConstraintKind.JSON_SCHEMA: self.json_schema,
+            ConstraintKind.REGEX: self.regex,
+            ConstraintKind.GRAMMAR: self.ebnf,
+        }
+        found = [Constraint(kind, text) for kind, text in forms.items() if text is not None]
+        if len(found) > 1:
+            raise EngineRejected("only one of regex, json_schema and ebnf can be set", field="sampling_params")
+        return found[0] if found else None
+
+
+class _Generate(msgspec.Struct, kw_only=True):
+    input_ids: list[int]
+    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    return_logprob: bool = False
+    rid: str = ""
+    routing_key: str | None = None
+    extra_key: str | None = None
+    stream: bool = False
+
+
+class _Streams(msgspec.Struct):
+    """The only field read of a request whose sampling is invalid."""
+
+    stream: bool = False
+
+
+class _Pause(msgspec.Struct):
+    mode: str = "abort"
+
+
+class _NewVersion(msgspec.Struct):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class _Weights(msgspec.Struct):
+    model_path: str
+    weight_version: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+
+
+_WEIGHTS = msgspec.json.Decoder(_Weights)
+_GENERATE = msgspec.json.Decoder(_Generate)
+_PAUSE = msgspec.json.Decoder(_Pause)
+_NEW_VERSION = msgspec.json.Decoder(_NewVersion)
+
+
+class ServedSGLang:
+    """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
+
+    def __init__(self, engine: Engine, settings: ServeSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.dead = False
+        self.health_checks = 0
+        self.routes: Routes = common_routes(engine, settings, TOKENIZER_LENGTH) | {
+            ("GET", "/health"): self._health,
+            ("POST", "/generate"): self._generate,
+            ("GET", "/model_info"): self._model_info,
+            ("GET", "/server_info"): self._server_info,
+            ("POST", "/pause_generation"): self._pause,
+            ("POST", "/continue_generation"): self._continue,
+            ("POST", "/flush_cache"): self._flush_cache,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+            ("POST", "/update_weights_from_disk"): self._update_weights,
+        }
+        self._paused: str | None = None
+        """The mode of the current pause."""
+        self._resumed = asyncio.Event()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        """The work that a real scheduler would have: admitted generations, and health checks."""
+
+    def error_body(self, message: str, status: int) -> Any:
+        """Body of an error outside a stream. It does not contain the status."""
+        return {"error": {"message": message}}
+
+    async def _health(self, call: HttpCall) -> None:
+        """Report the health. The real server samples a token, so this one waits while paused, for at most 20 s."""
+        self.health_checks += 1
+        if self._paused is not None:
+            with self._tracked():
+                await wait_for_event(self._resumed, HEALTH_SECONDS)
+        ok = self._paused is None and (await self.engine.health()).ok
+        await call.answer(200 if ok else 503)
+
+    async def _generate(self, call: HttpCall) -> None:
+        content = await call.body()
+        try:
+            body = _GENERATE.decode(content)
+        except msgspec.ValidationError:
+            # 0.5.17 does not check names and types: its handler fails.
+            await call.answer_text(500, "Internal Server Error")
+            return
+        except msgspec.DecodeError as error:
+            await call.answer(400, {"object": "error", "message": str(error), "type": "Bad Request", "code": 400})
+            return
+        end = self.settings.tokenizer.vocabulary.end if self.settings.tokenizer else ANY_IDS.end
+        if any(not 0 <= token < end for token in body.input_ids):
+            self._die()
+        await call.while_connected(self._answer(call, body))
+
+    async def _answer(self, call: HttpCall, body: _Generate) -> None:
+        try:
+            request = await self._request(body)
+            aborted = await self._held()
+            with self._tracked():
+                if not aborted:
+                    await self._respond(call, request, body)
+        except EngineError as error:
+            await self._refuse(call, error.message, error.http_status, body)
+            return
+        except asyncio.CancelledError:
+            if not self.dead:
+                raise
+            cast("asyncio.Task[None]", asyncio.current_task()).uncancel()
+            await call.cut()
+            return
+        if aborted:
+            await self._refuse(call, f"Request {body.rid} was aborted", ABORTED, body)
+
+    async def _refuse(self, call: HttpCall, message: str, status: int, body: _Generate) -> None:
+        if not body.stream:
+            await call.answer(status, self.error_body(message, status))
+            return
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "code": status, "retryable": status >= 500}
+        await call.event({"error": error})
+        await call.end()
+
+    async def _held(self) -> bool:
+        """Wait while the server is paused. Returns whether the request is then aborted, as is every request that
+        arrives during a pause in mode abort."""
+        aborted = False
+        while self._paused is not None:
+            aborted = aborted or self._paused == "abort"
+            await self._resumed.wait()
+        return aborted
+
+    @contextmanager
+    def _tracked(self) -> Generator[None, None, None]:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._in_flight.add(task)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(task)
+
+    def _die(self) -> NoReturn:
+        """End the server, as the real server exits. Raises ServerDied."""
+        self.dead = True
+        for task in self._in_flight - {asyncio.current_task()}:
+            task.cancel()
+        raise ServerDied
+
+    async def _request(self, body: _Generate) -> GenerateRequest:
+        """Convert and check a request. Raises EngineRejected and ContextOverflow."""
+        sampling = body.sampling_params
+        if not body.input_ids:
+            raise EngineRejected("input_ids cannot be empty.")
+        if not 0 < sampling.top_p <= 1:
+            raise EngineRejected(f"top_p must be in (0, 1], got {sampling.top_p}.")
+        if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
+            raise EngineRejected(
+                f"min_new_tokens must be in [0, max_new_tokens({sampling.max_new_tokens})],"
+                f" got {sampling.min_new_tokens}."
+            )
+        prompt = len(body.input_ids)
+        total = prompt + sampling.max_new_tokens
+        context = (await self.engine.health()).context_tokens
+        if context is not None and prompt >= context:
+            raise ContextOverflow(
+                f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+            )
+        if context is not None and total > context:
+            raise ContextOverflow(
+                f"Requested token count exceeds the model's maximum context length of {context} tokens."
+                f" You requested a total of {total} tokens: {prompt} tokens from the input messages and"
+                f" {sampling.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the input"
+                " messages or the completion to fit within the limit."
+            )
+        stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
+        return GenerateRequest(
+            request_id=body.rid,
+            session_key=body.routing_key or body.rid,
+            input_ids=np.array(body.input_ids, dtype=np.int32),
+            sampling=SamplingParams(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=sampling.sampling_seed,
+                stop=stop,
+                stop_token_ids=tuple(sampling.stop_token_ids or ()),
+                min_tokens=sampling.min_new_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=sampling.logit_bias or {},
+                constraint=checked_constraint(self.engine, sampling.constraint()),
+            ),
+        )
+
+    async def _respond(self, call: HttpCall, request: GenerateRequest, body: _Generate) -> None:
+        """Run one generation and respond. Raises EngineError."""
+        cache, salt = self.settings.prefix_cache, body.extra_key or ""
+        weights = (await self.engine.health()).version
+        cached = cache.look(salt, body.input_ids, weights) if cache else None
+        reply = _SGLangWriter(request, self.settings, cached, logprobs=body.return_logprob, stream=body.stream)
+        content: dict[str, Any] = {}
+        async with aclosing(self.engine.generate(request)) as chunks:
+            async for chunk in chunks:
+                content = reply.event(chunk, (await self.engine.health()).version)
+                if body.stream:
+                    await call.event(content)
+        if cache:
+            cache.keep(salt, [*body.input_ids, *reply.sampled], weights)
+        if body.stream:
+            await call.end()
+        else:
+            await call.answer(200, content)
+
+    async def _model_info(self, call: HttpCall) -> None:
+        health = await self.engine.health()
+        if not health.ok:
+            await call.answer(503)
+            return
+        label = label_of(health.version)
+        await call.answer(200, {"model_path": self.settings.model, "is_generation": True, "weight_version": label})
+
+    async def _server_info(self, call: HttpCall) -> None:
+        flag = self.settings.incremental
+        await call.answer(200, {"model_path": self.settings.model, "incremental_streaming_output": flag})
+
+    async def _pause(self, call: HttpCall) -> None:
+        mode = (await call.read(_PAUSE)).mode
+        if mode not in PAUSE_MODES:
+            raise EngineRejected(f"unknown pause mode {mode!r}")
+        self._paused = mode
+        await self.engine.pause(PAUSE_MODES[mode])
+        await call.answer(200, {"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, call: HttpCall) -> None:
+        await self.engine.resume()
+        self._paused = None
+        self._resumed.set()
+        self._resumed = asyncio.Event()
+        await call.answer(200, {"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, call: HttpCall) -> None:
+        if self._in_flight:
+            await call.answer_text(400, "Cache not flushed because there are pending requests.")
+            return
+        self._forget()
+        await call.answer_text(200, "Cache flushed.")
+
+    def _forget(self) -> None:
+        if self.settings.prefix_cache:
+            self.settings.prefix_cache.clear()
+
+    async def _update_weight_version(self, call: HttpCall) -> None:
+        body = await call.read(_NEW_VERSION)
+        if not isinstance(self.engine, SetsVersion):
+            raise EngineRejected("this engine's version cannot be set")
+        if body.abort_all_requests:
+            await self.engine.pause("abort")
+            await self.engine.resume()
+        await self.engine.set_version(version_of(body.new_version))
+        await call.answer(200, {"success": True, "new_version": body.new_version})
+
+    async def _update_weights(self, call: HttpCall) -> None:
+        body = await call.read(_WEIGHTS)
+        if not isinstance(self.engine, LoadsWeights):
+            raise EngineRejected("this engine's weights cannot be loaded")
+        if body.abort_all_requests:
+            await self.engine.pause("abort")
+        # During a pause in place, requests stay in the scheduler, and a cache flush asserts that the scheduler has
+        # none.
+        if body.flush_cache and self._paused == "in_place" and self._in_flight:
+            self._die()
+        try:
+            await self.engine.update_weights(body.model_path, version_of(body.weight_version))
+        except EngineRejected as error:
+            await call.answer(400, {"success": False, "message": error.message})
+            return
+        if body.flush_cache:
+            self._forget()
+        if not body.keep_pause and self._paused is None:
+            await self.engine.resume()
+        message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
+        await call.answer(200, {"success": True, "message": message, "num_paused_requests": 0})
+
+
+class _SGLangWriter:
+    """Writes one response; cumulative unless the server streams incrementally."""
+
+    def __init__(
+        self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool
+    ) -> None:
+        self.sampled: list[int] = []
+        self._request = request
+        self._cached = cached
+        self._logprobs = logprobs
+        self._spans = settings.spans
+        self._cumulative = not (stream and settings.incremental)
+        self._stream: TextStream | None = settings.tokenizer.stream() if settings.tokenizer else None
+        self._ids: list[int] = []
+        self._entries: list[tuple[float, int, None]] = []
+        self._text = ""
+
+    def event(self, chunk: Chunk, version: int) -> dict[str, Any]:
+        """Return the next event. `version` is the version of the server's current weights."""
+        if not self._cumulative:
+            self._ids, self._entries, self._text = [], [], ""
+        self.sampled += chunk.ids
+        self._ids += chunk.ids
+        self._text += self._stream.push(chunk.ids) if self._stream else ""
+        count = len(self.sampled)
+        finish = _finish(chunk, count)
+        waited = chunk.finish is FinishReason.ABORT and not count
+        meta: dict[str, Any] = {
+            "id": self._request.request_id,
+            "finish_reason": finish,
+            "completion_tokens": count,
+            "weight_version": label_of(version),
+        }
+        if not waited:  # omitted for a request that was still waiting
+            cached = chunk.cached_tokens if self._cached is None else self._cached
+            meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
+        if self._logprobs:
+            self._entries += [
+                (value, token_id, None) for token_id, value in zip(chunk.ids, chunk.logprobs, strict=True)
+            ]
+            meta["output_token_logprobs"] = self._entries
+        if chunk.versions and self._spans:
+            meta["weight_versions"] = [
+                {"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions
+            ]
+        return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+
+
+def _finish(chunk: Chunk, length: int) -> dict[str, Any] | None:
+    if chunk.finish is None:
+        return None
+    if chunk.finish is FinishReason.STOP:
+        return {"type": "stop", "matched": chunk.stop_match}
+    if chunk.finish is FinishReason.LENGTH:
+        return {"type": "length", "length": length}
+    return {"type": "abort", "message": "Aborted" if length else "Abort in waiting queue"}

@@ -1,0 +1,399 @@
+"""An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
+
+Shapes follow vLLM 0.32 and, on request, the responses of 0.26 on a GPU (tests/golden/real_engines): ids as text, no
+label of the weights. Nothing is rendered: chat routes are absent.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any, Literal, Protocol
+from urllib.parse import parse_qs
+
+import msgspec
+import numpy as np
+
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.policy_versions import label_of, version_of
+from outrider.engines.base import (
+    Chunk,
+    Engine,
+    GenerateRequest,
+    LoadsWeights,
+    PauseMode,
+    SamplingParams,
+    SetsVersion,
+)
+from outrider.errors import EngineError, EngineRejected, EngineUnavailable
+from outrider.lab.fakes.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
+from outrider.tokens.rendering.tokenizer import TextStream
+from outrider.trajectory import FinishReason
+
+PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
+DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
+LABEL_ROUTES = ("/weight_info", "/update_weight_version")
+COMPLETION_TOKENS = 16
+"""vLLM's `max_tokens` on the completions route when none is given."""
+
+ERROR_TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
+
+
+class _StructuredOutputs(msgspec.Struct):
+    json: Any = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def constraint(self) -> Constraint:
+        """Return the requested constraint. Raises EngineRejected unless exactly one form is requested."""
+        found = []
+        if self.json is not None:
+            found.append(Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(self.json).decode()))
+        if self.json_object:
+            found.append(Constraint(ConstraintKind.JSON_OBJECT))
+        if self.regex is not None:
+            found.append(Constraint(ConstraintKind.REGEX, self.regex))
+        if self.grammar is not None:
+            found.append(Constraint(ConstraintKind.GRAMMAR, self.grammar))
+        if len(found) != 1:
+            raise EngineRejected("structured_outputs must ask for exactly one form", field="structured_outputs")
+        return found[0]
+
+
+class _Sampling(msgspec.Struct, kw_only=True):
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: _StructuredOutputs | None = None
+
+
+class _Generate(msgspec.Struct, kw_only=True):
+    token_ids: list[int]
+    sampling_params: _Sampling
+    request_id: str = ""
+    cache_salt: str | None = None
+    stream: bool = False
+
+
+class _Completion(_Sampling, kw_only=True):
+    prompt: list[int]
+    request_id: str = ""
+    cache_salt: str | None = None
+    stream: bool = False
+    return_token_ids: bool = False
+    return_weight_versions: bool = False
+
+
+class _NewVersion(msgspec.Struct):
+    new_version: str
+
+
+class _ReloadArguments(msgspec.Struct):
+    weights_path: str
+
+
+class _Reload(msgspec.Struct):
+    method: Literal["reload_weights"]
+    kwargs: _ReloadArguments
+
+
+_GENERATE = msgspec.json.Decoder(_Generate)
+_COMPLETION = msgspec.json.Decoder(_Completion)
+_NEW_VERSION = msgspec.json.Decoder(_NewVersion)
+_RELOAD = msgspec.json.Decoder(_Reload)
+
+
+class ServedVLLM:
+    """vLLM's routes for one engine."""
+
+    def __init__(self, engine: Engine, settings: ServeSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.dead = False
+        self.routes: Routes = common_routes(engine, settings) | {
+            ("GET", "/health"): self._health,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/v1/completions"): self._complete,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("GET", "/weight_info"): self._weight_info,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+            ("POST", "/collective_rpc"): self._collective_rpc,
+            ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+        }
+        if not settings.labels:
+            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in LABEL_ROUTES}
+        if not settings.dev_mode:
+            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in DEV_ROUTES}
+        self._paused: PauseMode | None = None
+
+    def error_body(self, message: str, status: int) -> Any:
+        kind = ERROR_TYPES.get(status, "InternalServerError")
+        return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+    async def _health(self, call: HttpCall) -> None:
+        await call.answer(200 if (await self.engine.health()).ok else 503)
+
+    async def _generate(self, call: HttpCall) -> None:
+        if not self.settings.generate_route:
+            message = "This route is disabled. Start the server with --enable-scale-out to enable it."
+            await call.answer(403, self.error_body(message, 403))
+            return
+        body = await call.read(_GENERATE)
+        request = await self._request(call, body.token_ids, body.sampling_params, body.request_id, None)
+        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings), self.settings)
+        await call.while_connected(self._respond(call, request, reply, body))
+
+    async def _complete(self, call: HttpCall) -> None:
+        body = await call.read(_COMPLETION)
+        request = await self._request(call, body.prompt, body, body.request_id, COMPLETION_TOKENS)
+        reply = _VLLMWriter(request, _CompletionChoices(body, self.settings), self.settings)
+        await call.while_connected(self._respond(call, request, reply, body))
+
+    async def _request(
+        self, call: HttpCall, prompt: list[int], sampling: _Sampling, request_id: str, max_tokens: int | None
+    ) -> GenerateRequest:
+        if not prompt or min(prompt) < 0:
+            raise EngineRejected("the prompt must hold at least one token id, none of them negative")
+        max_tokens = sampling.max_tokens or max_tokens
+        if max_tokens is None:
+            max_tokens = max(((await self.engine.health()).context_tokens or 32768) - len(prompt), 1)
+        stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
+        form = sampling.structured_outputs
+        return GenerateRequest(
+            request_id=request_id,
+            session_key=call.header(b"x-session-id") or request_id,
+            input_ids=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or -1,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                stop=stop,
+                stop_token_ids=tuple(sampling.stop_token_ids or ()),
+                min_tokens=sampling.min_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=sampling.logit_bias or {},
+                constraint=checked_constraint(self.engine, form.constraint() if form is not None else None),
+            ),
+        )
+
+    async def _respond(
+        self, call: HttpCall, request: GenerateRequest, reply: _VLLMWriter, body: _Generate | _Completion
+    ) -> None:
+        if self.settings.refuses_while_paused and self._paused in ("abort", "finish"):
+            raise EngineUnavailable("Server is paused")
+        cache, salt, prompt = self.settings.prefix_cache, body.cache_salt or "", request.input_ids.tolist()
+        weights = -1
+        collected: list[Chunk] = []
+        try:
+            async with aclosing(self.engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if cache and weights < 0:  # a request held back by a pause is computed after it
+                        weights = (await self.engine.health()).version
+                        reply.cached_tokens = cache.look(salt, prompt, weights)
+                    reply.count(chunk)
+                    if chunk.finish is FinishReason.ABORT and not self.settings.finishes_aborted:
+                        chunk = msgspec.structs.replace(chunk, finish=None)
+                    if body.stream:
+                        await call.event(reply.event(chunk))
+                    else:
+                        collected.append(chunk)
+            if cache:
+                cache.keep(salt, [*prompt, *reply.sampled], weights)
+            if not body.stream:
+                await call.answer(200, reply.whole(collected))
+                return
+            await call.event(reply.closing_event())
+        except EngineError as error:
+            body = self.error_body(error.message, error.http_status)
+            if not call.streaming:
+                await call.answer(error.http_status, body)
+                return
+            await call.event(body)
+        await call.end()
+
+    async def _pause(self, call: HttpCall) -> None:
+        mode = parse_qs(call.query).get("mode", ["abort"])[0]
+        if mode not in PAUSE_MODES:
+            raise EngineRejected(f"unknown pause mode {mode!r}")
+        self._paused = PAUSE_MODES[mode]
+        await self.engine.pause(PAUSE_MODES[mode])
+        await call.answer(200, {"status": "paused"})
+
+    async def _resume(self, call: HttpCall) -> None:
+        self._paused = None
+        await self.engine.resume()
+        await call.answer(200, {"status": "resumed"})
+
+    async def _weight_info(self, call: HttpCall) -> None:
+        await call.answer(200, {"weight_version": label_of((await self.engine.health()).version)})
+
+    async def _update_weight_version(self, call: HttpCall) -> None:
+        label = (await call.read(_NEW_VERSION)).new_version
+        if not isinstance(self.engine, SetsVersion):
+            raise EngineRejected("this engine's version cannot be set")
+        await self.engine.set_version(version_of(label))
+        await call.answer(200, {"success": True, "new_version": label})
+
+    async def _collective_rpc(self, call: HttpCall) -> None:
+        """Run `reload_weights` as a worker's method. Another call sets the version's label."""
+        path = (await call.read(_RELOAD)).kwargs.weights_path
+        if not isinstance(self.engine, LoadsWeights):
+            raise EngineRejected("this engine's weights cannot be loaded")
+        try:
+            await self.engine.update_weights(path, (await self.engine.health()).version)
+        except EngineRejected:  # a folder that it cannot read ends the real server
+            self.dead = True
+            message = f"Call to collective_rpc method failed: Repo id must be in the form 'repo_name': '{path}'."
+            await call.answer(500, self.error_body(message, 500))
+            return
+        await call.answer(200, {"results": [None]})
+
+    async def _reset_prefix_cache(self, call: HttpCall) -> None:
+        if self.settings.prefix_cache:
+            self.settings.prefix_cache.clear()
+        await call.answer(200, {"success": True})
+
+
+class _Choices(Protocol):
+    """The format of one route's responses."""
+
+    def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]: ...
+    def choice(self, chunk: Chunk) -> dict[str, Any]: ...
+
+
+class _VLLMWriter:
+    """Writes one response as events or in one piece, in the format of its route's `_Choices`."""
+
+    def __init__(self, request: GenerateRequest, choices: _Choices, settings: ServeSettings) -> None:
+        self.sampled: list[int] = []
+        self.cached_tokens: int | None = None
+        self._choices = choices
+        self._prompt_tokens = len(request.input_ids)
+        self._counts_cached = settings.cached_token_counts
+        self._engine_cached = 0
+
+    def event(self, chunk: Chunk) -> dict[str, Any]:
+        return self._choices.envelope([self._choices.choice(chunk)], None)
+
+    def closing_event(self) -> dict[str, Any]:
+        return self._choices.envelope([], self._usage())
+
+    def whole(self, chunks: list[Chunk]) -> dict[str, Any]:
+        merged = msgspec.structs.replace(
+            chunks[-1],
+            ids=[token for chunk in chunks for token in chunk.ids],
+            logprobs=[value for chunk in chunks for value in chunk.logprobs],
+        )
+        return self._choices.envelope([self._choices.choice(merged)], self._usage())
+
+    def count(self, chunk: Chunk) -> None:
+        self.sampled += chunk.ids
+        self._engine_cached = chunk.cached_tokens or self._engine_cached
+
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._prompt_tokens,
+            "total_tokens": self._prompt_tokens + len(self.sampled),
+            "completion_tokens": len(self.sampled),
+        }
+        if self._counts_cached:
+            cached = self._engine_cached if self.cached_tokens is None else self.cached_tokens
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+
+class _TokenChoices:
+    """The format of the generate route."""
+
+    def __init__(self, request_id: str, settings: ServeSettings) -> None:
+        self._id = f"generate-tokens-{request_id}"
+        self._text_token_ids = settings.text_token_ids
+        self._labels = settings.labels
+
+    def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {"request_id": self._id, "choices": choices, "usage": usage}
+
+    def choice(self, chunk: Chunk) -> dict[str, Any]:
+        pairs = zip(chunk.ids, chunk.logprobs, strict=True)
+        content: list[dict[str, Any]]
+        if self._text_token_ids:
+            content = [
+                {"token": f"token_id:{token_id}", "logprob": value, "bytes": None, "top_logprobs": []}
+                for token_id, value in pairs
+            ]
+        else:
+            content = [
+                {"token_id": token_id, "logprob": value, "rank": 1, "top_logprobs": []} for token_id, value in pairs
+            ]
+        choice = {
+            "index": 0,
+            "token_ids": chunk.ids,
+            "logprobs": {"content": content},
+            "finish_reason": chunk.finish,
+            "stop_reason": chunk.stop_match,
+        }
+        if chunk.versions and self._labels and not self._text_token_ids:
+            choice["weight_versions"] = _labelled(chunk)
+        return choice
+
+
+class _CompletionChoices:
+    """The format of the completions route."""
+
+    def __init__(self, asked: _Completion, settings: ServeSettings) -> None:
+        self._asked = asked
+        self._model = settings.model
+        self._text: TextStream | None = settings.tokenizer.stream() if settings.tokenizer else None
+        self._first = True
+
+    def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{self._asked.request_id}",
+            "object": "text_completion",
+            "model": self._model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+    def choice(self, chunk: Chunk) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self._text.push(chunk.ids) if self._text else "",
+            "finish_reason": chunk.finish,
+            "stop_reason": chunk.stop_match,
+        }
+        if self._asked.logprobs is not None:
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token_id}" for token_id in chunk.ids],
+                "token_logprobs": chunk.logprobs,
+                "top_logprobs": [None] * len(chunk.ids),
+                "text_offset": [0] * len(chunk.ids),
+            }
+        if self._asked.return_token_ids:
+            choice["token_ids"] = chunk.ids
+            choice["prompt_token_ids"] = self._asked.prompt if self._first else None
+        if chunk.versions and self._asked.return_weight_versions:
+            choice["weight_versions"] = _labelled(chunk)
+        self._first = False
+        return choice
+
+
+def _labelled(chunk: Chunk) -> list[dict[str, Any]]:
+    return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]

@@ -1,0 +1,124 @@
+"""The files of a sandbox that exists in memory only, with globbing and patching as the tool server does them on disk.
+
+There are no users, modes or links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
+Invariant: every file's folder exists, and no path is both a file and a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import posixpath
+
+from outrider.sandbox.runtimes.base import PatchConflict
+from outrider.sandbox.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MODE, PatchEntry, PatchRefused, plan_patch
+
+
+class MemoryFiles:
+    """Files and folders by absolute normalised path. Methods raise OSError like the calls of the same name in `os`."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, bytes] = {}
+        self._folders: set[str] = {"/", "/tmp", "/root"}
+
+    def is_file(self, path: str) -> bool:
+        return path in self._data
+
+    def is_folder(self, path: str) -> bool:
+        return path in self._folders
+
+    def read(self, path: str) -> bytes:
+        if path in self._folders:
+            raise os_error(errno.EISDIR, path)
+        if path not in self._data:
+            raise os_error(errno.ENOENT, path)
+        return self._data[path]
+
+    def write(self, path: str, data: bytes, *, append: bool = False) -> None:
+        """Write or append to a file. Its folder must exist."""
+        if path in self._folders:
+            raise os_error(errno.EISDIR, path)
+        if posixpath.dirname(path) not in self._folders:
+            raise os_error(errno.ENOENT, path)
+        self._data[path] = (self._data.get(path, b"") if append else b"") + data
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder with its parents. Raises FileExistsError if a parent or the path itself is a file."""
+        while path not in self._folders:
+            if path in self._data:
+                raise os_error(errno.EEXIST, path)
+            self._folders.add(path)
+            path = posixpath.dirname(path)
+
+    def below(self, path: str) -> list[str]:
+        """Return every path in a folder at any depth, sorted."""
+        prefix = path.rstrip("/") + "/"
+        names = {*self._data, *self._folders}
+        return sorted(name for name in names if name.startswith(prefix) and name != prefix)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with its content, if it exists."""
+        for name in [path, *self.below(path)]:
+            self._data.pop(name, None)
+            self._folders.discard(name)
+
+    def glob(self, cwd: str, pattern: str) -> list[str]:
+        """Return the matching paths, as defined by `Runtime.glob`."""
+        root = "/" if pattern.startswith("/") else cwd
+        parts = [part for part in pattern.split("/") if part]
+        lead = "/" if pattern.startswith("/") else ""
+        while parts and parts[0] in (".", ".."):
+            lead += f"{parts[0]}/"
+            root = posixpath.normpath(posixpath.join(root, parts.pop(0)))
+        end = "/" if pattern.endswith("/") else ""
+        names = [posixpath.relpath(path, root) for path in self.below(root) if not end or self.is_folder(path)]
+        return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
+
+    def patch(self, folder: str, text: bytes) -> list[str]:
+        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. Raises PatchConflict, and
+        OSError."""
+
+        def look(path: str) -> PatchEntry | None:
+            place = posixpath.join(folder, path)
+            if self.is_folder(place):
+                raise PatchRefused(f"{path}: not a regular file")
+            return PatchEntry(PLAIN_MODE, self.read(place)) if self.is_file(place) else None
+
+        try:
+            changes = plan_patch(text, look)
+            for path, entry in changes.items():
+                if entry is not None and entry.mode == LINK_MODE:
+                    raise PatchRefused(f"{path}: there are no symbolic links in memory")
+        except PatchRefused as conflict:
+            raise PatchConflict(str(conflict)) from None
+        for path in [path for path, entry in changes.items() if entry is None]:
+            self.remove(posixpath.join(folder, path))
+            # Like git, also remove folders that become empty.
+            while (path := posixpath.dirname(path)) and not self.below(posixpath.join(folder, path)):
+                self.remove(posixpath.join(folder, path))
+        for path, entry in changes.items():
+            if entry is not None:
+                self.make_folder(posixpath.dirname(posixpath.join(folder, path)))
+                self.write(posixpath.join(folder, path), entry.data)
+        return list(changes)
+
+
+def os_error(number: int, path: str) -> OSError:
+    """Return the error of a system call; Python picks the subclass by the number."""
+    return OSError(number, os.strerror(number), path)
+
+
+def fits(pattern: list[str], names: list[str]) -> bool:
+    """Return whether the parts of a path match the parts of a pattern."""
+    if not pattern:
+        return not names
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        visible = next((at for at, name in enumerate(names) if name.startswith(".")), len(names))
+        if not rest:
+            return visible == len(names) > 0
+        return any(fits(rest, names[at:]) for at in range(visible + 1))
+    if not names or (names[0].startswith(".") and not head.startswith(".")):
+        return False
+    return fnmatch.fnmatchcase(names[0], head) and fits(rest, names[1:])

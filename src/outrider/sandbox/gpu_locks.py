@@ -1,0 +1,51 @@
+"""Locks that keep the sandboxes of different programs on this machine from using the same GPU.
+
+`sessions/resources.py` assigns the GPUs of one service. It cannot account for another service on the machine, or for a
+hanging node process that was given up. The kernel's locks cover both. Invariant: a lock is held from before a sandbox
+starts until the sandbox has stopped, or this process has exited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.nvidia import CDI_KIND
+
+WAIT_SECONDS = 20.0
+PAUSE_SECONDS = 0.1
+
+
+async def lock_gpus(names: Sequence[str]) -> ExitStack:
+    """Lock these GPUs. Closing the returned stack unlocks the GPUs. Raises RuntimeFailure if another program of this
+    machine does not unlock a GPU within WAIT_SECONDS."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + WAIT_SECONDS
+    with ExitStack() as held:
+        for name in sorted(names):
+            # An abstract socket name and not a file: the kernel frees the name when this process exits, and any user
+            # can take it.
+            lock = held.enter_context(socket.socket(socket.AF_UNIX))
+            while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
+                if clock() >= end:
+                    raise RuntimeFailure(
+                        f"GPU {name} is in use by another program of this machine that gives GPUs to sandboxes",
+                        hint="give each service, and each machine that joins one, GPUs of its own: the setting "
+                        "sandboxes.gpus; or end a node process that hangs",
+                    )
+                await asyncio.sleep(PAUSE_SECONDS)
+        return held.pop_all()
+
+
+def _bound(lock: socket.socket, name: str) -> bool:
+    try:
+        lock.bind(name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True

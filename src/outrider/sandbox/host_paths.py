@@ -1,0 +1,311 @@
+"""The files of a machine that tasks may name, and the files that no setting can open to tasks.
+
+A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
+or a virtual environment (below an entry of `sandboxes.allow`). Each sandbox is also shown some folders of the host.
+`KEPT` lists the files that none of these folders may hold. Folders are compared by device and inode, not by name alone,
+because a link, a bind mount and another spelling lead to the same folder. Invariant: the path read or mounted is the
+checked path, with all links resolved; uploads are opened without following any link (see
+sandbox/runtimes/tool_server/uploads.py).
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from outrider.config import Config
+from outrider.errors import InvalidField, RuntimeFailure
+from outrider.sandbox.runtimes.host_process.landlock import READ as SHOWN_BY_LANDLOCK
+from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.namespace.plan import SYSTEM_FOLDERS
+from outrider.sandbox.runtimes.tool_server.uploads import entries
+from outrider.spec import RuntimeSpec
+
+Id = tuple[int, int] | str
+"""Device and inode; for a path that does not exist, the path."""
+
+SHOWN = {
+    "namespace": ("/usr", *(f"/{name}" for name in SYSTEM_FOLDERS)),
+    "process-landlock": SHOWN_BY_LANDLOCK,
+}
+"""Folders of the host shown to each sandbox of a kind, whatever the task."""
+
+
+class HostPathRule(NamedTuple):
+    """Files that tasks may not read. `below`: folders below them may not be named either. `shown`: they may not lie in
+    the folders shown to every sandbox either."""
+
+    what: str
+    below: bool
+    shown: bool
+
+
+KEPT = {
+    "settings": HostPathRule("the settings file", below=True, shown=True),
+    "data": HostPathRule("the data folder", below=True, shown=True),
+    "key": HostPathRule("the key of the TLS certificate", below=True, shown=True),
+    "home": HostPathRule("the home folder of the service's user", below=False, shown=False),
+    "temporary": HostPathRule("the folder in which nodes keep their sandboxes", below=False, shown=False),
+    "proc": HostPathRule("the kernel's /proc", below=True, shown=False),
+    "sys": HostPathRule("the kernel's /sys", below=True, shown=False),
+    "dev": HostPathRule("the machine's devices", below=False, shown=False),
+    "etc": HostPathRule("the machine's own settings", below=False, shown=False),
+    "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
+}
+"""Rules for the folders of `files` and `sandboxes.allow`, which may neither be nor hold an entry of this table.
+docs/security.md has the same table."""
+
+
+class Located(NamedTuple):
+    """The target of a path: the path with all links resolved, and the ids of the target and of the folders above it,
+    the target first."""
+
+    real: str
+    ids: tuple[Id, ...]
+
+
+class Named(NamedTuple):
+    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below it. `shown`:
+    every sandbox is shown the folder."""
+
+    path: Path
+    setting: str
+    at: tuple[Located, ...]
+    shown: bool = False
+
+
+class Kept(NamedTuple):
+    path: Path
+    rule: HostPathRule
+    at: Located
+
+
+def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
+    """Return the error for the first folder that holds, is or lies in a file or folder that tasks may not read.
+    Pure."""
+    for one in named:
+        for place in kept:
+            if one.shown and not place.rule.shown:
+                continue
+            for at in one.at:
+                if _holds(at, place.at):
+                    return _refusal(one, place, "is" if at.real == place.at.real else "holds")
+                if place.rule.below and not one.shown and _holds(place.at, at):
+                    return _refusal(one, place, "lies in")
+    return None
+
+
+def _holds(outer: Located, inner: Located) -> bool:
+    """Return whether the inner path is the outer path or lies below it."""
+    return outer.ids[0] in inner.ids or Path(inner.real).is_relative_to(outer.real)
+
+
+def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
+    if one.shown:
+        return InvalidField(
+            f"{place.rule.what}, {place.path}, lies in {one.path}, which {one.setting} sandboxes are shown:"
+            " agents could read it",
+            field="sandboxes.runtimes",
+            hint=f"move it elsewhere, or leave {one.setting!r} out of sandboxes.runtimes",
+        )
+    what = place.rule.what if str(one.path) == str(place.path) else f"{place.rule.what}, {place.path}"
+    return InvalidField(
+        f"{one.setting} names {one.path}, which {relation} {what}: tasks could read it",
+        field=one.setting,
+        hint="name a folder that holds only what tasks may read, such as one beside it",
+    )
+
+
+class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of this machine that the tasks of a service may name. Paths are resolved. The methods block.
+
+    `files` is the folder for uploads, if any; `allow` are files and folders that tasks may name. `never` are the ids of
+    files that no upload may contain, not even as a hard link under another name.
+    """
+
+    files: Path | None = None
+    allow: tuple[Path, ...] = ()
+    never: frozenset[Id] = frozenset()
+
+    @classmethod
+    def of(cls, files: Path | None, allow: Iterable[Path] = ()) -> HostPaths:
+        """Make the paths of a service, with links resolved."""
+        return cls(
+            files=None if files is None else Path(os.path.realpath(files)),
+            allow=tuple(Path(os.path.realpath(path)) for path in allow),
+        )
+
+    @classmethod
+    def checked(cls, config: Config) -> HostPaths:
+        """Make the paths from the settings. The data folder must exist. Raises InvalidField for a folder that tasks may
+        not be given."""
+        kept = list(_kept(config))
+        if (error := refused(_named(config), kept)) is not None:
+            raise error
+        never = {id for place in kept if place.rule.shown for id in _files_in(place.at.real)}
+        made = cls.of(config.files, config.sandboxes.allow)
+        return msgspec.structs.replace(made, never=frozenset(never))
+
+    def allowed(self, path: str, *, field: str) -> Path:
+        """Return the path, resolved. Raises InvalidField for a path outside `allow`. Call this method before any check
+        for existence: a client must not find out whether a forbidden path exists."""
+        real = _resolved(path)
+        if real is None or not any(real.is_relative_to(root) for root in self.allow):
+            raise InvalidField(
+                f"{path!r} is not among the host's paths that tasks may name",
+                field=field,
+                hint="its operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
+            )
+        return real
+
+    def upload(self, name: str, *, field: str) -> Path:
+        """Return the file or folder that an upload step names, resolved. Raises InvalidField for a path that is outside
+        of `files` or does not exist."""
+        if self.files is None:
+            raise InvalidField(
+                f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
+                field=field,
+                hint="`outrider run` sends what lies beside the task's file; else its operator names a folder with"
+                " `outrider serve --files DIR`, or the setting files",
+            )
+        real = _resolved(self.files / name)
+        if real is None or not real.is_relative_to(self.files):
+            raise InvalidField(f"{name!r} is outside the files folder", field=field)
+        try:
+            mode = os.lstat(real).st_mode
+        except (OSError, ValueError) as error:
+            raise InvalidField(f"{name!r} is not in the service's files folder", field=field) from error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise InvalidField(f"{name!r} is neither a file nor a folder", field=field)
+        return real
+
+    def upload_now(self, name: str, *, field: str) -> Path:
+        """`upload`, for a sandbox under preparation. Raises RuntimeFailure where `upload` raises InvalidField, because
+        the file existed on the service's machine when the task was checked; also for a hard link to a file that tasks
+        may not read."""
+        try:
+            real = self.upload(name, field=field)
+        except InvalidField as error:
+            raise RuntimeFailure(f"cannot upload: {error.message}", field=field, hint=error.hint) from error
+        if self.never and any(entry.id in self.never for entry in entries(real)):
+            raise RuntimeFailure(f"cannot upload {name!r}: it holds a hard link to a file that tasks may not read")
+        return real
+
+    def as_named(self, message: str) -> str:
+        """Return a message about uploads with the paths as tasks name them, without the location of the folder."""
+        return message if self.files is None else message.replace(f"{self.files}/", "")
+
+    def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
+        """Return the spec with each path of the host resolved. Raises InvalidField for a path that is not allowed."""
+        if not names_paths(spec):
+            return spec
+        changes: dict[str, object] = {}
+        if spec.rootfs is not None:
+            changes["rootfs"] = str(self.allowed(spec.rootfs, field="task.runtime.rootfs"))
+        if spec.image is not None and os.path.isabs(spec.image):
+            changes["image"] = str(self.allowed(spec.image, field="task.runtime.image"))
+        mounts = []
+        for number, mount in enumerate(spec.mounts):
+            source = self.allowed(mount.source, field=f"task.runtime.mounts.{number}.source")
+            mounts.append(mount.model_copy(update={"source": str(source), "target": mount.target or mount.source}))
+        return spec.model_copy(update={**changes, "mounts": mounts})
+
+    def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
+        """Raise InvalidField for a virtual environment that needs forbidden paths of the host.
+
+        The targets of an allowed environment's links are not allowed with the environment, because its maker chose the
+        links. The service's own interpreter is allowed: the sandbox of every harness preset shows the interpreter.
+        """
+        own = Path(sys.base_prefix).resolve()
+        roots = (*self.allow, own)
+        places = [place for place in shown if not any(place.resolve().is_relative_to(root) for root in roots)]
+        if places:
+            flags = " ".join(f"--allow-path {place}" for place in places)
+            raise InvalidField(
+                f"{path!r} does not work without {' and '.join(map(str, places))}, which tasks may not name",
+                field=field,
+                hint=f"its operator allows it with `outrider serve {flags}`",
+            )
+
+
+def _resolved(path: str | Path) -> Path | None:
+    """Return the path with all links resolved; None if a link may not be read, such as links of /proc that lead into
+    another user's process."""
+    try:
+        return Path(os.path.realpath(path))
+    except OSError:
+        return None
+
+
+def names_paths(spec: RuntimeSpec) -> bool:
+    """Return whether a sandbox uses paths of the host that its task names."""
+    return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
+
+
+def locate(path: Path) -> Located:
+    """Return the target of a path. Blocks."""
+    real = os.path.realpath(path)
+    return Located(real, tuple(_id(str(one)) for one in (Path(real), *Path(real).parents)))
+
+
+def _id(path: str) -> Id:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
+
+
+def _kept(config: Config) -> Iterator[Kept]:
+    """Yield the existing files and folders of this machine that tasks may not read."""
+    key = config.tls.key or config.tls.certificate  # without a key file, the certificate's file holds the key
+    homes = []
+    with suppress(RuntimeError):  # there is no home
+        homes.append(Path.home())
+    with suppress(KeyError):  # this user has no entry in the user database
+        homes.append(Path(pwd.getpwuid(os.geteuid()).pw_dir))
+    places: list[tuple[Path | None, str]] = [
+        (config.read_from, "settings"),
+        (config.data, "data"),
+        (key, "key"),
+        *((home, "home") for home in homes),
+        (Path(tempfile.gettempdir()), "temporary"),
+        *((Path("/", name), name) for name in ("proc", "sys", "dev", "etc", "run")),
+    ]
+    for path, rule in places:
+        if path is not None and os.path.lexists(path):
+            yield Kept(path, KEPT[rule], locate(path))
+
+
+def _named(config: Config) -> Iterator[Named]:
+    """Yield the folders that tasks may read by these settings."""
+    given = [(config.files, "files")] if config.files is not None else []
+    for path, setting in (*given, *((path, "sandboxes.allow") for path in config.sandboxes.allow)):
+        below = [place for place, _ in inner_mounts([(path, "/")])]
+        yield Named(path, setting, tuple(map(locate, (path, *below))))
+    for kind, folders in SHOWN.items():
+        if kind in config.sandboxes.runtimes:
+            for folder in folders:
+                if os.path.lexists(folder):
+                    below = [place for place, _ in inner_mounts([(Path(folder), "/")])]
+                    yield Named(Path(folder), kind, tuple(map(locate, (Path(folder), *below))), shown=True)
+
+
+def _files_in(path: str) -> Iterator[Id]:
+    """Yield the id of a file, or the ids of the files directly in a folder."""
+    if not os.path.isdir(path):
+        yield _id(path)
+        return
+    with os.scandir(path) as found:
+        for entry in found:
+            if entry.is_file(follow_symlinks=False):
+                yield _id(entry.path)

@@ -1,0 +1,228 @@
+"""Image archives: an OCI layout, the output of `docker save` or `podman save`, or a plain tar of a root file system.
+
+Each form is reduced to tar layers, which unpack.py unpacks, and the settings of the image. Invariant: a blob named by a
+digest is read only if its content has this digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, TypeVar, cast
+
+import msgspec
+
+from outrider.sandbox.rootfs.unpack import UNREADABLE, ArchiveMember, BadImage, check_expansion
+
+T = TypeVar("T")
+
+MAX_DOCUMENT = 8 << 20
+"""Maximum bytes of a JSON document."""
+MAX_NESTING = 4
+"""Maximum nesting of indexes. Nothing else ends a circle of indexes."""
+MAX_LAYERS = 512
+"""Maximum layers of an image. Container engines make at most 127."""
+MAX_MEMBERS = 10_000
+"""Maximum entries of a tar searched for an image's documents. A root file system may have millions."""
+CHUNK = 1 << 20
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Names of machines in image indexes, by the names from `uname -m`."""
+NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+
+
+class Layered(msgspec.Struct, frozen=True):
+    """An image in layers. `layers` opens the layers one after another, the lowest first. `env` and `workdir` are the
+    variables and the working directory that the image sets for its programs."""
+
+    digest: str
+    layers: Callable[[], Iterator[BinaryIO]]
+    env: dict[str, str]
+    workdir: str | None
+
+
+class Platform(msgspec.Struct, frozen=True):
+    architecture: str | None = None
+    os: str | None = None
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """A reference to a blob, in the OCI image specification's term."""
+
+    digest: str
+    media_type: str | None = msgspec.field(name="mediaType", default=None)
+    platform: Platform | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """An index (has `manifests`) or an image's manifest (has `config` and `layers`)."""
+
+    manifests: list[Descriptor] = []
+    config: Descriptor | None = None
+    layers: list[Descriptor] = []
+
+
+class Settings(msgspec.Struct, frozen=True):
+    env: list[str] | None = msgspec.field(name="Env", default=None)
+    workdir: str | None = msgspec.field(name="WorkingDir", default=None)
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    config: Settings | None = None
+
+
+class Saved(msgspec.Struct, frozen=True):
+    config: str = msgspec.field(name="Config")
+    layers: list[str] = msgspec.field(name="Layers")
+
+
+Open = Callable[[str], BinaryIO]
+"""Function that opens a file of an image by its path. Raises BadImage for a missing file."""
+
+
+@contextmanager
+def layered(path: Path) -> Iterator[Layered]:
+    """Open the image in a folder or a tar file, which stays open during the context. Raises BadImage."""
+    if path.is_dir():
+
+        def below(name: str) -> BinaryIO:
+            place = path / name
+            if "\0" in name or not place.resolve().is_relative_to(path.resolve()) or not place.is_file():
+                raise BadImage(f"{path} has no {name}")
+            return place.open("rb")
+
+        yield _oci(below)
+        return
+    try:
+        opened = tarfile.open(path, tarinfo=ArchiveMember)  # noqa: SIM115  # not to catch errors of a `with` body
+    except (*UNREADABLE, OSError) as error:
+        raise BadImage(f"{path} is no tar archive: {error}") from error
+    with opened as archive:
+        size = path.stat().st_size
+        names = {member.name.removeprefix("./"): member for member in islice(_members(archive, size), MAX_MEMBERS)}
+
+        def within(name: str) -> BinaryIO:
+            member = names.get(name) or next((one for one in _members(archive, size) if one.name == name), None)
+            file = archive.extractfile(member) if member is not None and member.isfile() else None
+            if file is None:
+                raise BadImage(f"{path} has no {name}")
+            return cast(BinaryIO, file)
+
+        if "oci-layout" in names or "index.json" in names:
+            yield _oci(within)
+        elif "manifest.json" in names:
+            yield _saved(within)
+        else:
+            yield Layered(f"sha256:{digest_of_file(path.open('rb'))}", lambda: iter([path.open("rb")]), {}, None)
+
+
+def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
+    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
+    over and over."""
+    last = -1
+    for member in archive:
+        if member.offset <= last:
+            raise BadImage("the archive's entries are in a circle")
+        check_expansion(max(archive.offset, member.size), size)
+        last = member.offset
+        yield member
+
+
+def _oci(open_: Open) -> Layered:
+    """Read the image of an OCI layout: the only image, or among several the image for this machine."""
+    document = _document(open_("index.json"), "index.json", Manifest)
+    machine = MACHINES.get(platform.machine(), platform.machine())
+    for _ in range(MAX_NESTING):
+        manifests = document.manifests
+        fitting = [one for one in manifests if one.platform is None or one.platform.architecture in (machine, None)]
+        if len(fitting) != 1:
+            fitting = [one for one in fitting if one.platform is not None and one.platform.os == "linux"]
+        if len(fitting) != 1:
+            raise BadImage(f"the index names {len(manifests)} images, and not exactly one for linux on {machine}")
+        chosen = fitting[0]
+        document = _document(_blob(open_, chosen.digest), chosen.digest, Manifest)
+        if chosen.media_type not in NESTED and not document.manifests:
+            break
+    else:
+        raise BadImage("the image's indexes are nested too deep")
+    if document.config is None or not document.layers:
+        raise BadImage("the image has no layers")
+    names = _checked([layer.digest for layer in document.layers])
+    config = _document(_blob(open_, document.config.digest), document.config.digest, Configuration)
+    return _with_config(chosen.digest, lambda: (_blob(open_, name) for name in names), config)
+
+
+def _saved(open_: Open) -> Layered:
+    """Read the image of a `docker save` archive, whose layers are files."""
+    images = _document(open_("manifest.json"), "manifest.json", list[Saved])
+    if len(images) != 1:
+        raise BadImage("the archive holds several images: save one")
+    [image] = images
+    names = _checked(image.layers)
+    digest = hashlib.sha256(b"".join(digest_of_file(open_(name)).encode() for name in names)).hexdigest()
+    config = _document(open_(image.config), image.config, Configuration)
+    return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in names), config)
+
+
+def _checked(layers: list[str]) -> list[str]:
+    """Return the names of an image's layers. Raises BadImage for too many: each layer is read twice."""
+    if len(layers) > MAX_LAYERS:
+        raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
+    return layers
+
+
+def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], configuration: Configuration) -> Layered:
+    own = configuration.config or Settings()
+    env = dict(entry.split("=", 1) for entry in own.env or () if "=" in entry)
+    return Layered(digest, layers, env, own.workdir or None)
+
+
+def _blob(open_: Open, digest: str) -> BinaryIO:
+    kind, _, value = digest.partition(":")
+    if kind != "sha256" or not value.isalnum():
+        raise BadImage(f"the image names the blob {digest!r}: only sha256 digests are known")
+    name = f"blobs/sha256/{value}"
+    if digest_of_file(open_(name)) != value:
+        raise BadImage(f"the blob {digest} has other content than its name says")
+    return open_(name)
+
+
+def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
+    with file:
+        try:
+            return msgspec.json.decode(file.read(MAX_DOCUMENT), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadImage(f"{name} is not JSON as images have it: {error}") from error
+
+
+def digest_of_file(file: BinaryIO) -> str:
+    """Return the SHA-256 of an open file and close it."""
+    with file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO lacks readinto
+
+
+def digest_of(path: Path) -> str:
+    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions."""
+    found = hashlib.sha256()
+    names = [str(path)]
+    for folder, folders, files in os.walk(path):
+        folders.sort()  # os.walk then uses this order on every machine
+        names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
+    for name in names:
+        status = os.lstat(name)
+        mode = status.st_mode & 0o170111
+        found.update(f"{os.path.relpath(name, path)}\0{mode:o}\0".encode("utf-8", "surrogateescape"))
+        if os.path.islink(name):
+            found.update(os.fsencode(os.readlink(name)))
+        elif os.path.isfile(name):
+            found.update(f"{status.st_size}\0".encode())
+            with open(name, "rb") as file:
+                while chunk := file.read(CHUNK):
+                    found.update(chunk)
+    return found.hexdigest()

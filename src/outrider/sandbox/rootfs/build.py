@@ -1,0 +1,119 @@
+"""Builds images with Apptainer from recipes, and reuses earlier builds.
+
+    builds/KEY.sif    the result of a build; the key covers its inputs
+
+recipe.py makes the definition of a recipe. Invariant: a file `KEY.sif` is complete, and if several processes need the
+file at once, only one builds it (see concurrency/build_once.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from outrider.concurrency.build_once import build_once
+from outrider.environment import cache_home
+from outrider.sandbox.rootfs.apptainer import apptainer_program
+from outrider.sandbox.rootfs.recipe import Definition, Recipe, definition_of, local_base
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import BadImage
+
+BUILD_SECONDS = 6 * 3600
+LOG_TAIL = 4000
+SIF = "image.sif"
+
+
+class Reuse(StrEnum):
+    """Condition for using an earlier build instead of a new one.
+
+    scratch: never. versioned: same base, recipe, contents of its files and version of Outrider. lock: same base,
+    packages and requirements; files and commands are added in a second, short build.
+    """
+
+    SCRATCH = "scratch"
+    VERSIONED = "versioned"
+    LOCK = "lock"
+
+
+class Builder:
+    """Builds into `folder`. The methods block. `program` is Apptainer, by default the program on the PATH. `note` is
+    called with a line before long work."""
+
+    def __init__(
+        self,
+        store: ImageStore,
+        *,
+        folder: Path | None = None,
+        program: str | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._store = store
+        self._folder = folder or cache_home() / "builds"
+        self._program = program
+        self._note = note
+
+    def build(self, recipe: Recipe, reuse: Reuse) -> Path:
+        """Build a recipe or find an earlier build, and return the SIF file. Raises InvalidField, NotFound, BadImage
+        with Apptainer's output, and RuntimeUnavailable without Apptainer."""
+        wanted = time.time()
+        whole = definition_of(recipe, self._store)
+        if reuse is Reuse.SCRATCH:
+            return self._built(whole.key("versioned", version("outrider")), whole, since=wanted)
+        if reuse is Reuse.VERSIONED:
+            return self._built(whole.key("versioned", version("outrider")), whole)
+        installed = msgspec.structs.replace(whole, files=(), env={}, commands=())
+        key = installed.key("lock")
+        base = self._built(key, installed)
+        rest = msgspec.structs.replace(whole, header=local_base(base), identity=key, packages=(), pip="")
+        return self._built(rest.key("rest"), rest)
+
+    def _built(self, key: str, definition: Definition, *, since: float = 0.0) -> Path:
+        """Return the build with this key, made no earlier than `since`."""
+        ran = False
+
+        def run(draft: Path) -> None:
+            nonlocal ran
+            ran = True
+            self._run(definition, draft)
+
+        place = build_once(
+            self._folder / f"{key}.sif",
+            run,
+            part=SIF,
+            is_built=lambda path: path.exists() and path.stat().st_mtime >= since,
+            on_wait=lambda: self._note("waiting for another process that builds the same"),
+        )
+        if not ran:
+            self._note(f"using {place}, which was built before")
+        return place
+
+    def _run(self, definition: Definition, draft: Path) -> None:
+        program = self._program or apptainer_program()
+        recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", SIF, "log"))
+        requirements.write_text(definition.pip, encoding="utf-8")
+        recipe.write_text(definition.render(requirements), encoding="utf-8")
+        self._note(f"building with {program}; this takes minutes where much is installed")
+        as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
+        with log.open("wb") as out:
+            done = subprocess.run(
+                [program, "build", *as_user, str(sif), str(recipe)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=BUILD_SECONDS,
+                check=False,
+            )
+        if done.returncode != 0 or not sif.exists():
+            raise BadImage(
+                f"{program} cannot build the image",
+                hint="an ordinary user needs an entry in /etc/subuid and /etc/subgid; root needs all capabilities",
+                log_tail=log.read_bytes()[-LOG_TAIL:].decode(errors="replace"),
+            )
+        sif.chmod(0o644)

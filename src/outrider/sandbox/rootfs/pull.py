@@ -1,0 +1,61 @@
+"""Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
+code of our own could.
+
+The image store unpacks the image. Invariant: skopeo's output is kept only until it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.sandbox.rootfs.store import ImageStore, RootImage, checked_name
+from outrider.sandbox.rootfs.unpack import BadImage
+
+PULL_SECONDS = 3600
+
+
+async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
+    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
+
+    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's output if it fails."""
+    checked_name(name)
+    tool = shutil.which("skopeo")
+    if tool is None:
+        raise RuntimeUnavailable(
+            "skopeo is not installed",
+            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
+        )
+    # A reference that begins with "-" would be read as an option.
+    if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
+        raise InvalidField(
+            f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"
+        )
+    with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
+        layout = Path(folder, "layout")
+        process = await asyncio.create_subprocess_exec(
+            tool,
+            *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(PULL_SECONDS):
+                _, said = await process.communicate()
+        except TimeoutError as error:
+            raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode != 0:
+            raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")
+        return await asyncio.to_thread(store.import_, layout, name)

@@ -1,0 +1,199 @@
+"""Recipes of images: a TOML file, and the Apptainer definition rendered from it.
+
+build.py builds the definition. A recipe lists an image's parts as data, so that builds of the same content have the
+same key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe stays in
+its section of the definition: no text can begin a new section or use Apptainer's placeholders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from outrider.errors import InvalidField
+from outrider.sandbox.rootfs.archives import digest_of
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.text_files import read_toml_file
+
+FORMAT = "2"
+"""Part of every key. Change it when `render` changes, so that earlier builds are no longer used."""
+REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
+PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECTION = re.compile(r"^\s*%", re.MULTILINE)
+INDENT = "    "
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The base of an image. `source` is a file of `docker save`, a folder with an OCI layout, a SIF file or root folder
+    (`localimage`), the name of an imported image (`image`), or a Debian suite (`debootstrap`), whose packages come from
+    `mirror`."""
+
+    kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
+    source: str
+    mirror: str | None = None
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    target: str
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fields of a recipe file. `packages` are Debian packages. `pip` are requirements, one per entry, and
+    `requirements` is a file of requirements. `files` are copied in. `commands` run last, each in the image's shell.
+    `env` is set for the commands and in every sandbox."""
+
+    base: Base
+    packages: tuple[str, ...] = ()
+    pip: tuple[str, ...] = ()
+    requirements: str | None = None
+    files: tuple[File, ...] = ()
+    env: dict[str, str] = {}
+    commands: tuple[str, ...] = ()
+
+
+class Header(NamedTuple):
+    """The head of a definition, which names the source of the base."""
+
+    kind: str
+    lines: tuple[tuple[str, str], ...]
+
+
+class Definition(msgspec.Struct, frozen=True, kw_only=True):
+    """One build. `identity` is a digest of its base's content. `pip` is the text of a requirements file."""
+
+    header: Header
+    identity: str
+    packages: tuple[str, ...] = ()
+    pip: str = ""
+    files: tuple[File, ...] = ()
+    env: Mapping[str, str] = {}
+    commands: tuple[str, ...] = ()
+
+    def key(self, *parts: str) -> str:
+        """Return the key of the build. Builds with the same key can replace each other. `parts` are further inputs of
+        the key."""
+        contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
+        said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
+        return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
+
+    def render(self, requirements: Path) -> str:
+        """Return the text of the definition file. `requirements` is a host file with the text of `pip`."""
+        pip = [f"{requirements} {REQUIREMENTS_AT}"] if self.pip else []
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        steps: list[str] = []
+        if self.packages:
+            # As root in a user namespace with one user, apt cannot switch to its own user `_apt`.
+            apt = "apt-get -o APT::Sandbox::User=root"
+            steps += ["export DEBIAN_FRONTEND=noninteractive", f"{apt} update"]
+            steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
+            steps += ["rm -rf /var/lib/apt/lists/*"]
+        if self.pip:
+            # Without this variable Debian's Python refuses to install beside its packages.
+            install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
+            steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
+        steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
+        sections = {
+            "%files": [*pip, *(f"{file.source} {file.target}" for file in self.files)],
+            "%environment": exports,
+            "%post": ["set -eu", *exports, *steps] if steps else [],
+            "%labels": [f"outrider.version {version('outrider')}"],
+        }
+        head = [f"Bootstrap: {self.header.kind}", *(f"{name}: {value}" for name, value in self.header.lines)]
+        body = [["", title, *(INDENT + line for line in lines)] for title, lines in sections.items() if lines]
+        return "\n".join([*head, *(line for lines in body for line in lines), ""])
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField with the field."""
+    try:
+        recipe = msgspec.convert(read_toml_file(path, field="recipe"), Recipe)
+    except msgspec.ValidationError as error:
+        raise InvalidField(f"{path}: {error}", field="recipe") from error
+    folder = path.parent.absolute()
+    base = recipe.base
+    if base.kind in ("docker-archive", "oci", "localimage"):
+        base = msgspec.structs.replace(base, source=str(folder / base.source))
+    files = tuple(msgspec.structs.replace(file, source=str(folder / file.source)) for file in recipe.files)
+    requirements = str(folder / recipe.requirements) if recipe.requirements is not None else None
+    return msgspec.structs.replace(recipe, base=base, files=files, requirements=requirements)
+
+
+def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
+    """Return the definition of a recipe. Blocks while it reads the base and the files for their digests. Raises
+    InvalidField, and NotFound for an image that was not imported."""
+    _check(recipe)
+    # The header names the base to Apptainer; the identity is a digest of the base's content.
+    base = recipe.base
+    if base.kind == "image":
+        image = store.image(base.source)
+        header, identity = local_base(store.root(image)), image.digest
+    elif base.kind == "debootstrap":
+        if base.mirror is None:
+            raise InvalidField("debootstrap needs a mirror", field="base.mirror", hint="the address of a Debian mirror")
+        header = Header(base.kind, (("OSVersion", base.source), ("MirrorURL", base.mirror)))
+        identity = f"{base.mirror} {base.source}"
+    else:
+        path = _existing(base.source, "base.source")
+        header = Header(base.kind, (("From", str(path)),))
+        # The index of an OCI layout holds the digests of all other files in the layout.
+        identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
+    pip = "".join(f"{line}\n" for line in recipe.pip)
+    if recipe.requirements is not None:
+        pip = _existing(recipe.requirements, "requirements").read_text(encoding="utf-8") + pip
+    return Definition(
+        header=header,
+        identity=identity,
+        packages=recipe.packages,
+        pip=pip,
+        files=recipe.files,
+        env=recipe.env,
+        commands=recipe.commands,
+    )
+
+
+def local_base(sif: Path) -> Header:
+    return Header("localimage", (("From", str(sif)),))
+
+
+def _existing(path: str, field: str) -> Path:
+    if not Path(path).exists():
+        raise InvalidField(f"there is no {path}", field=field)
+    return Path(path)
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse texts that would leave their section of a definition: the format has no quoting. Raises InvalidField."""
+    for name in recipe.packages:
+        if not PACKAGE.fullmatch(name):
+            raise InvalidField(
+                f"{name!r} is no Debian package", field="packages", hint="such as git, or git=1:2.39.5-0"
+            )
+    for name in recipe.env:
+        if not VARIABLE.fullmatch(name):
+            raise InvalidField(f"{name!r} is no variable's name", field="env")
+    for file in recipe.files:
+        _existing(file.source, "files")
+        if not file.target.startswith("/"):
+            raise InvalidField(f"{file.target!r} is no absolute path", field="files")
+    words = [
+        recipe.base.source,
+        recipe.base.mirror or "",
+        *(path for file in recipe.files for path in (file.source, file.target)),
+    ]
+    if any(re.search(r"\s", word) for word in words):
+        raise InvalidField("a definition file takes no paths with spaces", field="files")
+    lines: list[Any] = [*words, *recipe.env.values()]
+    if any("\n" in text for text in lines):
+        raise InvalidField("a value of a variable is one line", field="env")
+    for text in (*lines, *recipe.commands):
+        if "{{" in text or SECTION.search(text):
+            raise InvalidField(f"{text!r} would be read as part of the definition's own language", field="commands")

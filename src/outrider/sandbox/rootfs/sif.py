@@ -1,0 +1,125 @@
+"""Reads SIF, Apptainer's image file: finds the root file system and unpacks it.
+
+The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
+partition is used, and only as squashfs, the only kind that Apptainer builds. Invariant: offsets and sizes in the file
+are used only within the file's bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.errors import RuntimeUnavailable
+from outrider.sandbox.rootfs.unpack import BadImage, Room
+
+MAGIC = b"SIF_MAGIC\0"
+MAGIC_AT = 32
+HEADER = struct.Struct("<64x8q")
+"""The numbers of the header: times of creation and change, numbers of free and of all descriptors, offset and length of
+the descriptors, offset and length of the data."""
+DESCRIPTOR = struct.Struct("<i?IIIqqqqqqq128s384s")
+PARTITION = 0x4004
+SQUASHFS = 1
+SYSTEM_PARTITION = 2
+MAX_DESCRIPTORS = 4096
+SQUASHFS_MAGIC = b"hsqs"
+UNSQUASHFS_SECONDS = 3600
+MAX_LINE = 64 << 10
+"""Maximum bytes of a line of a listing: a path has at most 4096."""
+
+
+class Partition(NamedTuple):
+    """Position of the root file system in the file, in bytes."""
+
+    offset: int
+    size: int
+
+
+def is_sif(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(MAGIC_AT)
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def root_partition(path: Path) -> Partition:
+    """Return the partition of the root file system. Raises BadImage if it is missing, or is not squashfs."""
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise BadImage(f"{path} ends within its header")
+        _, _, _, total, at, _, _, _ = HEADER.unpack(header)
+        if not (0 < total <= MAX_DESCRIPTORS and HEADER.size <= at <= length):
+            raise BadImage(f"{path} has {total} descriptors at byte {at}, which cannot be")
+        file.seek(at)
+        for _ in range(total):
+            packed = file.read(DESCRIPTOR.size)
+            if len(packed) < DESCRIPTOR.size:
+                break
+            kind, used, _, _, _, offset, size, *_, extra = DESCRIPTOR.unpack(packed)
+            format_, part = struct.unpack_from("<ii", extra)
+            if kind == PARTITION and used and part == SYSTEM_PARTITION:
+                if format_ != SQUASHFS or not (0 < offset <= length - size and size > 0):
+                    raise BadImage(f"the root file system of {path} is not squashfs")
+                return Partition(offset, size)
+    raise BadImage(f"{path} has no root file system")
+
+
+def unpack_sif(path: Path, target: Path) -> None:
+    """Unpack the root file system into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
+    tool = shutil.which("unsquashfs")
+    if tool is None:
+        raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
+    offset = root_partition(path).offset
+    _check_size(tool, path, offset, target)
+    command = [tool, "-quiet", "-no-progress", "-no-xattrs", "-ignore-errors", "-force"]
+    done = subprocess.run(
+        [*command, "-offset", str(offset), "-dest", str(target), str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=UNSQUASHFS_SECONDS,
+    )
+    # 2: some files were left out, such as devices, which an ordinary user cannot make.
+    if done.returncode not in (0, 2):
+        raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    make_own(target)
+
+
+def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
+    """Check the total of the listed sizes before any file is written: many files of a squashfs can share the same few
+    bytes. Raises BadImage."""
+    room, total = Room(target), 0
+    room.add_archive(path.stat().st_size)
+    command = [tool, "-lln", "-offset", str(offset), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
+        assert said.stdout is not None
+        try:
+            # A name with a newline adds a line, and removes none.
+            while line := said.stdout.readline(MAX_LINE):
+                room.take_entry()
+                if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
+                    total += int(parts[2])
+                    room.check(total)
+        finally:
+            said.kill()
+    room.take(total)
+
+
+def make_own(root: Path) -> None:
+    """Give a tree to this process's user, with readable files and writable folders. Run as root, unsquashfs keeps the
+    owners, but a sandbox over the tree has only one user."""
+    user, group = os.getuid(), os.getgid()
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            place = os.path.join(folder, name)
+            status = os.lstat(place)
+            if (status.st_uid, status.st_gid) != (user, group):
+                os.lchown(place, user, group)
+            if not os.path.islink(place):
+                needed = 0o700 if os.path.isdir(place) else 0o600
+                os.chmod(place, status.st_mode & 0o777 | needed)

@@ -1,0 +1,251 @@
+"""The apptainer runtime: rootless containers of HPC machines, without a daemon, from a SIF file or a root folder.
+
+A sandbox is one `apptainer exec` that runs for the sandbox's whole life, with our tool server as its program.
+Invariant: the tool server is the first process of the container's pid namespace, so its exit kills all processes
+inside; when `stop` returns, Apptainer's processes outside the container are dead too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command
+from outrider.sandbox.rootfs.store import ImageStore, known_image
+from outrider.sandbox.runtimes.apptainer.command_line import (
+    APPTAINER,
+    CONFINEMENT,
+    Bind,
+    exec_command,
+    in_groups,
+    program_environment,
+    server_command,
+)
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.sandbox.runtimes.kernel.child import Child, Descendants
+from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.kernel.process_marks import kill_marked, mark_of, started
+from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
+from outrider.sandbox.runtimes.namespace.plan import ETC_MADE
+from outrider.sandbox.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
+from outrider.sandbox.runtimes.tool_server.bundle import confined, delivery, portable_server
+from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
+from outrider.sandbox.runtimes.tool_server.launch import (
+    STOP_SECONDS,
+    RunningServer,
+    configure,
+    connection,
+    rooted_setup,
+    undone,
+)
+from outrider.sandbox.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
+from outrider.sandbox.runtimes.tool_server.shared_folder import GATEWAY, SOCKET, SharedFolder
+from outrider.spec import Resources, RuntimeSpec
+
+SHARED_AT = "/run/outrider-shared"
+PID, STARTED, GROUP = "pid", "started", "group"
+"""Keys in the handle of a sandbox that may outlive its node: pid and start time of the process `apptainer exec`, and
+the folders of the control group, one a line (the kernel refuses a newline in a group's name)."""
+OWN_PROCESSES = 48
+OWN_MEMORY_MB = 64
+PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
+NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
+"""Variables set by Apptainer, for every image."""
+
+
+class ApptainerRuntime:
+    """The kind `apptainer`. Paths are the sandbox's own. Written files live in memory, and `stop` discards them."""
+
+    gives_gpus = True
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(launch, spec, context)
+
+    @classmethod
+    def take_over(cls, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
+        """See `TakesOver`."""
+        return ToolServerSandbox(partial(take_over, handle=handle), spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        try:
+            found = APPTAINER.get()
+        except RuntimeUnavailable as error:
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        limits = limits_in_words(cgroups.find())
+        return Availability(ok=True, detail=f"apptainer {found.version} at {found.path}; limits by {limits}")
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        named = named_image(spec)
+        if not named.startswith("/"):
+            known_image(named)
+        if spec.users > 1:
+            raise InvalidField(
+                "apptainer sandboxes have one user", field="task.runtime.users", hint="use runtime kind 'namespace'"
+            )
+
+
+def named_image(spec: RuntimeSpec) -> str:
+    """The path of a SIF file or root folder, or the name of an image. Raises InvalidField."""
+    if (named := spec.image or spec.rootfs) is None:
+        raise InvalidField(
+            "an apptainer sandbox needs an image",
+            field="task.runtime.image",
+            hint="the path of a SIF file or of a root folder, or a name from `outrider image list`",
+        )
+    return named
+
+
+@asynccontextmanager
+async def launch(
+    spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
+) -> AsyncIterator[RunningServer]:
+    """Run `apptainer exec`. See tool_server/launch.py.
+
+    The option `--nv` is not used, because it shows a container all GPUs of the machine."""
+    name = context.directory.name
+    image, stored_env = await asyncio.to_thread(_image, spec)
+    found = await asyncio.to_thread(APPTAINER.get)
+    gpus = await asyncio.to_thread(driver.shown, context.gpus)
+    python, server_code = await asyncio.to_thread(portable_server)
+    groups = await context.host.part(Cgroups)
+    controllers = groups.hierarchies.folders
+    resources = with_apptainer(spec.resources)
+    memory = counted_memory(spec.resources, controllers)
+    setup = partial(
+        rooted_setup,
+        *(spec, context),
+        memory=memory,
+        python=portable_command(),
+        bridge_socket=f"{SHARED_AT}/{GATEWAY}",
+        libraries=gpus.libraries_at,
+    )
+    first = setup(stored_env)
+    hosts = context.directory / "hosts"
+    hosts.write_bytes(ETC_MADE["hosts"])
+    binds = await asyncio.to_thread(_binds, spec, context, python, hosts, gpus)
+    command = [
+        *exec_command(found, image, binds, first.marking()),
+        *server_command(*writable_bounds(spec.resources), memory, rlimits(resources, controllers, own_users=True)),
+    ]
+    async with AsyncExitStack() as undo:
+        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
+        shared.stop_listening()  # the connection is the server's standard input
+        group = groups.make(name, resources)
+        undo.push_async_callback(undone, name, group.remove)
+        environment = {**program_environment(context.directory), **first.marking()}
+        with connection() as (ours, theirs):
+            child = Child.spawn(in_groups(group.entrances, command), environment, theirs)
+        descendants = Descendants(child)
+        undo.push_async_callback(undone, name, partial(_end, child, descendants, first.mark))
+        tools = ToolClient(ours, child.log_tail)
+        undo.push_async_callback(undone, name, tools.close)
+        await tools.open()
+        tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
+        await configure(tools, first)
+        descendants.hold()
+        # The variables set by the image can only be read from the running server.
+        image_env = of_image(await environment_of(tools))
+        await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
+        yield _running(tools, group, child)
+
+
+@asynccontextmanager
+async def take_over(
+    spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
+) -> AsyncIterator[RunningServer]:
+    """Continue a sandbox that has outlived its node. See tool_server/launch.py."""
+    name = context.directory.name
+    async with AsyncExitStack() as undo:
+        group = Group(tuple(map(Path, filter(None, handle[GROUP].split("\n")))))
+        undo.push_async_callback(undone, name, group.remove)
+        child = Child.found(int(handle[PID]), handle[STARTED])
+        descendants = Descendants(child)
+        undo.push_async_callback(undone, name, partial(_end, child, descendants, mark_of(context.directory)))
+        descendants.hold()
+        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
+        undo.callback(shared.stop_listening)
+
+        async def runs() -> bool:
+            return child.runs()
+
+        tools = await shared.meet(handle[SECRET], runs)
+        undo.push_async_callback(undone, name, tools.close)
+        yield _running(tools, group, child)
+
+
+def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
+    async def ended_inside() -> bool:
+        """The log is not considered, because Apptainer and the tool server both write to it."""
+        return group.ran_out()
+
+    handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: "\n".join(map(str, group.folders))}
+    return RunningServer(
+        tools=tools, group=group, ended_inside=ended_inside, next_host=f"{SHARED_AT}/{SOCKET}", handle=handle
+    )
+
+
+def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
+    """Return the image for Apptainer to start, and the image's variables in our own store. Blocks. Raises
+    InvalidField, RuntimeUnavailable."""
+    named = named_image(spec)
+    if not named.startswith("/"):
+        image = known_image(named)
+        return str(ImageStore().root(image)), image.env
+    if not Path(named).exists():
+        raise RuntimeUnavailable(f"there is no SIF file or root folder {named} on this node")
+    return named, {}
+
+
+def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
+    """Blocks, like `inner_mounts`."""
+    shown = [
+        (python, PORTABLE_AT),
+        (context.directory / "tools", SHARED_AT),
+        (hosts, "/etc/hosts"),
+        *((path, str(path)) for path in context.mounts),
+        *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
+        *((Path(source), target) for source, target in gpus.libraries),
+    ]
+    # Each folder is followed by the mounts in it, before the next folder is shown, perhaps at the same path.
+    binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
+    return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
+
+
+def with_apptainer(resources: Resources) -> Resources:
+    """The limits, plus the needs of Apptainer's own processes, which share the sandbox's control group and user."""
+    memory = resources.most_memory_mb + OWN_MEMORY_MB
+    return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
+
+
+async def _end(child: Child, descendants: Descendants, mark: str) -> None:
+    """Kill the processes inside and wait for the exit of every process started for the sandbox. The connection is
+    already closed, so a server that is still starting, and not yet held, exits."""
+    descendants.hold()
+    descendants.kill_first_inside()
+    if not await child.end(STOP_SECONDS):
+        await asyncio.to_thread(kill_marked, f"{mark}:")
+    await descendants.end()
+
+
+async def environment_of(tools: ToolClient) -> dict[str, str]:
+    """Return the environment with which the tool server was started."""
+    told = await tools.call("environ", {}, ToolPart)
+    entries = told.data.decode("utf-8", "surrogateescape").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def of_image(env: Mapping[str, str]) -> dict[str, str]:
+    """Select the variables of a container's environment that its image has set. LANG=C comes from Apptainer."""
+    own = {name: value for name, value in env.items() if name not in NAMES and not name.startswith(PREFIXES)}
+    return {name: value for name, value in own.items() if (name, value) != ("LANG", "C")}

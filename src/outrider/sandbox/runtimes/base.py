@@ -1,0 +1,286 @@
+"""The runtime interface: one sandbox, started once and stopped exactly once.
+
+The interface involves neither models nor rewards. Paths inside the sandbox are POSIX paths, absolute or relative to
+the working directory. Invariant: after `stop` returns, no process of the sandbox is alive and no file of the sandbox
+is left on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.spec import RuntimeSpec
+
+MAX_OUTPUT = 10 << 20
+"""Maximum bytes kept of one output stream. In a longer stream, a note of the number of bytes cut replaces the
+middle."""
+
+MAX_PATHS = 10_000
+"""Maximum number of paths that `glob` returns by default."""
+
+MAX_PATCH = 16 << 20
+"""Maximum bytes of a patch's text, and of each changed file."""
+
+LOG_TAIL = 4096
+"""Maximum bytes of a failed program's output that the error includes."""
+
+
+class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that a node passes to a sandbox: its identity, a private host directory that exists and is empty
+    (the node removes the directory after `stop`), and the host address of the model gateway.
+
+    `mounts` are host folders to mount read-only at the same path inside (the harness programs). `host` holds the parts
+    shared by all sandboxes of the node, and is open while any of them runs. `gpus` are the names, as in the setting
+    `sandboxes.gpus`, of the GPUs that only this sandbox may use, empty unless the kind has `gives_gpus`. `layer` is
+    the start state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox.
+    Only a `SavesLayers` runtime receives a layer.
+    """
+
+    session_id: str
+    attempt: int
+    directory: Path
+    host: Host
+    gateway_url: str
+    gateway_socket: Path
+    mounts: tuple[Path, ...] = ()
+    layer: Path | None = None
+    gpus: tuple[str, ...] = ()
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Exit code and outputs of a command. `exit_code` is None when the command was killed for its time limit
+    (`timed_out`), and 128 + N when signal N killed the command. Outputs are raw bytes, truncated in the middle past
+    MAX_OUTPUT."""
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    def log_tail(self, *, limit: int = LOG_TAIL) -> str:
+        """Return the last `limit` bytes of stdout and stderr, stdout first; each stream may use the space left free by
+        the other."""
+        out, err = self.stdout.rstrip(), self.stderr.rstrip()
+        err = err[-max(limit // 2, limit - len(out)) :]
+        room = limit - len(err)
+        out = out[-room:] if room else b""
+        return b"\n".join(part for part in (out, err) if part).decode("utf-8", errors="replace")
+
+
+class Display(msgspec.Struct, frozen=True):
+    """A rich result of an interpreter's input. `data` holds its forms by MIME type: images as bytes, all others (JSON
+    too) as text. A `text/plain` form is in the output as well."""
+
+    data: dict[str, str | bytes]
+
+
+class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Output of one shell or interpreter input, stdout and stderr merged in order. `displays` are IPython's rich
+    results, at most 8 MiB together. A note replaces a form that does not fit."""
+
+    output: str
+    exit_code: int | None
+    timed_out: bool = False
+    displays: tuple[Display, ...] = ()
+
+
+ShellKind = Literal["bash", "python", "ipython"]
+"""bash (sh in a sandbox without bash), Python as at its prompt, or IPython as in a notebook."""
+
+
+class Shell(Protocol):
+    """A live bash, Python or IPython that keeps its state between calls.
+
+    `run` raises RuntimeFailure when the shell is gone. On a time limit the running job is killed and the shell stays
+    usable.
+    """
+
+    async def run(self, text: str, *, seconds: float) -> ShellResult: ...
+    async def close(self) -> None: ...
+
+
+class NoShell(RuntimeFailure):
+    """The sandbox has no interpreter of that `kind`, or an agent has made the interpreter unusable."""
+
+    def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
+        name = "IPython" if kind == "ipython" else "Python"
+        super().__init__(f"no {name} in the sandbox", hint=hint, log_tail=log_tail, inside=True)
+        self.kind: ShellKind = kind
+
+
+class PatchConflict(ValueError):
+    """A patch does not apply, and no file was changed. The text names the file and the hunk."""
+
+
+class Availability(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a check of this machine: `ok`, and a description of the feature or of the missing part."""
+
+    ok: bool
+    detail: str
+    hint: str | None = None
+
+
+@runtime_checkable
+class TakesOver(Protocol):
+    """A runtime kind whose sandboxes implement `Outlives`."""
+
+    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> Runtime:
+        """Return the sandbox in `context.directory`, which has outlived its node. If the sandbox no longer exists,
+        `start` cleans up and raises RuntimeFailure."""
+        ...
+
+
+class RuntimeKind(Protocol):
+    """A kind of sandbox, as named by `task.runtime.kind`: any object with these methods. With class methods, a class
+    may be both the kind and the `Runtime` that the kind creates.
+
+    Three attributes are optional. `shows_mounts` is False for a kind whose programs cannot see the folders of
+    `SandboxContext.mounts`. `saves_layers` is True for a kind whose sandboxes implement `SavesLayers`. `gives_gpus` is
+    True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`. A kind whose sandboxes can
+    outlive their node also implements `TakesOver`.
+    """
+
+    def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
+        """Return a sandbox that has not started. Creates nothing on the host."""
+        ...
+
+    def available(self) -> Availability:
+        """Return whether this machine can run sandboxes of this kind. The first call may block for seconds."""
+        ...
+
+    def check_spec(self, spec: RuntimeSpec) -> None:
+        """Check a spec before the task is stored. Raises InvalidField, naming the field, if this kind cannot fulfil
+        the spec. Blocks for a check of a few files."""
+        ...
+
+
+class Runtime(Protocol):
+    """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
+
+    `endpoint` is the base URL (no trailing slash) of the model gateway for programs inside, valid after `start`.
+    `scratch` is the path inside of a folder for files that do not belong to the task. `start` leaves nothing behind
+    when it raises. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
+    """
+
+    endpoint: str
+    scratch: str
+
+    async def start(self) -> None: ...
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        merged: bool = False,
+        seconds: float,
+    ) -> ExecResult:
+        """Run a command to its end. A string is run by `bash -c`, or by `sh -c` in a sandbox without bash; a sequence
+        is executed directly. With `merged`, stderr is in `stdout`, in the order of writing. When the command exceeds
+        `seconds`, or the caller is cancelled, the command and all its descendants are killed."""
+        ...
+
+    async def open_shell(self, kind: ShellKind = "bash") -> Shell:
+        """Open a live shell. Raises NoShell, with a hint, when the sandbox has no interpreter of that kind."""
+        ...
+
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
+        """Return a file's bytes. Raises FileNotFoundError and IsADirectoryError, and RuntimeFailure for a file of more
+        than `limit` bytes or, if `follow` is false, for a symbolic link."""
+        ...
+
+    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
+        """Create or replace a file, with its parent folders."""
+        ...
+
+    async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
+        """Return the matching paths, sorted, as `glob.glob(pattern, recursive=True)` of Python finds them: relative
+        for a relative pattern, hidden files only if the pattern's part begins with a dot. `**` does not follow
+        symbolic links. Raises RuntimeFailure for more than `limit` paths."""
+        ...
+
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+        """Apply a unified diff to the files below `cwd`, as `git apply` does: completely or not at all. Returns the
+        paths that were written or removed, as named in the diff. Raises PatchConflict."""
+        ...
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or folder to `target`. Symbolic links that lead out of the folder are refused."""
+        ...
+
+    async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
+        """Write a tar archive of the given paths into the new host file `target`.
+
+        Files that are missing, vanish during the call or may not be read are left out. With `alone`, every other
+        process of the sandbox is killed first, live shells too, so that no process changes the files during the copy.
+        Raises RuntimeFailure, and leaves no file, when a file cannot be read for lack of a resource, or the archive
+        exceeds the maximum size."""
+        ...
+
+    async def restore(self, archive: Path, paths: Sequence[str]) -> None:
+        """Bring `paths` to their state in another sandbox, whose `snapshot` is the host file `archive`.
+
+        Files that exist at `paths` are removed first, and nothing of the archive is written anywhere else. An agent
+        may have crafted the archive. Therefore devices, sockets, pipes and links that lead out of `paths` are left
+        out, except links to the system's folders."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class TellsCause(Protocol):
+    """A runtime that can detect whether a sandbox was broken from inside."""
+
+    async def broken_inside(self) -> bool:
+        """Return whether programs inside broke the sandbox. False for a working, unstarted or stopped sandbox, after a
+        failure of the host's own part, and when the cause cannot be determined."""
+        ...
+
+
+@runtime_checkable
+class TellsImage(Protocol):
+    """A runtime whose image may be replaced by another image of the same name while the service runs."""
+
+    async def image_is_current(self) -> bool:
+        """Return whether a sandbox started now would have the same image. Raises RuntimeFailure."""
+        ...
+
+
+class Outlives(Protocol):
+    """A runtime whose sandboxes can outlive their node, together with the programs inside: the next node continues
+    them. See `TakesOver`."""
+
+    async def may_outlive(self) -> Mapping[str, str]:
+        """Make the sandbox wait for another node if this node is killed. Returns the secret handle for `take_over`."""
+        ...
+
+    async def exec_once(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        stdin: bytes = b"",
+        seconds: float,
+    ) -> ExecResult:
+        """Run a command that outlives its node, otherwise like `Runtime.exec`. If a command of the same name was
+        started before, the call starts none and waits for the end of the first."""
+        ...
+
+
+class SavesLayers(Protocol):
+    """A runtime that can copy every file written in a sandbox into another sandbox."""
+
+    async def save_layer(self, target: Path) -> None:
+        """Write the writable layer into a new host file, for `SandboxContext.layer` of another sandbox."""
+        ...

@@ -1,0 +1,328 @@
+"""A container engine of this machine, docker or podman, and its daemon, shared by the sandboxes of one node.
+
+This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
+`_ours` from before the request for its creation until the daemon has confirmed its absence. Every other container with
+the label of this node, or of a dead node, is removed by the next `sweep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.environment import environment
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.runtimes.base import Availability
+from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
+from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
+from outrider.sandbox.runtimes.node_host import Host, lives, same_folder, survives
+
+if TYPE_CHECKING:  # needs aiodocker, which is optional
+    from outrider.sandbox.runtimes.containers.docker_api import LocalImage
+
+NODE_LABEL = "outrider.node"
+SESSION_LABEL = "outrider.session"
+REMOVE_SECONDS = 60.0
+PAUSE_SECONDS = 0.02
+PROBE_SECONDS = 3.0
+NO_GPU = ("device driver", "CDI device", "unknown device")
+"""Parts of the error messages with which daemons refuse a GPU."""
+SIZE_REFUSED = ("storage-opt", "storage opt", "overlay.size", "pquota", "quota")
+"""Parts of the error messages with which daemons refuse a bound on the size of a container's file system."""
+
+log = logging.getLogger("outrider.runtime")
+
+
+@dataclass(frozen=True)
+class ContainerEngine:
+    """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most
+    likely first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU.
+    `libpod`: the daemon has Podman's own API besides Docker's."""
+
+    name: str
+    variable: str
+    hint: str
+    gpu_hint: str
+    places: Callable[[], Sequence[Path]]
+    libpod: bool = False
+
+    def daemon(self, host: Host) -> ContainerDaemon:
+        """Return the daemon's part, not entered. Use `await host.part(engine.daemon)`."""
+        return ContainerDaemon(self, host)
+
+    def find(self) -> Path:
+        """Return the daemon's socket. Raises RuntimeUnavailable."""
+        if find_spec("aiodocker") is None:
+            raise RuntimeUnavailable("aiodocker is not installed", hint="pip install 'outrider[docker]'")
+        if named := environment(self.variable):
+            scheme, _, place = named.rpartition("://")
+            if scheme not in ("", "unix") or not place.startswith("/"):
+                raise RuntimeUnavailable(
+                    f"{self.variable}={named} does not name a daemon of this machine",
+                    hint="sandboxes share folders with the service: name a Unix socket, unix:///path",
+                )
+            return Path(place)
+        for path in self.places():
+            with contextlib.suppress(OSError):  # XDG_RUNTIME_DIR may be another user's, as after `su`
+                if path.is_socket():
+                    return path
+        looked = ", ".join(map(str, self.places()))
+        raise RuntimeUnavailable(f"no {self.name} daemon at {looked}", hint=self.hint)
+
+    def available(self) -> Availability:
+        try:
+            path = self.find()
+        except RuntimeUnavailable as error:
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        try:
+            version = ask(path, "/_ping").version
+            limits = "" if limits_hold(path) else ", no limits (rootless with cgroup version 1)"
+        except PermissionError:
+            return Availability(ok=False, detail=f"{path} may not be used by this user", hint=self.hint)
+        except (OSError, HTTPException) as error:
+            return Availability(ok=False, detail=f"the {self.name} daemon at {path}: {error}", hint=self.hint)
+        return Availability(ok=True, detail=f"{version} at {path}{limits}")
+
+    def oci_runtimes(self) -> frozenset[str]:
+        """Return the names of the OCI runtimes that the daemon can start containers with; empty when the daemon does
+        not respond. Blocks."""
+        try:
+            return frozenset(msgspec.json.decode(ask(self.find(), "/info").body, type=Info).runtimes)
+        except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
+            return frozenset()
+
+
+def docker_places() -> Sequence[Path]:
+    return (Path("/var/run/docker.sock"), _run_folder() / "docker.sock")
+
+
+def podman_places() -> Sequence[Path]:
+    places = (_run_folder() / "podman/podman.sock", Path("/run/podman/podman.sock"))
+    return places if os.getuid() else places[::-1]
+
+
+def _run_folder() -> Path:
+    return Path(environment("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+
+
+DOCKER_ENGINE = ContainerEngine(
+    name="docker",
+    variable="DOCKER_HOST",
+    hint="start dockerd and join the group docker, or set DOCKER_HOST=unix:///path/to/docker.sock",
+    gpu_hint="install the NVIDIA Container Toolkit and restart dockerd; for a GPU that is named vendor/class=device in "
+    "sandboxes.gpus, Docker 25 or newer with the feature cdi, and a description of it in /etc/cdi",
+    places=docker_places,
+)
+PODMAN_ENGINE = ContainerEngine(
+    name="podman",
+    variable="CONTAINER_HOST",
+    hint="systemctl --user start podman.socket (as root: without --user), or podman system service --time=0 &",
+    gpu_hint="it needs Podman 4.1 or newer and a description of the machine's GPUs: "
+    "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+    libpod=True,
+    places=podman_places,
+)
+
+
+class ContainerDaemon:
+    """The part of a node's host (see node_host.py) that runs containers. `limits`: the daemon can limit the resources
+    of a container. `sized`: the daemon can bound the size of a container's file system."""
+
+    def __init__(self, engine: ContainerEngine, host: Host) -> None:
+        self.engine = engine
+        self.node = host.name
+        self.folder = host.folder
+        self._ours: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        """Connect to the daemon and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
+        from outrider.sandbox.runtimes.containers.docker_api import DockerApi, DockerApiError  # needs aiodocker
+
+        self._error = DockerApiError
+        self.socket = await asyncio.to_thread(self.engine.find)
+        try:
+            self.limits = await asyncio.to_thread(limits_hold, self.socket)
+            self.sized = not await asyncio.to_thread(rootless, self.socket)  # until the daemon refuses
+        except OSError as error:
+            raise RuntimeFailure(
+                f"there is no {self.engine.name} daemon at {self.socket}: {error}", hint=self.engine.hint
+            ) from error
+        self._api = DockerApi(self.socket)
+        try:
+            await self.sweep()
+        except BaseException:  # also a cancellation
+            await shielded(self._api.close)
+            raise
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self.sweep()
+        except RuntimeFailure as failure:
+            log.warning("what sandboxes may have left is for the next node to remove: %s", failure)
+        finally:
+            await self._api.close()
+
+    async def image(self, name: str) -> LocalImage:
+        """Return an image. Raises RuntimeUnavailable when the daemon does not have the image: no image is pulled for a
+        task."""
+        try:
+            return await self._api.image(name)
+        except self._error as error:
+            if error.status == 404:
+                raise RuntimeUnavailable(
+                    f"{self.engine.name} has no image {name!r}",
+                    hint=f"{self.engine.name} pull {name}, on this machine",
+                ) from error
+            raise self._failure("look for the image", error) from error
+
+    async def run(self, name: str, plan: ContainerRequest) -> None:
+        """Create and start a container. When this method raises, or is cancelled, `remove` must follow. A request once
+        sent is awaited, because only the response shows whether there is a container to remove. Raises
+        RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
+        self._ours.add(name)
+        sized = self.sized
+        try:
+            try:
+                await shielded(lambda: self._create(name, plan, sized))
+            except self._error as error:
+                if not (sized and any(word in str(error).lower() for word in SIZE_REFUSED)):
+                    raise
+                self.sized = False
+                await shielded(lambda: self._create(name, plan, False))
+            await shielded(lambda: self._api.start(name))
+        except self._error as error:
+            if plan.gpus and any(word in str(error) for word in NO_GPU):
+                message = f"{self.engine.name} cannot give a container GPU {', '.join(plan.gpus)}: {error}"
+                raise RuntimeUnavailable(message, hint=self.engine.gpu_hint) from error
+            raise self._failure("start a container", error) from error
+
+    def take_over(self, name: str) -> None:
+        """Adopt a container of an earlier node. `remove` must follow."""
+        self._ours.add(name)
+
+    async def _create(self, name: str, plan: ContainerRequest, sized: bool) -> None:
+        body = plan.body(sized)
+        if plan.gpus and self.engine.libpod:
+            await self._api.create_by_libpod(name, libpod_body(body, plan.gpus))
+        else:
+            await self._api.create(name, body)
+
+    async def runs(self, name: str) -> bool:
+        """Return whether the container runs. Raises RuntimeFailure when the daemon does not respond."""
+        try:
+            return await self._api.runs(name)
+        except self._error as error:
+            if error.status == 404:
+                return False
+            raise self._failure("look at a container", error) from error
+
+    async def out_of_memory(self, name: str) -> bool | None:
+        """Return whether a process in the container was killed because the container reached its memory limit. None
+        when the daemon does not respond, or the container is missing because somebody has removed it."""
+        try:
+            return await self._api.out_of_memory(name)
+        except self._error:
+            return None
+
+    async def remove(self, name: str) -> None:
+        """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure otherwise; the
+        next sweep tries again."""
+        try:
+            async with asyncio.timeout(REMOVE_SECONDS):
+                while await self._is_there(name):  # noqa: ASYNC110  # no event reports another remover's end
+                    await asyncio.sleep(PAUSE_SECONDS)
+        except TimeoutError as error:
+            message = f"{self.engine.name} did not remove {name} within {REMOVE_SECONDS:.0f} s"
+            raise RuntimeFailure(message) from error
+        finally:
+            self._ours.discard(name)
+
+    async def _is_there(self, name: str) -> bool:
+        """Send two requests to remove the container, and return whether it still exists.
+
+        Status 404 means that the container is gone. Usually the second response has this status, because the first only
+        confirms the request."""
+        for _ in range(2):
+            try:
+                await self._api.remove(name)
+            except self._error as error:
+                if error.status == 404:
+                    return False
+                if error.status == 0:
+                    raise self._failure("remove a container", error) from error
+                log.debug("%s does not yet remove %s: %s", self.engine.name, name, error)
+        return True
+
+    async def sweep(self) -> int:
+        """Remove the containers of dead nodes, and the lost containers of this node. Returns the number of removed
+        containers. Called about once a minute. Raises RuntimeFailure when the daemon does not respond."""
+        try:
+            listed = await self._api.labelled(NODE_LABEL)
+        except self._error as error:
+            raise self._failure("list its containers", error) from error
+        left = [one.name for one in listed if self._is_left(one.name, one.labels[NODE_LABEL])]
+        for name in left:
+            await self.remove(name)
+        return len(left)
+
+    def _is_left(self, name: str, node: str) -> bool:
+        """Return whether no node is left to stop the container, which has the label of `node`."""
+        if name in self._ours:
+            return False
+        if same_folder(node, self.node):
+            return not survives(self.folder / name.removeprefix(f"{node}-"))
+        return not lives(node)
+
+    def _failure(self, what: str, error: Exception) -> RuntimeFailure:
+        return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")
+
+
+class Pong(msgspec.Struct, frozen=True):
+    """The body of a daemon's response, and the daemon's name and version from the header `Server`."""
+
+    version: str
+    body: bytes
+
+
+class Info(msgspec.Struct, frozen=True):
+    """The used fields of the response to `GET /info`."""
+
+    runtimes: dict[str, msgspec.Raw] = msgspec.field(name="Runtimes", default_factory=dict)
+
+
+def ask(path: Path, what: str) -> Pong:
+    """Send one GET request to the daemon at the socket `path`. Blocks; raises OSError, HTTPException."""
+    connection = HTTPConnection("localhost", timeout=PROBE_SECONDS)
+    with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(PROBE_SECONDS)
+        end.connect(str(path))
+        connection.sock = end
+        connection.request("GET", what)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise HTTPException(f"{what} answers {answer.status}")
+        return Pong(answer.getheader("Server", "an unnamed daemon").partition(" ")[0], answer.read())
+
+
+def rootless(path: Path) -> bool:
+    """Return whether the daemon at this socket runs as an ordinary user, who then owns the socket."""
+    return path.stat().st_uid != 0
+
+
+def limits_hold(path: Path) -> bool:
+    """Return whether the daemon can limit containers: a daemon of an ordinary user can make control groups of version
+    2 only."""
+    return not rootless(path) or Path("/sys/fs/cgroup/cgroup.controllers").exists()

@@ -1,0 +1,192 @@
+"""The docker, podman and gvisor runtimes: one container per sandbox, made through the daemon's API, with our tool
+server as its first process.
+
+Docker and podman differ only in their daemon; gvisor is docker with the OCI runtime runsc. Invariant: when `stop`
+returns, the daemon has confirmed that everything requested by the launch is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from outrider.errors import InvalidField
+from outrider.sandbox.pythons.portable import PORTABLE_AT
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
+from outrider.sandbox.runtimes.containers.daemon import (
+    DOCKER_ENGINE,
+    NODE_LABEL,
+    PODMAN_ENGINE,
+    SESSION_LABEL,
+    ContainerDaemon,
+    ContainerEngine,
+)
+from outrider.sandbox.runtimes.containers.tool_socket import TOOLS_AT, ToolSocket, command
+from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.limits import counted_memory
+from outrider.sandbox.runtimes.tool_server.bundle import portable_server
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import (
+    RunningServer,
+    ToolServerSetup,
+    died_inside,
+    rooted_setup,
+    undone,
+)
+from outrider.sandbox.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
+from outrider.sandbox.runtimes.tool_server.shared_folder import GATEWAY, SOCKET
+from outrider.spec import MEBIBYTE, RuntimeSpec
+
+if TYPE_CHECKING:
+    from outrider.sandbox.runtimes.containers.docker_api import LocalImage
+
+BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
+CONTAINER, IMAGE = "container", "image"
+"""Keys in the handle of a container that may outlive its node: the container's name, and its image's id."""
+
+
+@dataclass(frozen=True)
+class ContainerRuntime:
+    """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's default).
+
+    Paths are the container's own. `stop` discards everything written."""
+
+    engine: ContainerEngine
+    oci_runtime: str | None = None
+    gives_gpus: ClassVar[bool] = True
+
+    def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(partial(launch, self), spec, context)
+
+    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
+        """See `TakesOver`."""
+        return ToolServerSandbox(partial(take_over, self, handle=handle), spec, context)
+
+    def available(self) -> Availability:
+        can = self.engine.available()
+        if not can.ok or self.oci_runtime is None or self.oci_runtime in self.engine.oci_runtimes():
+            return can
+        return Availability(
+            ok=False,
+            detail=f"no runtime {self.oci_runtime} in {can.detail}",
+            hint="install gVisor and name it in dockerd's daemon.json, with runtimeArgs --host-uds=open",
+        )
+
+    def check_spec(self, spec: RuntimeSpec) -> None:
+        self.image_name(spec)
+
+    def image_name(self, spec: RuntimeSpec) -> str:
+        """Return the spec's image name. Raises InvalidField for a spec without an image."""
+        if spec.rootfs is not None:
+            raise InvalidField(
+                f"{spec.kind!r} sandboxes are made of images",
+                field="task.runtime.rootfs",
+                hint="name one in task.runtime.image, or use runtime kind 'namespace'",
+            )
+        if spec.image is None:
+            raise InvalidField(
+                f"{spec.kind!r} sandboxes need an image",
+                field="task.runtime.image",
+                hint=f"name one that `{self.engine.name} images` lists",
+            )
+        return spec.image
+
+
+DOCKER = ContainerRuntime(DOCKER_ENGINE)
+PODMAN = ContainerRuntime(PODMAN_ENGINE)
+GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
+"""gVisor: a kernel written in Go, between the sandbox and the host's kernel."""
+
+
+@asynccontextmanager
+async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
+    """Run a container with the daemon. See tool_server/launch.py."""
+    image_name = kind.image_name(spec)
+    daemon = await context.host.part(kind.engine.daemon)
+    image = await daemon.image(image_name)
+    python, bytecode = await asyncio.to_thread(portable_server)
+    memory = counted_memory(spec.resources, ("memory",) if daemon.limits else ())
+    setup = rooted_setup(spec, context, image.env, memory=memory, bridge_socket=BRIDGE_SOCKET)
+    async with AsyncExitStack() as undo:
+        server = ToolSocket(context.directory / "tools", context.gateway_socket)
+        undo.push_async_callback(undone, context.directory.name, server.close)
+        ours = [HostMount(python, PORTABLE_AT), HostMount(server.folder, TOOLS_AT)]
+        plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
+        name = f"{context.host.name}-{context.directory.name}"
+        # Registered before the request: a failed `run` may have created the container in part.
+        undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
+        await daemon.run(name, plan)
+        tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
+        yield _running(daemon, name, image_name, image.id, tools)
+
+
+@asynccontextmanager
+async def take_over(
+    kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
+) -> AsyncIterator[RunningServer]:
+    """Continue a container that has outlived its node. See tool_server/launch.py."""
+    daemon = await context.host.part(kind.engine.daemon)
+    async with AsyncExitStack() as undo:
+        name = handle[CONTAINER]
+        undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
+        daemon.take_over(name)
+        server = ToolSocket(context.directory / "tools", context.gateway_socket)
+        undo.push_async_callback(undone, context.directory.name, server.close)
+        tools = await server.meet(handle[SECRET], partial(daemon.runs, name))
+        yield _running(daemon, name, kind.image_name(spec), handle[IMAGE], tools)
+
+
+def _running(daemon: ContainerDaemon, name: str, image_name: str, image_id: str, tools: ToolClient) -> RunningServer:
+    async def ended_inside() -> bool:
+        out_of_memory = await daemon.out_of_memory(name)
+        # None: the container was removed by somebody else, or the daemon is gone.
+        return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
+
+    async def image_is_current() -> bool:
+        return (await daemon.image(image_name)).id == image_id
+
+    return RunningServer(
+        tools=tools,
+        ended_inside=ended_inside,
+        image_is_current=image_is_current,
+        next_host=f"{TOOLS_AT}/{SOCKET}",
+        handle={CONTAINER: name, IMAGE: image_id},
+    )
+
+
+def _plan(
+    kind: ContainerRuntime,
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    image: LocalImage,
+    setup: ToolServerSetup,
+    ours: Sequence[HostMount],
+    *,
+    limits: bool,
+) -> ContainerRequest:
+    """Blocks, like `inner_mounts`."""
+    shown = [
+        *(HostMount(path, str(path)) for path in context.mounts),
+        *(HostMount(Path(one.source), one.target or one.source) for one in spec.mounts),
+        *ours,
+    ]
+    inner = inner_mounts((one.source, one.target) for one in shown)
+    shown = [*(HostMount(source, target) for source, target in inner), *shown]
+    return ContainerRequest(
+        image=image.id,
+        command=command(spec.resources.disk_mb * MEBIBYTE, setup.memory),
+        env=setup.marking(),
+        labels={NODE_LABEL: context.host.name, SESSION_LABEL: context.session_id},
+        shown=tuple({one.target: one for one in shown}.values()),
+        resources=spec.resources,
+        limits=limits,
+        users=spec.users,
+        oci_runtime=kind.oci_runtime,
+        gpus=context.gpus,
+    )

@@ -1,0 +1,14 @@
+"""The runtime used where none is named. Runtimes are looked up by name only."""
+
+from __future__ import annotations
+
+from outrider.plugins import resolve
+from outrider.sandbox.runtimes.base import Availability, RuntimeKind
+
+
+def default_runtime() -> tuple[str, Availability]:
+    """Return the default runtime (`namespace` where usable, else `process`), and the availability of `namespace` on
+    this machine."""
+    runtime: RuntimeKind = resolve("runtime", "namespace")
+    available = runtime.available()
+    return ("namespace" if available.ok else "process"), available

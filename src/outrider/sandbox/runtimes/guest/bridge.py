@@ -1,0 +1,189 @@
+"""A bridge from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
+
+The bridge does not parse HTTP. Invariant: the end of one direction is forwarded by itself; the other direction stays
+open.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop
+
+if TYPE_CHECKING:
+    import _socket
+    from collections.abc import Callable
+
+BUFFER_BYTES = 4 << 20
+"""Size of a buffer, in bytes read and not yet written, at which reading pauses."""
+RETRY_SECONDS = 0.01
+CONNECT_TRIES = 200
+AWAY_SECONDS = 0.05
+"""Seconds between two attempts to connect while the gateway is away."""
+MAX_PAIRS = 256
+"""Maximum number of clients at once; further clients are closed. Each client also takes a descriptor of the node, which
+has some thousands for all its sandboxes."""
+
+
+class Stream:
+    """One direction of a bridged connection. `buffer` was read from `source` and not yet written to `sink`. `ended`:
+    `source` has ended. `closed`: `sink` is shut down for writing."""
+
+    def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
+        self.source = source
+        self.sink = sink
+        self.buffer = bytearray()
+        self.ended = False
+        self.closed = False
+
+    def pull(self) -> None:
+        try:
+            data = self.source.recv(CHUNK)
+        except BlockingIOError:
+            return
+        self.buffer += data
+        self.ended = not data
+        self.push()
+
+    def push(self) -> None:
+        try:
+            while self.buffer:
+                del self.buffer[: self.sink.send(self.buffer)]
+        except BlockingIOError:
+            return
+        if self.ended and not self.closed:
+            self.closed = True
+            self.sink.shutdown(1)  # SHUT_WR
+
+
+class BridgedConnection:
+    """A client's connection and its connection to the gateway. `closed` is called once, when both are closed."""
+
+    def __init__(
+        self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
+    ) -> None:
+        self.loop = loop
+        self.closed = closed
+        self.streams = (Stream(client, upstream), Stream(upstream, client))
+        self.masks: dict[int, int] = {}
+        self.open = True
+        self._watch()
+
+    def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
+        """Handle events of the socket that `inward` reads from and `outward` writes to."""
+        if not self.open:
+            return
+        try:
+            if events & select.POLLOUT:
+                outward.push()
+            if events & POLL_READ and not inward.ended and len(inward.buffer) < BUFFER_BYTES:
+                inward.pull()
+        except OSError:
+            self._close()
+        else:
+            if inward.closed and outward.closed:
+                self._close()
+            else:
+                self._watch()
+
+    def _watch(self) -> None:
+        one, two = self.streams
+        self._watch_socket(one, two)
+        self._watch_socket(two, one)
+
+    def _watch_socket(self, inward: Stream, outward: Stream) -> None:
+        """Watch the socket that `inward` reads from and `outward` writes to, but only for events that can be handled
+        now: `poll` reports readiness over and over, and unhandled events would keep the loop spinning."""
+        fd = inward.source.fileno()
+        reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
+        mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
+        if self.masks.get(fd) != mask:
+            self.masks[fd] = mask
+            self.loop.forget(fd)
+            if mask:
+                self.loop.watch(fd, mask, lambda events: self._ready(inward, outward, events))
+
+    def _close(self) -> None:
+        self.open = False
+        for stream in self.streams:
+            self.loop.forget(stream.source.fileno())
+            stream.source.close()
+        self.closed()
+
+
+class Bridge:
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. A client waits up to `patience`
+    seconds for a gateway that is away: the next node of a sandbox that outlives its node has a gateway, too."""
+
+    def __init__(self, loop: Loop, port: int, path: str) -> None:
+        import _socket  # importing `socket` costs as much as starting the interpreter
+
+        self.socket = _socket
+        self.loop = loop
+        self.path = path
+        self.patience = 0.0
+        self.clients = 0
+        self.listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        self.listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        self.listener.bind(("127.0.0.1", port))
+        self.listener.listen(512)
+        self.listener.setblocking(False)
+        self._listen()
+
+    def _listen(self) -> None:
+        self.loop.watch(self.listener.fileno(), POLL_READ, self._accept)
+
+    def _accept(self, events: int) -> None:
+        try:
+            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # missing in the stub; `accept` is `socket`'s
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is free, and `poll` would report the same client again at once
+            self.loop.forget(self.listener.fileno())
+            self.loop.at(self, RETRY_SECONDS, self._listen)
+            return
+        client = self.socket.socket(fileno=fd)
+        self.clients += 1
+        if self.clients > MAX_PAIRS:
+            self._refuse(client)
+            return
+        client.setblocking(False)
+        # Otherwise Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
+        # acknowledged.
+        client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
+        self._connect(client, CONNECT_TRIES, time.monotonic())
+
+    def _refuse(self, client: _socket.socket) -> None:
+        client.close()
+        self._closed()
+
+    def _closed(self) -> None:
+        self.clients -= 1
+
+    def _connect(self, client: _socket.socket, tries: int, since: float) -> None:
+        """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN while the listener's queue is
+        full."""
+        try:
+            upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
+        except OSError:
+            self._refuse(client)
+            return
+        upstream.setblocking(False)
+        try:
+            upstream.connect(self.path)
+        except BlockingIOError:
+            upstream.close()
+            if tries:
+                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1, since))
+            else:
+                self._refuse(client)
+        except OSError:  # no listener
+            upstream.close()
+            if time.monotonic() - since < self.patience:
+                self.loop.at(client, AWAY_SECONDS, lambda: self._connect(client, tries, since))
+            else:
+                self._refuse(client)
+        else:
+            BridgedConnection(self.loop, client, upstream, self._closed)

@@ -1,0 +1,118 @@
+"""Replies to calls that a forked child writes and the server forwards in parts.
+
+Searching, patching and archiving may take long and touch many files, so a fork does the work and holds up no other
+call. Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of
+bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.connection import Calls
+from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, read_ready
+from outrider.sandbox.runtimes.guest.processes import fork_or_close, send_signal
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+OUTGOING_MAX = 4 << 20
+"""Bytes queued for the host from which reading the child's pipe pauses: a slow host must not make the server hold a
+whole archive in memory."""
+PAUSE_SECONDS = 0.005
+TOO_LARGE = 2
+"""Exit code of a child that detects too much data by itself."""
+
+
+class ChildReply:
+    """Runs `write(descriptor)` in a fork and forwards the output.
+
+    `limit` is the maximum number of bytes. `failed` is the error's text when the child fails. A child that runs for
+    more than `seconds` is killed.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        call: int,
+        write: Callable[[int], object],
+        *,
+        limit: int,
+        failed: str,
+        seconds: float | None = None,
+    ) -> None:
+        self.calls = calls
+        self.call = call
+        self.limit = self.left = limit
+        self.failed = failed
+        self.code: int | None = None
+        self.fd, writer = posix.pipe()
+        self.pid = fork_or_close(self.fd, writer)
+        if self.pid == 0:
+            write_and_exit(write, writer)
+        posix.close(writer)
+        posix.set_blocking(self.fd, False)
+        calls.running[call] = self.cancel
+        calls.loop.exits[self.pid] = self._exited
+        calls.loop.watch(self.fd, POLL_READ, self._ready)
+        if seconds is not None:
+            calls.loop.at((self, "limit"), seconds, self.cancel)
+
+    def cancel(self) -> None:
+        send_signal(self.pid, _signal.SIGKILL)
+
+    def _ready(self, events: int) -> None:
+        if len(self.calls.connection.outgoing) > OUTGOING_MAX:
+            self.calls.loop.forget(self.fd)
+            self.calls.loop.at(self, PAUSE_SECONDS, self._resume)
+            return
+        data = read_ready(self.fd)
+        if data is None:
+            self.calls.loop.forget(self.fd)
+            posix.close(self.fd)
+            self.fd = -1
+            self._finish()
+        elif data:
+            self.left -= len(data)
+            if self.left < 0:
+                self.cancel()
+                return
+            self.calls.part(self.call, data)
+
+    def _resume(self) -> None:
+        self.calls.loop.watch(self.fd, POLL_READ, self._ready)
+
+    def _exited(self, code: int) -> None:
+        self.code = code
+        self._finish()
+
+    def _finish(self) -> None:
+        """Reply once the child has exited and its pipe has ended. The two events come in either order."""
+        if self.code is None or self.fd >= 0:
+            return
+        self.calls.loop.timers.pop((self, "limit"), None)
+        self.calls.running.pop(self.call, None)
+        if self.code == 0:
+            self.calls.reply(self.call, {})
+        elif self.left < 0 or self.code == TOO_LARGE:
+            too_large = f"there are more than {self.limit} bytes of it, the most that is taken out of a sandbox"
+            self.calls.fail(self.call, "failed", too_large)
+        else:
+            self.calls.fail(self.call, "failed", self.failed)
+
+
+def write_and_exit(write: Callable[[int], object], fd: int) -> None:
+    """Runs in the child. Never returns."""
+    code = 1
+    try:
+        write(fd)
+        code = 0
+    except OSError as error:
+        code = TOO_LARGE if error.errno == errno.EFBIG else 1
+    finally:
+        posix._exit(code)

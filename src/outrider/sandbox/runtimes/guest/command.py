@@ -1,0 +1,177 @@
+"""One command: started, given its input, limited in time, killed with its descendants, and reported.
+
+Invariant: an output stream takes at most 1.5 times its bound in memory, however long the output is.
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.connection import Calls
+from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, Loop, read_ready
+from outrider.sandbox.runtimes.guest.processes import kill_tree, pipes, spawn
+
+if TYPE_CHECKING:
+    from typing import Any
+
+READS_AT_END = 16
+"""A pipe holds at most 1 MiB, and each read takes 256 KiB: this many reads empty the pipe, and a program that goes on
+writing cannot keep the server busy."""
+
+
+class Capture:
+    """Keeps the first and the last half of `cap` bytes of a stream, and nothing after `take`."""
+
+    def __init__(self, cap: int) -> None:
+        self.half = max(1, cap // 2)
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.cut = 0
+
+    def add(self, data: bytes) -> None:
+        room = self.half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        if data and self.half:
+            self.tail += data
+            if len(self.tail) > 2 * self.half:  # not at every piece, to avoid copying the tail each time
+                self._trim()
+
+    def _trim(self) -> None:
+        extra = len(self.tail) - self.half
+        if extra > 0:
+            del self.tail[:extra]
+            self.cut += extra
+
+    def take(self) -> bytes:
+        self._trim()
+        note = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
+        whole = bytes(self.head + note + self.tail)
+        self.half = 0
+        self.head = self.tail = bytearray()
+        return whole
+
+
+class Drain:
+    """Reads a descriptor to its end into a capture."""
+
+    def __init__(self, loop: Loop, fd: int, capture: Capture) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.capture = capture
+        self.open = True
+        posix.set_blocking(fd, False)
+        loop.watch(fd, POLL_READ, self.ready)
+
+    def ready(self, events: int) -> bool:
+        """Read one piece. Returns whether there was any data."""
+        data = read_ready(self.fd) if self.open else b""
+        if data is None:
+            self.open = False
+            self.loop.forget(self.fd)
+            posix.close(self.fd)
+        elif data:
+            self.capture.add(data)
+        return bool(data)
+
+    def finish(self) -> bytes:
+        """Return all output until now."""
+        for _ in range(READS_AT_END):
+            if not self.ready(0):
+                break
+        return self.capture.take()
+
+
+class PipeWriter:
+    """Writes data into a pipe as the reader takes them, until all are written or the pipe has no reader."""
+
+    def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.left = memoryview(data)
+        posix.set_blocking(fd, False)
+        loop.watch(fd, select.POLLOUT, self.ready)
+
+    def ready(self, events: int) -> None:
+        try:
+            self.left = self.left[posix.write(self.fd, self.left) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.left = self.left[:0]
+        if not self.left:
+            self.loop.forget(self.fd)
+            posix.close(self.fd)
+
+
+class Command:
+    """One command from start to reply. Children that outlive the command keep the pipes. Their later output is read and
+    dropped, so that they neither hang the call nor are killed by SIGPIPE."""
+
+    def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
+        self.calls = calls
+        self.call = call
+        self.cap = args["cap"]
+        self.limit_hit = False
+        self.done: dict[str, Any] | None = None
+        self.started = time.monotonic()
+        self.mark = calls.mark(call)
+        self.pid, self.drains = self._start(args)
+        calls.loop.exits[self.pid] = self.exited
+        calls.loop.at(self, args["ms"] / 1000, self.expire)
+        calls.running[call] = self.cancel
+
+    def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
+        env = self.calls.environment(args["env"], self.call)
+        argv = args["argv"] or [self.calls.shell(), "-c", args["script"]]
+        out, *more = pipes(1 + (not args["merged"]) + bool(args["stdin"]))
+        err = out if args["merged"] else more[0]
+        source, sink = more[-1] if args["stdin"] else (-1, -1)
+        try:
+            if source < 0:
+                source = posix.open("/dev/null", posix.O_RDONLY)
+            pid = spawn(argv, env, args["cwd"], {0: source, 1: out[1], 2: err[1]})
+        except OSError:
+            for fd in {out[0], err[0], sink} - {-1}:
+                posix.close(fd)
+            raise
+        finally:
+            for fd in {source, out[1], err[1]} - {-1}:
+                posix.close(fd)
+        if sink >= 0:
+            PipeWriter(self.calls.loop, sink, args["stdin"])
+        readers = [out[0]] if args["merged"] else [out[0], err[0]]
+        return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
+
+    def expire(self) -> None:
+        self.limit_hit = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Kill the command with all its descendants. The reply goes out when the exit is reaped."""
+        kill_tree({self.pid}, self.mark)
+
+    def answer(self, call: int) -> None:
+        """Reply to another call in place of the original call, whose connection has ended."""
+        self.calls.running.pop(self.call, None)
+        self.call = call
+        if self.done is None:
+            self.calls.running[call] = self.cancel
+        else:
+            self.calls.reply(call, self.done)
+
+    def exited(self, code: int) -> None:
+        self.calls.loop.timers.pop(self, None)
+        self.calls.running.pop(self.call, None)
+        self.done = {
+            "code": None if self.limit_hit else code,
+            "out": self.drains[0].finish(),
+            "err": self.drains[1].finish() if len(self.drains) > 1 else b"",
+            "timed_out": self.limit_hit,
+            "us": int((time.monotonic() - self.started) * 1e6),
+        }
+        self.calls.reply(self.call, self.done)

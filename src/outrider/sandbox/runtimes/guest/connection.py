@@ -1,0 +1,142 @@
+"""The connection to the host: non-blocking frames in and out, and the replies to the calls under way.
+
+A frame holds one message (see msgpack.py). Invariants: frames leave in the order in which they were sent; each call
+gets exactly one "ok" or "error", after any number of parts, unless the connection ends first.
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.filesystem.paths import DEFAULT_PATH, find_program
+from outrider.sandbox.runtimes.guest.msgpack import pack
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop, read_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+class HostConnection:
+    """A stream of frames. `fd_in` and `fd_out` may be the same socket. Before `attach` is called, frames are dropped,
+    and the end of the stream stops the loop. Messages sent after the end are dropped."""
+
+    def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
+        self.loop = loop
+        self.fd_in = fd_in
+        self.fd_out = fd_out
+        self.received = bytearray()
+        self.outgoing = bytearray()
+        self.attach(len, loop.stop)
+        self.open = True
+        for fd in {fd_in, fd_out}:
+            posix.set_blocking(fd, False)
+        self._watch()
+
+    def attach(self, on_frame: Callable[[bytes], object], on_end: Callable[[], object]) -> None:
+        """From now on call `on_frame` with each frame, and `on_end` once, when either descriptor has ended."""
+        self._on_frame = on_frame
+        self._on_end = on_end
+
+    def send(self, message: object) -> None:
+        if not self.open:
+            return
+        start = len(self.outgoing)
+        self.outgoing += b"\0\0\0\0"  # placeholder for the length, filled in after packing
+        pack(message, self.outgoing)
+        self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
+        if start == 0:  # otherwise the descriptor is full, and the loop already waits for room
+            self._flush()
+
+    def _watch(self) -> None:
+        writes = select.POLLOUT if self.outgoing else 0
+        if self.fd_in == self.fd_out:
+            self.loop.watch(self.fd_in, POLL_READ | writes, self._ready)
+        else:
+            self.loop.watch(self.fd_in, POLL_READ, self._ready)
+            self.loop.forget(self.fd_out)
+            if writes:
+                self.loop.watch(self.fd_out, writes, self._ready)
+
+    def _flush(self) -> None:
+        try:
+            while self.outgoing:
+                del self.outgoing[: posix.write(self.fd_out, self.outgoing[:CHUNK])]
+        except BlockingIOError:
+            self._watch()
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        self.open = False
+        self.outgoing.clear()
+        for fd in {self.fd_in, self.fd_out}:
+            self.loop.forget(fd)
+            posix.close(fd)
+        self._on_end()
+
+    def _ready(self, events: int) -> None:
+        if events & select.POLLOUT:
+            self._flush()
+            if self.open:
+                self._watch()
+        if events & POLL_READ and self.open:
+            data = read_ready(self.fd_in)
+            if data is None:
+                self._end()
+                return
+            self.received += data
+            while len(self.received) >= 4:
+                size = int.from_bytes(self.received[:4], "big")
+                if len(self.received) < 4 + size:
+                    return
+                frame = bytes(self.received[4 : 4 + size])
+                del self.received[: 4 + size]
+                self._on_frame(frame)
+
+
+class Calls:
+    """State shared by all calls, and the functions that reply to calls. `running` maps each cancellable call to its
+    cancel function."""
+
+    def __init__(self, loop: Loop, connection: HostConnection) -> None:
+        self.loop = loop
+        self.connection = connection
+        self.running: dict[int, Callable[[], object]] = {}
+        self.base_env: dict[str, str] = {}
+        self.sandbox_mark = ""
+        """Distinguishes this sandbox's processes from others on the host."""
+        self.python: list[str] = []
+        """The command that starts Python where the sandbox has none."""
+        self.known_shell = ""
+
+    def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
+        """Return the environment of a program started by `owner`: a call's number, or minus a shell's."""
+        env = dict(self.base_env)
+        env.update(extra)
+        env["OUTRIDER_CALL"] = f"{self.sandbox_mark}:{owner}"
+        return env
+
+    def mark(self, owner: int) -> bytes:
+        """Return the environment entry added by `environment`. When a time limit expires, this entry identifies the
+        descendants that have left their session and their parent. They are reparented to this server, and have no other
+        trace of their owner."""
+        return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
+
+    def shell(self) -> str:
+        """Return the shell of this sandbox: bash, or sh if there is no bash. The PATH is searched once."""
+        if not self.known_shell:
+            path = self.base_env.get("PATH", DEFAULT_PATH)
+            self.known_shell = "bash" if find_program("bash", path) else "sh"
+        return self.known_shell
+
+    def reply(self, call: int, fields: dict[str, Any]) -> None:
+        self.connection.send([call, "ok", fields])
+
+    def part(self, call: int, data: bytes) -> None:
+        self.connection.send([call, "part", {"data": data}])
+
+    def fail(self, call: int, code: str, text: str) -> None:
+        self.connection.send([call, "error", {"code": code, "text": text}])

@@ -1,0 +1,106 @@
+"""Files of a sandbox, for the host: opened for reading, written with their folders, archived.
+
+An agent may make any link, and the same path may lead the tool server elsewhere than the agent: the server has another
+`/proc/self`, with descriptors to which the agent has no path. Links are followed, but never out of the sandbox's own
+files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe blocks and no
+device is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER, Packer, identity, must_be_absent
+
+KERNEL_FOLDERS = ("/proc/", "/sys/")
+
+
+def open_file(path: str, follow: bool) -> int:
+    """Return a descriptor of a regular file, for reading. Raises OSError, and ValueError for a file that is not
+    regular."""
+    held = hold(path, 0 if follow else posix.O_NOFOLLOW)
+    try:
+        kind = posix.fstat(held).st_mode & 0o170000
+        if kind == 0o040000:
+            raise IsADirectoryError(errno.EISDIR, posix.strerror(errno.EISDIR), path)
+        if kind == 0o120000:
+            raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
+        if kind != 0o100000:
+            raise ValueError("not a regular file: " + path)
+        # Opened by the descriptor: the path may lead elsewhere by now.
+        return posix.open(f"/proc/self/fd/{held}", posix.O_RDONLY | posix.O_CLOEXEC)
+    finally:
+        posix.close(held)
+
+
+def hold(path: str, flags: int) -> int:
+    """Return a descriptor that only names the file at a path (O_PATH). Raises PermissionError if the file is not below
+    the sandbox's root, or belongs to the kernel."""
+    held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
+    try:
+        where = posix.readlink(f"/proc/self/fd/{held}")
+        if not (where + "/").startswith(KERNEL_FOLDERS) and (where == path or is_at(where, held)):
+            return held
+        raise PermissionError(errno.EPERM, "leads out of the sandbox's own files", path)
+    except BaseException:
+        posix.close(held)
+        raise
+
+
+def is_at(where: str, held: int) -> bool:
+    """Return whether a path leads to the file of a descriptor. For a file without a path below this root, such as one
+    in memory, the kernel gives text that only looks like a path."""
+    try:
+        return identity(posix.lstat(where)) == identity(posix.fstat(held))
+    except OSError:
+        return False
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[posix.write(fd, view) :]
+
+
+def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
+    """Create, replace or extend a file, with its folders. O_NONBLOCK: opening a pipe without a reader would block."""
+    flags = posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | (posix.O_APPEND if append else posix.O_TRUNC)
+    try:
+        fd = posix.open(path, flags, 0o666)
+    except FileNotFoundError:
+        make_folders(folder_of(path) or ".")
+        fd = posix.open(path, flags, 0o666)
+    try:
+        write_all(fd, data)
+        posix.fchmod(fd, mode)
+    finally:
+        posix.close(fd)
+
+
+def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
+    """Archive `[path, name in the archive]` pairs, leaving out paths that are missing or vanish. Raises OSError if it
+    cannot be determined whether a path exists, and EFBIG if there are more than `limit` bytes."""
+    import tarfile  # slow to load; only a fork needs it
+
+    with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        packer = Packer(archive, lambda member, folder, name: None, limit)
+        for path, name in paths:
+            base = path[path.rfind("/") + 1 :]
+            above = folder_of(path) or "."
+            if base in ("", ".", ".."):
+                base, above = ".", path
+            try:
+                held = hold(above, posix.O_DIRECTORY)
+            except OSError as error:
+                must_be_absent(error)
+                continue
+            try:
+                folder = posix.open(".", FOLDER, dir_fd=held)
+            except OSError as error:
+                must_be_absent(error)
+                continue
+            finally:
+                posix.close(held)
+            packer.add_tree(folder, base, name)

@@ -1,0 +1,134 @@
+"""A sandbox's writable layers, saved as an archive and restored: all files written in the sandbox, by any process.
+
+An archive is a tar whose members' names begin with the number of their layer. Removals from the files below a layer are
+stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder that hides the
+one below. Invariant: an archive, whatever its content, is unpacked with the layer as the root, so that it reaches
+nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+
+from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
+    FolderCursor,
+    make_folder,
+    put_file,
+    put_link,
+    remove_entry,
+)
+from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
+
+OPAQUE = "user.overlay.opaque"
+"""overlayfs's mark of a folder that hides the one below, for mounts with the option `userxattr`."""
+OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
+"""The same mark in an archive, in the form of GNU tar and star."""
+
+
+def save_layers(out: int, layers: list[int]) -> None:
+    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. The
+    working directory changes: call in a fork."""
+    with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
+        for number, layer in enumerate(layers):
+            Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
+
+
+def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
+    """Leave the owner out, and add overlayfs's mark of a folder."""
+    member.uid = member.gid = 0
+    if member.isdir():
+        os.fchdir(folder)  # no attribute call takes a descriptor and a name
+        if OPAQUE in os.listxattr(name, follow_symlinks=False):
+            member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
+
+
+def restore_layers(source: int, folders: list[str]) -> None:
+    """Fill the empty folders from the archive at a descriptor. Raises OSError.
+
+    A fork does the work, because each folder becomes its root in turn: nothing in the archive can lead out of the root.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            fault = pipe.read()
+        os.waitpid(pid, 0)
+        if fault:
+            raise OSError(f"the layer cannot be restored: {fault.decode(errors='replace')}")
+        return
+    try:
+        old = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+        for number, folder in enumerate(folders):
+            os.chroot(folder)
+            os.chdir("/")
+            os.lseek(source, 0, os.SEEK_SET)
+            unpack(source, f"{number}/")
+            os.fchdir(old)
+            os.chroot(".")  # a descriptor from outside is the way back out of a chroot
+    except BaseException as error:  # any error is raised by the parent, and this fork ends
+        os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
+    finally:
+        os._exit(0)
+
+
+def unpack(source: int, prefix: str) -> None:
+    """Write to `/` the member named `prefix` without its trailing slash, and all members below."""
+    top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    cursor = FolderCursor(top)
+    with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+        while (member := archive.next()) is not None:
+            if f"{member.name}/".startswith(prefix):
+                put(archive, member, cursor, prefix)
+            archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
+    os.close(cursor.descent.fd)
+    os.close(top)
+
+
+def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
+    """Write one member, unless its path leads upwards, or through anything but a folder."""
+    parts = parts_of(member.name, prefix)
+    above = cursor.to(parts[:-1])
+    if above < 0 or ".." in parts:
+        return
+    name = parts[-1] if parts else "."
+    if member.isdir():
+        put_folder(member, above, name)
+    elif not parts:
+        return
+    elif member.isreg():
+        put_file(archive, member, above, name, member.mode & 0o7777)
+    elif member.islnk():
+        link(member, cursor, above, name, parts_of(member.linkname, prefix))
+    elif member.issym():
+        remove_entry(above, name)
+        os.symlink(member.linkname, name, dir_fd=above)
+    elif member.ischr() or member.isfifo():
+        remove_entry(above, name)
+        kind = stat.S_IFIFO if member.isfifo() else stat.S_IFCHR
+        os.mknod(name, kind | member.mode & 0o7777, os.makedev(member.devmajor, member.devminor), dir_fd=above)
+
+
+def parts_of(path: str, prefix: str) -> list[str]:
+    return [part for part in path[len(prefix) :].split("/") if part not in ("", ".")]
+
+
+def put_folder(member: tarfile.TarInfo, above: int, name: str) -> None:
+    folder = make_folder(above, name, member.mode & 0o7777)
+    try:
+        if OPAQUE_HEADER in member.pax_headers:
+            os.setxattr(folder, OPAQUE, member.pax_headers[OPAQUE_HEADER].encode())
+    finally:
+        os.close(folder)
+
+
+def link(member: tarfile.TarInfo, cursor: FolderCursor, above: int, name: str, goal: list[str]) -> None:
+    kept = os.dup(above)
+    try:
+        source = cursor.to(goal[:-1])
+        if source >= 0 and goal and ".." not in goal:
+            put_link(source, goal[-1], kept, name)
+    finally:
+        os.close(kept)

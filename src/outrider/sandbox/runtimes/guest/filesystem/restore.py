@@ -1,0 +1,252 @@
+"""Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
+
+An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
+and pipes are left out, and so are symbolic links that lead out of the roots to anything but the system's own folders:
+through such a link, an agent could make the grader read the grader's own files at a path chosen by the agent.
+Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
+followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+import select
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.connection import Calls
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
+    MOUNTED,
+    FolderCursor,
+    empty_folder,
+    make_folder,
+    put_file,
+    put_link,
+    remove_below,
+    remove_entry,
+)
+from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK
+from outrider.sandbox.runtimes.guest.processes import fork_or_close, send_signal
+
+if TYPE_CHECKING:
+    import signal as _signal
+    import tarfile
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+BROKEN_ARCHIVE = 255
+"""Exit code of a child that could not read the archive. Other codes are the number of the error that stopped the
+child."""
+FIRST_SIGNAL = 128
+"""First of the exit codes of a child that was ended by a signal."""
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
+"""System folders that links in a restored folder may lead to, as in virtual environments."""
+LEFT_OUT = (
+    *MOUNTED,
+    *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
+)
+"""Errors caused by a single member, which is left out. Any other error ends the restore."""
+
+
+class Restore:
+    """One restore. The archive comes in any number of calls, one at a time. Each call gets its reply when there is room
+    for the next; the last, when all of the archive is in place. The exit of the child closes the pipe."""
+
+    def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
+        self.calls = calls
+        self.call = 0
+        self.code: int | None = None
+        self.data = memoryview(b"")
+        self.last = False
+        reader, self.fd = posix.pipe()
+        self.pid = fork_or_close(self.fd, reader)
+        if self.pid == 0:
+            posix.close(self.fd)
+            restore_and_exit(reader, roots, limit)
+        posix.close(reader)
+        posix.set_blocking(self.fd, False)
+        calls.loop.exits[self.pid] = self._exited
+
+    def feed(self, call: int, data: bytes, last: bool) -> None:
+        self.call = call
+        self.data = memoryview(data)
+        self.last = last
+        self.calls.running[call] = self.cancel
+        self._push(0)
+
+    def cancel(self) -> None:
+        if self.code is None:
+            send_signal(self.pid, _signal.SIGKILL)
+
+    def _push(self, events: int) -> None:
+        try:
+            while self.data:
+                self.data = self.data[posix.write(self.fd, self.data[:CHUNK]) :]
+        except BlockingIOError:
+            self.calls.loop.watch(self.fd, select.POLLOUT, self._push)
+            return
+        except OSError:  # the child has stopped reading; its exit code gives the reason
+            self.last = True
+        self.calls.loop.forget(self.fd)
+        if not self.last:
+            self.calls.running.pop(self.call, None)
+            self.calls.reply(self.call, {})
+            return
+        self._close()
+        self._finish()
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            self.calls.loop.forget(self.fd)
+            posix.close(self.fd)
+            self.fd = -1
+
+    def _exited(self, code: int) -> None:
+        self.code = code
+        self._close()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Reply once the child has exited: at the end of the pipe, or at an error, possibly before the last call. The
+        next call then reports the error."""
+        if self.code is None or self.call not in self.calls.running:
+            return
+        self.calls.running.pop(self.call)
+        if self.code == 0:
+            self.calls.reply(self.call, {})
+        else:
+            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "its reader was killed"
+            if self.code == BROKEN_ARCHIVE:
+                why = "it is broken"
+            self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why)
+
+
+def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
+    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child. Never returns."""
+    code = BROKEN_ARCHIVE
+    try:
+        import tarfile  # slow to load; only a fork needs it
+
+        with open(reader, "rb") as source:
+            restored = RestoredRoots(roots, limit)
+            with tarfile.open(fileobj=source, mode="r|") as archive:
+                while True:
+                    member = archive.next()
+                    if member is None:
+                        break
+                    restored.put(archive, member)
+                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
+            while source.read(CHUNK):
+                pass  # padding behind the archive's end, which the host still writes
+            restored.finish()
+        code = 0
+    except OSError as error:
+        code = error.errno or BROKEN_ARCHIVE
+    finally:
+        posix._exit(code)
+
+
+class RestoredRoot:
+    """One root: its name, and a descriptor of the folder above, opened before any file of the archive could redirect
+    the path."""
+
+    def __init__(self, path: str) -> None:
+        above = folder_of(path) or "."
+        make_folders(above)
+        self.above = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
+        self.name = path[path.rfind("/") + 1 :]
+        self.cursor = FolderCursor(self.above)
+        self.filled = False
+
+    def empty(self) -> None:
+        """Remove everything at the root. Raises OSError for a symbolic link: the target's state here would be graded
+        instead of the state that the agent left."""
+        try:
+            folder = posix.open(self.name, FOLDER, dir_fd=self.above)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            if posix.stat(self.name, dir_fd=self.above, follow_symlinks=False).st_mode & 0o170000 == 0o120000:
+                raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), self.name) from None
+            remove_below(self.above, self.name)
+            return
+        empty_folder(folder)
+
+
+class RestoredRoots:
+    """The roots by their names in the archive: first emptied, then filled member by member."""
+
+    def __init__(self, roots: list[list[str]], limit: int) -> None:
+        self.roots = {name: RestoredRoot(path) for path, name in roots}
+        for place in self.roots.values():
+            place.empty()
+        self.left = limit
+
+    def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Write one member, unless its kind is left out. Files can always be read and written by their owner, and so by
+        the grader."""
+        above = self.above(member.name)
+        if above < 0:
+            return
+        name = member.name[member.name.rfind("/") + 1 :]
+        try:
+            if member.isdir():
+                posix.close(make_folder(above, name, member.mode & 0o777 | 0o700))
+            elif member.issym() and self.stays(member.name, member.linkname):
+                remove_entry(above, name)
+                posix.symlink(member.linkname, name, dir_fd=above)
+            elif member.islnk():
+                self.link(above, name, member)
+            elif member.isreg():
+                self.left -= member.size
+                if self.left < 0:
+                    raise OSError(errno.EFBIG, posix.strerror(errno.EFBIG))
+                put_file(archive, member, above, name, member.mode & 0o777 | 0o600)
+        except OSError as error:
+            if error.errno not in LEFT_OUT:
+                raise
+
+    def finish(self) -> None:
+        """Remove the roots without a member in the archive, which did not exist in the other sandbox."""
+        for place in self.roots.values():
+            if not place.filled:
+                remove_below(place.above, place.name)
+
+    def above(self, name: str) -> int:
+        """Return a descriptor of a member's folder, made if missing; -1 for a member below no root, or with a path
+        through anything but a folder."""
+        parts = name.split("/")
+        if not {"", ".", ".."}.isdisjoint(parts):
+            return -1
+        root = next((root for root in self.roots if name == root or name.startswith(root + "/")), None)
+        if root is None:
+            return -1
+        place = self.roots[root]
+        place.filled = True
+        return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
+
+    def stays(self, name: str, target: str) -> bool:
+        """Return whether a link leads below a root, or to a folder of the system. `..` is allowed only at the beginning
+        of the target: further on it would be relative to the target of another link."""
+        goal = [] if target.startswith("/") else name.split("/")[:-1]
+        parts = [part for part in target.split("/") if part not in ("", ".")]
+        while parts[:1] == [".."]:
+            goal, parts = goal[:-1], parts[1:]
+        if ".." in parts:
+            return False
+        whole = "/".join(goal + parts)
+        inside = any(whole == root or whole.startswith(root + "/") for root in self.roots)
+        return inside or whole.split("/")[0] in SYSTEM
+
+    def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
+        """Make a hard link. The source comes from this archive, as does everything below the roots."""
+        kept = posix.dup(above)  # finding the source's folder may close `above`
+        try:
+            source = self.above(member.linkname)
+            if source >= 0 and member.linkname != member.name:
+                put_link(source, member.linkname[member.linkname.rfind("/") + 1 :], kept, name)
+        finally:
+            posix.close(kept)

@@ -1,0 +1,307 @@
+"""Turns a process that has just been cloned into the first process of a sandbox: root, limits and confinement.
+
+The plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants: every path of
+the sandbox is resolved with the sandbox's root as `/`, so that nothing in an image can lead outside; of the host only
+the files named in the plan are visible, read-only; once `enter` has returned, neither this process nor any descendant
+can undo a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import stat
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.isolation import seccomp, syscalls
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    Plan = dict[str, Any]
+
+UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+"""Errors of exhausted resources, independent of the file. ENOSPC: the namespace has its maximum number of mounts."""
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEVICE_LINKS = {
+    "ptmx": "pts/ptmx",
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
+USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
+"""Capabilities of root in a sandbox of several users, valid for these users only: chown, dac_override, fowner, fsetid,
+kill, setgid, setuid, setpcap, net_bind_service, sys_chroot."""
+READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+"""Entries of /proc that are read-only in the sandbox: the kernel checks only the owner of these files. Where the node
+runs as the host's root, the sandbox's programs do too, and could write to these files without any capability."""
+COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
+"""Covered entries of /proc, which reveal the host. Container engines cover them, too."""
+PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
+SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
+DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
+"""Read-only: a device can still be written to, but the mode and the times of the host's device file cannot be changed.
+Otherwise the file's owner could change both, and where the node runs as the host's root, a sandbox's root is this
+owner."""
+PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
+PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
+"""`max`: the host has some thousands of terminals for all sandboxes together."""
+IPC_BYTES = 64 << 20
+IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
+"""Maximum segments, semaphores and queues: Linux's old defaults, which come to less than 3 MiB each."""
+WATCHES_SHARE, MIN_WATCHES = 16, 1024
+"""A sandbox may have 1/WATCHES_SHARE of a user's inotify watches, and at least MIN_WATCHES."""
+INOTIFY_MAX = 32
+"""Maximum number of inotify instances. The kernel counts them for the user outside, who may have some 128 for all
+sandboxes together."""
+
+
+def become_root(plan: Plan) -> None:
+    """Become root of the user namespace. Without help, a process may map only its own user. For several users, the
+    zygote has already written the maps."""
+    if len(plan["uids"]) == 1:
+        write("/proc/self/setgroups", "deny")  # the kernel's condition for writing gid_map without privilege
+        write("/proc/self/uid_map", mapping(plan["uids"]))
+        write("/proc/self/gid_map", mapping(plan["gids"]))
+    else:
+        os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+
+
+def mapping(ids: list[list[int]]) -> str:
+    """Return the text of /proc/PID/uid_map: lines of the first id inside, the first outside, and their number."""
+    return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
+
+
+def bare_layers(plan: Plan) -> dict[int, int]:
+    """Copy the layers' folders without the inner mounts listed in the plan's `inner`. Returns descriptors by the number
+    of the layer. An overlay cannot be mounted over a folder that contains a mount, and only this process, not yet in
+    the user namespace of a sandbox, may make such a copy. A layer that cannot be copied is left out. Raises OSError."""
+    bare = {}
+    for number, (lower, target) in enumerate(plan["layers"]):
+        if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
+            try:
+                bare[number] = syscalls.clone_bare(lower, SHOWN_MOUNT)
+            except OSError as error:
+                must_not_be_scarce(error)
+    return bare
+
+
+def must_not_be_scarce(error: OSError) -> None:
+    """Raise the error again if it reports an exhausted resource and not the state of the file."""
+    if error.errno in SCARCE:
+        raise error
+
+
+def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
+    """Confine this process as planned. `bare` is the result of `bare_layers`. Returns descriptors of the layers' upper
+    folders, in the plan's order: no path leads there any more, and saving a layer needs the folders."""
+    for group in plan["cgroups"]:
+        write(group, "0")
+    syscalls.unshare(UNSHARED)
+    become_root(plan)
+    uppers = change_root(plan, bare)
+    ipc = not plan["memory"] or limit_ipc(plan["memory"])
+    protect_proc()
+    syscalls.set_host_name(b"sandbox")
+    syscalls.raise_loopback()
+    for name, value in plan["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    syscalls.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
+    seccomp.confine(counted=bool(plan["memory"]), ipc=ipc)
+    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+    return uppers
+
+
+def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
+    """Make the plan's root the root of this process.
+
+    Everything needed of the host is opened first. Then the root is changed, and the host's is gone. Only then is any
+    path of the sandbox resolved: an image may have links anywhere.
+    """
+    base = plan["base"]
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here may propagate to the host
+    folders = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["folders"]]
+    shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
+    shown += [(syscalls.clone_plain(source, SHOWN_MOUNT), target) for source, target in plan["named"]]
+    own = [(f"/dev/{name}", f"/dev/{name}") for name in DEVICES]
+    devices = [(syscalls.clone_tree(source, DEVICE_MOUNT), target) for source, target in (*own, *plan["devices"])]
+    saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
+    syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
+    os.mkdir(f"{base}/root")
+    os.mkdir(f"{base}/shm")
+    os.chmod(f"{base}/shm", 0o1777)
+    devices.append((syscalls.clone_tree(f"{base}/shm"), "/dev/shm"))
+    for number in range(len(plan["layers"])):
+        os.mkdir(f"{base}/upper{number}")
+        os.mkdir(f"{base}/work{number}")
+    if saved >= 0:
+        from outrider.sandbox.runtimes.guest.filesystem.layers import restore_layers  # slow to load, and rarely used
+
+        restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
+    uppers, whole = [], [f"{target}/" for _, target in plan["folders"]]
+    for number, (lower, target) in enumerate(plan["layers"]):
+        os.chdir(base)
+        uppers.append(os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY))
+        try:
+            mount_layer(number, lower, target, bare.get(number))
+        except OSError as error:
+            must_not_be_scarce(error)
+            # Without the root itself there is no sandbox, and files that an agent has written are not left out
+            # silently.
+            if number == 0 or os.listdir(f"upper{number}"):
+                raise
+            folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
+            whole.append(f"{target}/")
+    inner = []
+    for source, target in plan["inner"]:
+        there = target.startswith(tuple(whole))  # a folder of this list includes the mounts in it
+        tree = None if there or not source else clone_inner(source)
+        covered = not source or (not there and tree is None)
+        inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
+    proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows this only where a /proc is visible
+    os.chdir(f"{base}/root")
+    syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same path
+    syscalls.detach(".")
+    os.chdir("/")
+    for tree, target in folders:
+        attach_at(tree, target)
+    for one in inner:
+        attach_inner(*one)
+    for tree, target in shown:
+        attach_at(tree, target)
+    make_dev(devices)
+    make_proc(proc)  # last: links in /proc lead to the descriptors held here
+    # A plan could name `/` itself as a target: paths would then resolve in another root than the one confined here.
+    if not os.path.samestat(os.stat("/.."), os.stat("/")):
+        raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
+    return uppers
+
+
+def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
+    """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError where this
+    is impossible: a mount is in the folder, or the folder is itself an overlay over an overlay.
+
+    The first target is `/`; every other target is a plain folder in the first layer's lower folder. The paths are
+    relative, or below /proc: programs inside can read a mount's options, which must not reveal the host's paths.
+    """
+    if bare is not None:
+        os.mkdir(f"lower{number}")
+        syscalls.attach(bare, f"lower{number}")  # an overlay accepts no unattached folder
+        lower = f"lower{number}"
+    # The first layer may be a folder named by the task.
+    held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
+    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper folder's mode
+    where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
+    try:
+        syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
+    finally:
+        os.close(held)
+
+
+def clone_inner(source: str) -> int | None:
+    """Copy the mount at a path of the host. Returns None if this user may not copy the mount, or if it is gone."""
+    try:
+        return syscalls.clone_tree(source, SHOWN_MOUNT)
+    except OSError as error:
+        must_not_be_scarce(error)
+        return None
+
+
+def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
+    """Attach a mount from below a folder of the host at its path in the sandbox; or, if `hidden`, cover the path.
+    Without `tree` the mount is there already. Folders and regular files are shown, but not sockets, which lead to the
+    host."""
+    kind = syscalls.file_type(target)
+    if kind and kind != stat.S_IFDIR and tree is not None:
+        kind = stat.S_IFMT(os.fstat(tree).st_mode)
+    if kind in (0, stat.S_IFLNK):
+        pass  # the agent had removed the path before its layer was saved
+    elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
+        if kind == stat.S_IFDIR:
+            syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
+        else:
+            syscalls.attach(os.dup(cover), target)
+    elif tree is not None:
+        syscalls.attach(os.dup(tree), target)
+    for fd in (tree, cover):
+        if fd is not None:
+            os.close(fd)
+
+
+def make_proc(proc: int) -> None:
+    """Attach a /proc, and set the limits that programs could not set themselves once it is read-only."""
+    make_root_folder("/proc")
+    syscalls.attach(proc, "/proc")
+    write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the user's total
+        write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
+
+
+def limit_ipc(memory: int) -> bool:
+    """Limit System V's shared memory, semaphores and messages to a small part of `memory`. These objects belong to no
+    process, so memory_watch.py does not count them, but databases need a few pages. Returns False where the kernel lets
+    only the host's root set the limits (before Linux 6.0)."""
+    pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
+    try:
+        for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():
+            write(f"/proc/sys/kernel/{name}", value)
+    except OSError:
+        return False
+    return True
+
+
+def protect_proc() -> None:
+    """Make the kernel's switches in /proc read-only, and cover the files that reveal the host."""
+    for name in READ_ONLY_IN_PROC:
+        if os.path.exists(f"/proc/{name}"):
+            syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")
+    for name in COVERED_IN_PROC:
+        if os.path.isdir(f"/proc/{name}"):
+            syscalls.mount("none", f"/proc/{name}", "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
+        elif os.path.exists(f"/proc/{name}"):
+            syscalls.attach(syscalls.clone_tree("/dev/null", DEVICE_MOUNT), f"/proc/{name}")
+
+
+def make_dev(devices: list[tuple[int, str]]) -> None:
+    make_root_folder("/dev")
+    syscalls.mount("none", "/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=755,size=64k,nr_inodes=256")
+    for tree, target in devices:
+        attach_at(tree, target)
+    os.mkdir("/dev/pts")
+    syscalls.mount("none", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, PTS_OPTIONS)
+    for name, aim in DEVICE_LINKS.items():
+        os.symlink(aim, f"/dev/{name}")
+
+
+def make_root_folder(folder: str) -> None:
+    """Make a folder directly below the root. Raises OSError if the image has a link or file of the same name."""
+    make_folders(folder)
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
+
+
+def attach_at(tree: int, target: str) -> None:
+    """Attach mounts at a path, which is made if missing."""
+    if stat.S_ISDIR(os.fstat(tree).st_mode):
+        make_folders(target)
+    else:
+        make_folders(folder_of(target))
+        with contextlib.suppress(FileExistsError):  # an existing file may be a pipe: opening it would block
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
+    syscalls.attach(tree, target)
+
+
+def write(path: str, text: str) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)

@@ -1,0 +1,161 @@
+"""The zygote, from which all sandboxes of a node are forked: a tool server that is loaded but not yet confined.
+
+A fork of the zygote costs less than starting any program, needs no interpreter in the sandbox, and shares the zygote's
+memory. The zygote is a separate program, started by `python -I -S -c` with one end of a socket as its standard input.
+Its environment is empty except for its node's mark. Invariants: the zygote has one thread and never runs a sandbox's
+programs; when its socket ends or the zygote exits, all its sandboxes are killed.
+
+A request is one message with a number and three descriptors: a file with the plan (see isolate.py), the tool server's
+connection, and the file for the server's standard error. The reply is `[number, pid, error]`, with a pidfd unless there
+is an error.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import gc
+import os
+import platform
+import signal
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.filesystem.layers import save_layers
+from outrider.sandbox.runtimes.guest.isolation import isolate, seccomp, syscalls
+from outrider.sandbox.runtimes.guest.msgpack import Unpacker, pack
+from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, Loop
+from outrider.sandbox.runtimes.guest.server import close_others, preload, serve
+
+if TYPE_CHECKING:
+    from typing import Any
+
+FAILED = 125
+"""Exit code of a child that could not become a sandbox. The child's standard error gives the reason."""
+
+
+class Zygote:
+    """Handles requests, one after another, and reaps the forked children."""
+
+    def __init__(self, loop: Loop, control: _socket.socket) -> None:
+        self.loop = loop
+        self.control = control
+        loop.watch(control.fileno(), POLL_READ, self._ready)
+
+    def _ready(self, events: int) -> None:
+        message, ancillary, _, _ = self.control.recvmsg(8, _socket.CMSG_SPACE(12), _socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            self.loop.stopped = True
+            return
+        given = array.array("i")
+        for _, _, data in ancillary:
+            given.frombytes(data)
+        number = int.from_bytes(message, "big")
+        try:
+            self._answer(number, self._fork(*given))
+        except OSError as error:
+            self._say([number, 0, str(error)])
+        finally:
+            for fd in given:
+                os.close(fd)
+
+    def _fork(self, file: int, connection: int, log: int) -> int:
+        plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
+        if len(plan["uids"]) == 1:
+            return self._clone(plan, connection, log)
+        # The child waits on this pipe: only the zygote, outside of the child's user namespace, can map several users.
+        mapped_reader, mapped_writer = os.pipe()
+        try:
+            pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
+            give_users(pid, plan)
+            os.write(mapped_writer, b"x")
+        finally:
+            os.close(mapped_reader)
+            os.close(mapped_writer)
+        return pid
+
+    def _clone(
+        self, plan: dict[str, Any], connection: int, log: int, mapped_reader: int = -1, mapped_writer: int = -1
+    ) -> int:
+        bare = isolate.bare_layers(plan)
+        try:
+            pid = syscalls.clone(syscalls.NEWUSER | syscalls.NEWPID)
+            if pid == 0:
+                become_sandbox(plan, connection, log, bare, mapped_reader, mapped_writer)
+        finally:
+            for tree in bare.values():
+                os.close(tree)
+        self.loop.exits[pid] = lambda code: None
+        return pid
+
+    def _answer(self, number: int, pid: int) -> None:
+        pidfd = os.pidfd_open(pid)  # the pid is still valid: the loop, which reaps, runs later
+        try:
+            self._say([number, pid, ""], pidfd)
+        finally:
+            os.close(pidfd)
+
+    def _say(self, answer: list[object], *fds: int) -> None:
+        packed = bytearray()
+        pack(answer, packed)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.control.sendmsg([packed], rights)
+
+
+def give_users(pid: int, plan: dict[str, Any]) -> None:
+    """Map several users into the child's user namespace. Root may write the maps. For others, newuidmap and newgidmap
+    write them as /etc/subuid and /etc/subgid allow. Raises OSError; the child then reads the end of its pipe."""
+    for kind in ("uid", "gid"):
+        ids = plan[f"{kind}s"]
+        if os.geteuid() == 0:
+            isolate.write(f"/proc/{pid}/{kind}_map", isolate.mapping(ids))
+            continue
+        program = plan["mappers"][kind]
+        words = [program, str(pid), *(str(number) for line in ids for number in line)]
+        mapper = os.posix_spawn(program, words, {})
+        if os.waitpid(mapper, 0)[1] != 0:
+            raise OSError(f"{' '.join(words)} failed")
+
+
+def become_sandbox(
+    plan: dict[str, Any], connection: int, log: int, bare: dict[int, int], mapped_reader: int, mapped_writer: int
+) -> None:
+    """Confine the child, the first process of its pid namespace, and serve as its tool server. Never returns."""
+    code = FAILED
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the sandbox is killed with the zygote
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for source, target in ((null, 0), (null, 1), (log, 2)):
+            os.dup2(source, target)
+        if mapped_reader >= 0:
+            os.close(mapped_writer)
+            if not os.read(mapped_reader, 1):
+                raise OSError("the sandbox was given no users")
+        close_others({0, 1, 2, connection, *bare.values()})
+        signal.set_wakeup_fd(-1)
+        gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1
+        layers = isolate.enter(plan, bare)
+        serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
+        code = 0
+    except BaseException as error:  # after any error this process must not continue as a second zygote
+        os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """Serve the socket on descriptor 0 until it ends."""
+    preload()
+    # Cached here for the forks, with the arguments exactly as `confine` passes them.
+    for counted, ipc in ((False, True), (True, True), (True, False)):
+        seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
+    syscalls.rename_process(b"outrider-sandbox")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o022)
+    control = _socket.socket(fileno=os.dup(0))
+    control.setblocking(True)
+    loop = Loop()
+    Zygote(loop, control)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
+    loop.run()

@@ -1,0 +1,137 @@
+"""A bound on the total memory of a sandbox's programs, where no control group sets a bound.
+
+The watch scans /proc now and then and counts the memory of processes: private pages, shared pages, page tables and
+swap. Memory that belongs to no process is refused to programs (see seccomp.py), and files have their own bound.
+Invariant: while the programs exceed the limit, the largest is killed, as the kernel does in a control group. Memory
+that comes and goes between two scans is bounded for each process alone, by its rlimits.
+"""
+
+from __future__ import annotations
+
+import posix
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.poll_loop import REST_FACTOR, Loop
+from outrider.sandbox.runtimes.guest.processes import descendants, processes, read_or_empty, send_signal, threads
+
+if TYPE_CHECKING:
+    import signal as _signal
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+RATE = 4 << 30
+"""Assumed maximum growth of the programs in bytes per second. The rate gives the earliest time at which they reach the
+limit, and so the time of the next scan."""
+MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
+"""Bounds of the seconds between two scans."""
+OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
+"""Lines of /proc/PID/status that add up to a process's memory, with pages shared with forks in full."""
+DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
+"""Lines of /proc/PID/smaps_rollup that add up to the same, with each shared page divided among the processes that share
+it."""
+SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
+"""Names in /proc/PID/maps of memory shared by several processes that is not a file."""
+
+
+class ProcessMemory:
+    """The memory of one process: `own` bytes, and `mapped` bytes besides: libraries, reserved address space, and memory
+    shared with other processes. Shared pages that exist but have not been touched by this process yet are missing in
+    its own counters."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status = status_of(pid)
+        self.own = sum_of_fields(self.status, OWN_FIELDS)
+        self.mapped = sum_of_fields(self.status, (b"VmSize",)) - sum_of_fields(self.status, (b"VmData", b"VmStk"))
+        self.areas: dict[bytes, int] = {}
+
+    def find_areas(self) -> None:
+        """Find shared memory by inode, each area up to its last mapped byte. If a process's maps are unreadable, all
+        its mapped memory counts as shared."""
+        maps = read_of_process(self.pid, "maps")
+        if not maps:
+            self.areas = {b"%d" % self.pid: max(0, self.mapped)}
+        for line in maps.split(b"\n")[:-1]:
+            where, _, offset, _, inode, *name = line.split(None, 5)
+            if name and name[0].startswith(SHARED_AREAS):
+                start, _, end = where.partition(b"-")
+                last = int(offset, 16) + int(end, 16) - int(start, 16)
+                self.areas[inode] = max(last, self.areas.get(inode, 0))
+
+    def divide(self) -> None:
+        """Count a page shared by forks as a fraction for each; in full, if the process is not readable."""
+        text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
+        if text:
+            self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
+
+    @property
+    def all(self) -> int:
+        return self.own + sum(self.areas.values())
+
+
+class MemoryWatch:
+    """Scans as long as the loop runs. Processes are killed only after two scans in a row above the limit: while a
+    process forks to start a program, all of its memory seems to exist twice."""
+
+    def __init__(self, loop: Loop, limit: int) -> None:
+        self.loop = loop
+        self.limit = limit
+        self.exceeded = False
+        self.look()
+
+    def look(self) -> None:
+        began = time.monotonic()
+        me = posix.getpid()
+        found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
+        total = sum(one.own + max(0, one.mapped) for one in found)
+        # Each step is more exact than the previous one, and costs more. Mostly none is needed.
+        for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
+            if total > self.limit:
+                for one in found:
+                    refine(one)
+                total = total_memory(found)
+        if total > self.limit and self.exceeded:
+            kill_largest(found, total - self.limit)
+        self.exceeded = total > self.limit
+        wait = MIN_PAUSE if self.exceeded else min(MAX_PAUSE, max(MIN_PAUSE, (self.limit - total) / RATE))
+        self.loop.at(self, max(wait, REST_FACTOR * (time.monotonic() - began)), self.look)
+
+
+def total_memory(found: list[ProcessMemory]) -> int:
+    """Return the bytes of all processes, each shared area counted once."""
+    areas: dict[bytes, int] = {}
+    for one in found:
+        for inode, size in one.areas.items():
+            areas[inode] = max(size, areas.get(inode, 0))
+    return sum(one.own for one in found) + sum(areas.values())
+
+
+def kill_largest(found: list[ProcessMemory], excess: int) -> None:
+    for one in sorted(found, key=lambda one: one.all, reverse=True):
+        if excess <= 0:
+            break
+        if send_signal(one.pid, _signal.SIGKILL):
+            excess -= one.all
+
+
+def status_of(pid: int) -> bytes:
+    return read_of_process(pid, "status", b"VmSize")
+
+
+def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
+    """Return a file of /proc/PID. If the process's first thread has ended, its file is empty or lacks `needed`, and the
+    file of another thread is returned."""
+    text = read_or_empty(f"/proc/{pid}/{name}")
+    for thread in () if text and needed in text else threads(pid):
+        text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
+        if text and needed in text:
+            break
+    return text
+
+
+def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
+    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes. Another line is the program's name,
+    which the program chooses: it may have any character but a newline."""
+    lines = (line.partition(b":") for line in text.split(b"\n"))
+    return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

@@ -1,0 +1,45 @@
+"""A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
+
+If a program sends requests to the kernel and does not read the replies, the kernel holds up to a MiB for each socket.
+No control group of any version counts this memory, and only the limit on open files bounds it. The bound is the same
+for every task. Invariant: while the sockets hold more than MOST bytes, all programs of the sandbox are killed. The
+owner of a socket cannot always be determined, and no honest program comes near the bound.
+"""
+
+from __future__ import annotations
+
+import posix
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.poll_loop import REST_FACTOR
+from outrider.sandbox.runtimes.guest.processes import kill_tree, read_or_empty
+
+if TYPE_CHECKING:
+    from outrider.sandbox.runtimes.guest.poll_loop import Loop
+
+SOCKETS = "/proc/self/net/netlink"
+"""The kernel's table: a line of headings, then one line for each netlink socket of this network."""
+HELD = (4, 5)
+"""The columns of bytes received and not read, and of bytes sent and not received."""
+MOST = 64 << 20
+PAUSE = 1.0
+
+
+class NetlinkWatch:
+    """Checks the sockets as long as the loop runs."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.look()
+
+    def look(self) -> None:
+        began = time.monotonic()
+        if held_bytes(read_or_empty(SOCKETS)) > MOST:
+            kill_tree({posix.getpid()})
+        self.loop.at(self, max(PAUSE, REST_FACTOR * (time.monotonic() - began)), self.look)
+
+
+def held_bytes(table: bytes) -> int:
+    """Return the sum of the HELD columns over the lines of SOCKETS."""
+    return sum(int(words[place]) for words in map(bytes.split, table.splitlines()[1:]) for place in HELD)

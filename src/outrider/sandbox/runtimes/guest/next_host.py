@@ -1,0 +1,60 @@
+"""The wait for the next host, in a sandbox that may outlive its host.
+
+The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to it,
+so the server authenticates itself with a secret received from the previous host. Invariant: if no host replies in time,
+the loop stops, and the sandbox ends with it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.connection import HostConnection
+from outrider.sandbox.runtimes.guest.poll_loop import Loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOK_EVERY = 0.1
+
+
+class NextHost:
+    """Looks for a host at `path` for up to `seconds`."""
+
+    def __init__(self, loop: Loop, path: str, secret: str, seconds: float) -> None:
+        import _socket  # now, because an import takes descriptors, which may be used up later
+
+        self.socket = _socket
+        self.loop = loop
+        self.path = path
+        self.secret = secret
+        self.seconds = seconds
+
+    def look_for(self, newest_call: int, found: Callable[[HostConnection, bytes], object]) -> None:
+        """Call `found` with the connection to a host that has replied, and the host's first frame. `newest_call` is
+        sent first, because the host's own calls need other numbers."""
+        deadline = time.monotonic() + self.seconds
+
+        def look() -> None:
+            if time.monotonic() > deadline:
+                self.loop.stop()
+                return
+            end = None
+            try:
+                end = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
+                end.connect(self.path)
+            except OSError:  # nobody listens, or no descriptor is free
+                if end is not None:
+                    end.close()
+                self.loop.at(self, LOOK_EVERY, look)
+                return
+            fd = end.detach()
+            connection = HostConnection(self.loop, fd, fd)
+            # A peer that disconnects before its first call was no host, or has exited as well: the time runs on.
+            connection.attach(
+                on_frame=lambda frame: found(connection, frame), on_end=lambda: self.loop.at(self, LOOK_EVERY, look)
+            )
+            connection.send([newest_call, "here", {"secret": self.secret}])
+
+        look()

@@ -1,0 +1,108 @@
+"""A poll loop for one thread: readiness of descriptors, timers, and exits of children.
+
+asyncio would be the natural choice, but importing it takes several times as long as starting the interpreter.
+Invariant: every child that exits is reaped, adopted orphans included.
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.processes import exit_code, send_signal
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
+CHUNK = 1 << 18
+"""Bytes of one read or write: large enough for few calls, small enough that no call holds up the loop."""
+
+REST_FACTOR = 20
+"""A pause lasts at least 20 times as long as the scan before it: a scan of many processes or sockets takes long."""
+
+
+class Loop:
+    """`handlers` are called with the events of their descriptor, `exits` once with the exit code of their child.
+
+    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has at most one timer.
+    """
+
+    def __init__(self) -> None:
+        self.poll = select.poll()
+        self.handlers: dict[int, Callable[[int], object]] = {}
+        self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
+        self.exits: dict[int, Callable[[int], object]] = {}
+        self.stopped = False
+        # SIGCHLD writes a byte into this pipe, which wakes `poll`. A signal just before `poll` is not lost.
+        reader, writer = posix.pipe()
+        posix.set_blocking(reader, False)
+        posix.set_blocking(writer, False)
+        _signal.set_wakeup_fd(writer)
+        _signal.signal(_signal.SIGCHLD, lambda number, frame: None)
+        self.watch(reader, POLL_READ, lambda events: self._reap(reader))
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], object]) -> None:
+        self.handlers[fd] = handler
+        self.poll.register(fd, events)
+
+    def forget(self, fd: int) -> None:
+        if self.handlers.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def at(self, key: object, seconds: float, action: Callable[[], object]) -> None:
+        self.timers[key] = (time.monotonic() + seconds, action)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def run(self) -> None:
+        while not self.stopped:
+            timeout = None
+            soonest = float("inf")
+            if self.timers:
+                soonest = min(deadline for deadline, _ in self.timers.values())
+                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5  # `poll` truncates to whole milliseconds
+            for fd, events in self.poll.poll(timeout):
+                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed the entry
+                if handler is not None:
+                    handler(events)
+            now = time.monotonic()
+            if soonest <= now:
+                for key, (deadline, action) in list(self.timers.items()):
+                    # An earlier action of this round may have removed or replaced the timer.
+                    if deadline <= now and self.timers.get(key) == (deadline, action):
+                        del self.timers[key]
+                        action()
+
+    def _reap(self, wakeup: int) -> None:
+        read_ready(wakeup)
+        while True:
+            try:
+                pid, status = posix.waitpid(-1, posix.WNOHANG)
+            except OSError:
+                return
+            if pid == 0:
+                return
+            if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing would resume it
+                send_signal(pid, _signal.SIGKILL)
+                continue
+            watcher = self.exits.pop(pid, None)
+            if watcher is not None:
+                watcher(exit_code(status))
+
+
+def read_ready(fd: int) -> bytes | None:
+    """Return the data that can be read now: b"" if there is none yet, None at the end. A terminal whose other end is
+    closed gives EIO, which also counts as the end."""
+    try:
+        return posix.read(fd, CHUNK) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None

@@ -1,0 +1,226 @@
+"""Processes as listed in /proc: find the descendants of a process, kill them, start a process.
+
+Invariant: a process that `kill_tree` does not return was not alive at the last scan of /proc.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.filesystem.paths import execute, is_folder
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    T = TypeVar("T")
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+LOOKS = 200
+"""Maximum number of scans in `kill_tree`: a process that forks faster than it is killed can win forever."""
+
+
+class Spare:
+    """A descriptor in reserve for reading /proc: the server must still find and kill programs after they have made it
+    use up its descriptors."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def hold(self) -> None:
+        try:
+            self.fd = posix.open("/dev/null", posix.O_RDONLY)
+        except OSError:
+            self.fd = -1
+
+    def read(self, action: Callable[[str], T], path: str) -> T:
+        """Return `action(path)`, which opens one descriptor and closes it. Raises OSError."""
+        try:
+            return action(path)
+        except OSError as error:
+            if error.errno != errno.EMFILE or self.fd < 0:
+                raise
+        posix.close(self.fd)
+        try:
+            return action(path)
+        finally:
+            self.hold()
+
+
+SPARE = Spare()
+
+
+class Process:
+    """A line of /proc/PID/stat. `zombie`: the process has ended. The kernel reports the same state if only the first
+    thread of a process has ended. The number of threads distinguishes the two cases."""
+
+    def __init__(self, pid: int, fields: list[bytes]) -> None:
+        self.pid = pid
+        self.zombie = fields[0] in (b"Z", b"X") and len(threads(pid)) <= 1
+        self.parent = int(fields[1])
+        self.group = int(fields[2])
+
+
+def processes() -> dict[int, Process]:
+    found = {}
+    for name in SPARE.read(posix.listdir, "/proc"):
+        if name.isdigit():
+            stat = read_or_empty("/proc/" + name + "/stat")
+            if stat:
+                # The fields follow the last parenthesis: a program's name may have any character.
+                found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
+    return found
+
+
+def read_or_empty(path: str) -> bytes:
+    """Return a file's content, or b"" if the file cannot be read. A process may end during the scan."""
+    try:
+        return SPARE.read(read_file, path)
+    except OSError:
+        return b""
+
+
+def read_file(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+def threads(pid: int) -> list[str]:
+    """Return the ids of a process's threads; none if the process has ended."""
+    try:
+        return SPARE.read(posix.listdir, f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def environment_of(pid: int) -> bytes:
+    """Return the environment that a process was started with. After the first thread has ended, only other threads show
+    it."""
+    found = read_or_empty(f"/proc/{pid}/environ")
+    for thread in () if found else threads(pid):
+        found = found or read_or_empty(f"/proc/{pid}/task/{thread}/environ")
+    return found
+
+
+def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
+    """Return the living processes among `roots` and everything below them."""
+    below: dict[int, list[int]] = {}
+    for process in table.values():
+        below.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    queue = list(roots)
+    while queue:
+        pid = queue.pop()
+        if pid not in found:
+            found.add(pid)
+            queue += below.get(pid, ())
+    return {pid for pid in found if pid in table and not table[pid].zombie}
+
+
+def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
+    """Return the orphans that were reparented to this server and have `mark` in their environment: daemons leave
+    session and parent, but keep the environment."""
+    me = posix.getpid()
+    return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
+
+
+def send_signal(pid: int, number: int) -> bool:
+    """Send a signal. Returns False when the process no longer exists."""
+    try:
+        posix.kill(pid, number)
+    except OSError:
+        return False
+    return True
+
+
+def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
+    """Send SIGKILL to `roots`, to everything below and to adopted orphans with `mark`, until a scan of /proc finds
+    none. Returns the processes still alive after LOOKS scans: held by the kernel, or forking too fast."""
+    victims: set[int] = set()
+    for attempt in range(LOOKS):
+        table = processes()
+        start = roots | (adopted_orphans(table, mark) if mark else set())
+        victims = descendants(table, start) - {posix.getpid()}
+        if not victims:
+            break
+        for pid in victims:
+            send_signal(pid, _signal.SIGKILL)
+        time.sleep(0 if attempt < 3 else 0.002)  # most have exited by the second scan
+    return victims
+
+
+def exit_code(status: int) -> int:
+    """Return the exit code of a wait status: 128 + N for a signal N, as in shells."""
+    return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
+
+
+def offer_to_oom_killer() -> None:
+    """Have the kernel kill this process and its children before the tool server when memory runs out."""
+    try:
+        fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
+        posix.write(fd, b"1000")
+        posix.close(fd)
+    except OSError:
+        return
+
+
+def pipes(number: int) -> list[tuple[int, int]]:
+    """Make so many pipes, pairs (reader, writer). Raises OSError, and leaves none open then."""
+    made: list[tuple[int, int]] = []
+    try:
+        for _ in range(number):
+            made.append(posix.pipe())
+    except OSError:
+        for pair in made:
+            for fd in pair:
+                posix.close(fd)
+        raise
+    return made
+
+
+def fork_or_close(*fds: int) -> int:
+    """Fork, or close the descriptors and raise OSError."""
+    try:
+        return posix.fork()
+    except OSError:
+        for fd in fds:
+            posix.close(fd)
+        raise
+
+
+def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
+    """Fork, and execute a program in its own session with `fds` {target: source} and nothing else open. An error in the
+    fork is printed on its standard error. The exit code is then 127 for a missing program, else 126."""
+    pid = posix.fork()
+    if pid:
+        return pid
+    code = 127
+    try:
+        posix.setsid()
+        offer_to_oom_killer()
+        _signal.set_wakeup_fd(-1)  # the fork must not wake the server's loop
+        for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
+            # Python and this server ignore or catch these signals, and an ignored signal stays ignored in the program.
+            _signal.signal(number, _signal.SIG_DFL)
+        for target, source in fds.items():
+            posix.dup2(source, target)
+        if tty:
+            import fcntl
+            import termios
+
+            fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        posix.chdir(cwd)
+        execute(argv, env)
+    except OSError as error:
+        code = 127 if error.errno == errno.ENOENT else 126
+        where = cwd if not is_folder(cwd) else argv[0]
+        posix.write(2, (where + ": " + posix.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
+    except BaseException as error:  # after any error this fork exits, and must not continue as the server
+        posix.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
+    finally:
+        posix._exit(code)

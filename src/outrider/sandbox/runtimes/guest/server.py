@@ -1,0 +1,305 @@
+"""The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
+
+The server executes calls from the host on one connection: commands, live shells, files, archives. It also bridges
+127.0.0.1 to the model gateway's socket. Invariant: all children of the server, adopted orphans included, are reaped
+here, and none outlives the server.
+
+`runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
+Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.bridge import Bridge
+from outrider.sandbox.runtimes.guest.child_reply import ChildReply
+from outrider.sandbox.runtimes.guest.command import Command
+from outrider.sandbox.runtimes.guest.connection import Calls, HostConnection
+from outrider.sandbox.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
+from outrider.sandbox.runtimes.guest.filesystem.glob import found_paths
+from outrider.sandbox.runtimes.guest.filesystem.patch import patched_files
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders, same_file
+from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
+from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
+from outrider.sandbox.runtimes.guest.msgpack import Unpacker
+from outrider.sandbox.runtimes.guest.netlink_watch import NetlinkWatch
+from outrider.sandbox.runtimes.guest.next_host import NextHost
+from outrider.sandbox.runtimes.guest.poll_loop import Loop
+from outrider.sandbox.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
+from outrider.sandbox.runtimes.guest.shells.shell import LiveShell
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+    from typing import Any
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+PR_SET_CHILD_SUBREAPER = 36
+SEARCH_SECONDS = 60
+SEARCH_BYTES = 64 << 20
+"""Limits of the child that globs or patches: an agent can make a tree that takes forever to search."""
+SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
+
+
+class Server:
+    """The host may call each of the methods `do_NAME(call, arguments)`."""
+
+    def __init__(
+        self, loop: Loop, connection: HostConnection, save_layers: Callable[[int], None] | None, gateway: int
+    ) -> None:
+        self.loop = loop
+        self.save_layers = save_layers
+        self.gateway = gateway
+        self.calls = Calls(loop, connection)
+        self.shells: dict[int, LiveShell] = {}
+        self.restores: dict[int, Restore] = {}
+        self.kept: dict[str, Command] = {}
+        """Commands that outlive the host, by name."""
+        self.newest_call = 0
+        self.bridge: Bridge | None = None
+        self.next_host: NextHost | None = None
+        """The host to wait for when the connection ends; None for no wait."""
+        connection.attach(self.dispatch, self.lose_host)
+
+    def dispatch(self, frame: bytes) -> None:
+        call, method, args = Unpacker(frame).message()
+        self.newest_call = max(self.newest_call, call)
+        try:
+            getattr(self, "do_" + method)(call, args)
+        except FileNotFoundError as error:
+            self.calls.fail(call, "missing", str(error))
+        except IsADirectoryError as error:
+            self.calls.fail(call, "directory", str(error))
+        except (OSError, ValueError) as error:
+            self.calls.fail(call, "failed", f"{type(error).__name__}: {error}")
+
+    def do_configure(self, call: int, args: dict[str, Any]) -> None:
+        self.calls.base_env = args["env"]
+        self.calls.sandbox_mark = args["mark"]
+        self.calls.python = args["python"]
+        if args["subreaper"]:
+            import ctypes
+
+            # Children that lose their parent are then adopted by this server, and can still be found and killed. The
+            # first process of a pid namespace adopts orphans without this call.
+            if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+                raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        for path, data in args["files"].items():
+            write_file(path, data, 0o644, False)
+        for path in args["folders"]:
+            make_folders(path)
+        posix.chdir(args["workdir"])
+        if args["lifetime"]:
+            self.loop.at(self, args["lifetime"] / 1000, self.expire)
+        if args["memory"]:
+            MemoryWatch(self.loop, args["memory"])
+        if args["bridge_port"]:
+            socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
+            self.bridge = Bridge(self.loop, args["bridge_port"], socket)
+            NetlinkWatch(self.loop)  # a sandbox that needs a bridge has a network of its own
+        self.calls.reply(call, {})
+
+    def expire(self) -> None:
+        """End the sandbox at the end of its lifetime, even if its node was killed."""
+        kill_tree({posix.getpid()})
+        for call in self.calls.running:
+            self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
+        self.loop.stopped = True
+
+    def do_exec(self, call: int, args: dict[str, Any]) -> None:
+        if not args["name"]:
+            Command(self.calls, call, args)
+        elif args["name"] in self.kept:
+            self.kept[args["name"]].answer(call)
+        else:
+            self.kept[args["name"]] = Command(self.calls, call, args)
+
+    def do_outlive(self, call: int, args: dict[str, Any]) -> None:
+        """From now on, wait for another host when this host is gone."""
+        seconds = args["ms"] / 1000
+        self.next_host = NextHost(self.loop, args["path"], args["secret"], seconds)
+        if self.bridge is not None:
+            self.bridge.patience = seconds
+        self.calls.reply(call, {})
+
+    def lose_host(self) -> None:
+        """End with the host, or end all work that only this host can use and wait for the next host."""
+        if self.next_host is None:
+            self.loop.stop()
+            return
+        kept = {command.call for command in self.kept.values()}
+        for call, cancel in list(self.calls.running.items()):
+            if call not in kept:
+                cancel()
+        for shell in self.shells.values():
+            shell.close()
+        self.shells.clear()
+        for key in list(self.restores):
+            self.drop_restore(key)
+        self.next_host.look_for(self.newest_call, self.meet)
+
+    def meet(self, connection: HostConnection, frame: bytes) -> None:
+        self.calls.connection = connection
+        connection.attach(self.dispatch, self.lose_host)
+        self.dispatch(frame)
+
+    def do_cancel(self, call: int, args: dict[str, Any]) -> None:
+        cancel = self.calls.running.get(args["call"])
+        if cancel is not None:
+            cancel()
+
+    def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
+        # The call's number becomes the shell's, so numbers of shells are unique on this connection. The shell replies
+        # to the call.
+        self.shells[call] = LiveShell(self.calls, call, args)
+
+    def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
+        shell = self.shells.get(args["shell"])
+        if shell is None:
+            self.calls.fail(call, "failed", "the shell is gone")
+        else:
+            shell.run(call, args["text"], args["ms"], args["cap"])
+
+    def do_shell_close(self, call: int, args: dict[str, Any]) -> None:
+        shell = self.shells.pop(args["shell"], None)
+        if shell is not None:
+            shell.close()
+        self.calls.reply(call, {})
+
+    def do_read(self, call: int, args: dict[str, Any]) -> None:
+        fd = open_file(args["path"], args["follow"])
+        try:
+            self.calls.reply(call, {"data": posix.pread(fd, args["size"], args["offset"])})
+        finally:
+            posix.close(fd)
+
+    def do_environ(self, call: int, args: dict[str, Any]) -> None:
+        """Reply with the environment that this process was started with, including the image's variables."""
+        self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
+
+    def do_write(self, call: int, args: dict[str, Any]) -> None:
+        write_file(args["path"], args["data"], args["mode"], args["append"])
+        self.calls.reply(call, {})
+
+    def do_link(self, call: int, args: dict[str, Any]) -> None:
+        make_folders(folder_of(args["path"]) or ".")
+        if is_link(args["path"]):
+            posix.unlink(args["path"])
+        posix.symlink(args["target"], args["path"])
+        self.calls.reply(call, {})
+
+    def do_folder(self, call: int, args: dict[str, Any]) -> None:
+        make_folders(args["path"])
+        self.calls.reply(call, {})
+
+    def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
+        if args["alone"]:
+            kill_all_below()
+        ChildReply(
+            self.calls,
+            call,
+            lambda fd: write_tar(fd, args["paths"], args["limit"]),
+            limit=args["limit"],
+            failed="snapshot failed",
+        )
+
+    def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
+        """All other processes are killed first, so that nothing changes during the save."""
+        if self.save_layers is None:
+            raise ValueError("this sandbox has no layer of its own")
+        kill_all_below()
+        ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
+
+    def do_glob(self, call: int, args: dict[str, Any]) -> None:
+        self._search(call, lambda: found_paths(args["root"], args["pattern"], args["limit"]))
+
+    def do_patch(self, call: int, args: dict[str, Any]) -> None:
+        self._search(call, lambda: patched_files(args["cwd"], args["text"], args["size"]))
+
+    def _search(self, call: int, work: Callable[[], bytes]) -> None:
+        ChildReply(
+            self.calls,
+            call,
+            lambda fd: write_all(fd, work()),
+            limit=SEARCH_BYTES,
+            failed=SEARCH_FAILED,
+            seconds=SEARCH_SECONDS,
+        )
+
+    def do_restore(self, call: int, args: dict[str, Any]) -> None:
+        restore = self.restores.get(args["key"]) or Restore(self.calls, args["roots"], args["limit"])
+        if args["last"]:
+            self.restores.pop(args["key"], None)
+        else:
+            self.restores[args["key"]] = restore
+        restore.feed(call, args["data"], args["last"])
+
+    def do_drop_restore(self, call: int, args: dict[str, Any]) -> None:
+        """End a restore whose last call will not come. Sends no reply."""
+        self.drop_restore(args["key"])
+
+    def drop_restore(self, key: int) -> None:
+        restore = self.restores.pop(key, None)
+        if restore is not None:
+            restore.cancel()
+
+    def do_stop(self, call: int, args: dict[str, Any]) -> None:
+        self.calls.reply(call, {"left": len(kill_tree({posix.getpid()}))})
+
+
+def kill_all_below() -> None:
+    """Kill all processes below this one. Raises OSError when one stays alive."""
+    left = kill_tree({posix.getpid()})
+    if left:
+        raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
+
+
+def preload() -> None:
+    """Import now the modules that are otherwise imported on use: the standard library is out of reach once the process
+    has changed its root."""
+    import _socket
+    import ctypes
+    import fcntl
+    import fnmatch
+    import tarfile
+    import termios
+
+    assert all((_socket, ctypes, fcntl, fnmatch, tarfile, termios))
+
+
+def main() -> None:
+    """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all remaining processes."""
+    one = same_file(0, 1)
+    fd_in = posix.dup(0)  # descriptors 0 and 1 would be inherited by every program
+    fd_out = fd_in if one else posix.dup(1)
+    null = posix.open("/dev/null", posix.O_RDWR)
+    for fd in (0, 1):
+        posix.dup2(null, fd)
+    close_others({0, 1, 2, fd_in, fd_out})
+    posix.umask(0o022)
+    serve(fd_in, fd_out)
+
+
+def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
+    """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, if there are
+    any. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    SPARE.hold()
+    loop = Loop()
+    Server(loop, HostConnection(loop, fd_in, fd_out), save_layers, gateway)
+    loop.run()
+    kill_tree({posix.getpid()})
+
+
+def close_others(kept: set[int]) -> None:
+    """Close all other descriptors: no descriptor of the host's process may reach a program in the sandbox."""
+    start = 0
+    for fd in sorted(kept):
+        if start < fd:  # where the C library has close_range, closerange(0, 0) closes everything
+            posix.closerange(start, fd)
+        start = fd + 1
+    posix.closerange(start, posix.sysconf("SC_OPEN_MAX"))

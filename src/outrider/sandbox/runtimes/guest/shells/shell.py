@@ -1,0 +1,490 @@
+"""Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
+
+Apart from PRELUDES, only POSIX features of the shell's language are used. A Python reports with the frames of
+python_program.py, whose rich results are not decoded here. Invariants: whatever an input does, a shell takes the next
+input within two seconds of the time limit, or is gone; a Python shell is reported as open only after its first frame.
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+import sys
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.command import READS_AT_END, Capture
+from outrider.sandbox.runtimes.guest.connection import Calls
+from outrider.sandbox.runtimes.guest.filesystem.paths import DEFAULT_PATH, find_program
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, read_ready
+from outrider.sandbox.runtimes.guest.processes import (
+    Process,
+    descendants,
+    kill_tree,
+    pipes,
+    processes,
+    send_signal,
+    spawn,
+)
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from typing import Any
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+INTERRUPT_EVERY = 0.1
+"""Seconds between two interrupts of an input that keeps running."""
+KILL_AFTER = 3
+"""From this interrupt on, the programs started by the input are killed, too."""
+RESTART_AFTER = 20
+"""Number of interrupts after which the shell itself is killed and restarted: two seconds. The sh of busybox needs a
+restart now and then: SIGINT may arrive in its memory allocator, and sh then waits in vain for the allocator's lock."""
+
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
+    "sh": ["sh", "-i"],
+}
+PRELUDES = {
+    "bash": b"PS1=; export -n PS1; PS2=; unset PROMPT_COMMAND HISTFILE; set +o history +H;",
+    "sh": b"unset PS1 HISTFILE; PS1=; PS2=;",
+}
+"""Commands that make a shell print nothing of its own: no prompts, no history, no `!` expansion."""
+STATUS = b' __status=0; __set_status() { return "$1"; }; '
+"""Sets `$?` before each input: 0 for the first input, the previous input's status for each other."""
+GREETING_MAX = 1 << 16
+"""Bytes that a shell may print before its first marker. After more bytes, the marker is no longer awaited."""
+STATUS_MAX = 8
+"""Maximum bytes of a marker's status with its terminator."""
+TERMIOS_SIZE = 64
+"""Bytes, more than a `struct termios` of any architecture."""
+
+FRAME_MAX = 10 << 20
+"""Bytes, more than the frame of any result. A longer frame was written to the descriptor by an input itself."""
+WHY_MAX = 2000
+"""Maximum bytes kept of the output of an interpreter that did not start."""
+
+
+class LiveShell:
+    """A live shell: one program that takes one input at a time. Output between two inputs is shown with the next
+    input's.
+
+    `program` starts the process, sends inputs and reads output. Its commands are tried in order, and the first that
+    works opens the shell. `opening` is the call that requested the shell, 0 after the reply. `ticks` counts the
+    interrupts of the running input.
+    """
+
+    def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
+        self.calls = calls
+        self.args = args
+        self.number = number
+        self.opening = number
+        self.sequence = 0
+        self.call = 0
+        self.cap = 0
+        self.capture = Capture(1)
+        self.unsent = bytearray()
+        self.blocked = False
+        self.ticks = 0
+        self.note = b""
+        self.shown = b""
+        self.why = b""
+        self.dead = False
+        self.pid = self.output = self.input = -1
+        self.descriptors: set[int] = set()
+        self.program: Bash | Interpreter = Bash(self) if args["kind"] == "bash" else Interpreter(self)
+        self.commands = self.program.commands()
+        calls.running[number] = self._give_up
+        try:
+            self._open()
+        except OSError:
+            calls.running.pop(number, None)
+            raise
+
+    def _open(self) -> None:
+        """Raises OSError when the program cannot be started. The shell is dead then, and nothing of it is left open."""
+        if not self.commands:
+            self._give_up()
+            return
+        env = self.calls.environment({}, -self.number)
+        env.setdefault("TERM", "dumb")
+        try:
+            self.program.start(self.commands[0], env)
+        except OSError:
+            self.dead = True
+            self._release()
+            raise
+        for fd in self.descriptors:
+            posix.set_blocking(fd, False)
+        self.calls.loop.watch(self.output, POLL_READ, self._ready)
+        self.calls.loop.exits[self.pid] = self._exited
+
+    def _open_again(self) -> str:
+        """Open from the loop, which handles no errors. Returns the error, "" for none."""
+        try:
+            self._open()
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+            if self.opening:
+                call, self.opening = self.opening, 0
+                self.calls.running.pop(call, None)
+                self.calls.fail(call, "failed", why)
+            return why
+        return ""
+
+    def opened(self) -> None:
+        """Report the shell as open: its program runs."""
+        if self.opening:
+            self._answer_opening({"shell": self.number})
+
+    def _give_up(self) -> None:
+        """Report that the shell does not exist: no command is left to try, or the host has cancelled the call."""
+        if self.commands:
+            self.close()
+        self.dead = True
+        self._answer_opening({"shell": None, "why": self.why})
+
+    def _answer_opening(self, fields: dict[str, Any]) -> None:
+        call, self.opening = self.opening, 0
+        self.calls.running.pop(call, None)
+        self.calls.reply(call, fields)
+
+    def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
+        if self.dead or self.call:
+            self.calls.fail(call, "failed", "the shell is gone" if self.dead else "the shell is busy")
+            return
+        if cap != self.cap:
+            self.cap, self.capture = cap, Capture(cap)
+        self.call, self.ticks, self.note, self.shown = call, 0, b"", b""
+        self.sequence += 1
+        self.calls.running[call] = self.cancel
+        self.calls.loop.at(self, milliseconds / 1000, self.cancel)
+        self.program.give(text)
+
+    def send(self, data: bytes) -> None:
+        self.unsent += data
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self.unsent:
+                del self.unsent[: posix.write(self.input, self.unsent[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()
+        if self.blocked == bool(self.unsent):
+            return
+        self.blocked = not self.blocked
+        if self.blocked:
+            self.calls.loop.watch(self.input, select.POLLOUT, lambda events: self._flush())
+        else:
+            self.calls.loop.forget(self.input)
+
+    def _ready(self, events: int) -> None:
+        data = read_ready(self.output)
+        if data is None:
+            self.calls.loop.forget(self.output)
+        elif data:
+            self.program.take(data)
+
+    def drain(self) -> None:
+        """Read all output until now."""
+        for _ in range(READS_AT_END):
+            data = read_ready(self.output)
+            if not data:
+                break
+            self.program.take(data)
+
+    def finish(self, code: int | None) -> None:
+        """Reply to the running input's call."""
+        call, self.call = self.call, 0
+        self.calls.running.pop(call, None)
+        self.calls.loop.timers.pop(self, None)
+        late = self.ticks > 0
+        fields = {"out": self.program.clean(self.capture.take()) + self.note, "code": None if late else code}
+        if late:
+            fields["timed_out"] = True
+        if self.shown:
+            fields["shown"] = self.shown
+        self.capture = Capture(self.cap)
+        self.calls.reply(call, fields)
+
+    def cancel(self) -> None:
+        """Interrupt the running input: first by SIGINT, then also by SIGKILL, and at last by a new shell."""
+        if not self.call:
+            return
+        self.ticks += 1
+        self.calls.loop.at(self, INTERRUPT_EVERY, self.cancel)
+        if self.ticks > RESTART_AFTER:
+            self.restart(b"the shell did not answer to an interrupt")
+            return
+        table = processes()
+        group, members = self.program.victims(table)
+        # Programs in their own process group do not get the group's interrupt.
+        strays = {pid for pid in descendants(table, members) if table[pid].group != group}
+        for pid in members | strays if self.ticks >= KILL_AFTER else strays:
+            send_signal(pid, _signal.SIGKILL)
+        send_signal(-group, _signal.SIGINT)
+        self.program.interrupted()
+
+    def restart(self, reason: bytes) -> None:
+        """Kill the shell and start a new one. The input's result reports that the state is lost, or that the shell is
+        dead."""
+        self._kill()
+        error = self._open_again()
+        outcome = f"could not be started anew: {error}" if error else "was started anew: its state is lost"
+        self.note = b"\n[" + reason + b" and " + outcome.encode() + b"]\n"
+        if self.call:
+            self.finish(None)
+
+    def _exited(self, code: int) -> None:
+        self.drain()
+        self.program.ended()
+        if self.opening:
+            self.why = self.capture.take()
+            self._release()
+            del self.commands[0]
+            self._open_again()
+            return
+        self.dead = True
+        self._release()
+        if self.call:
+            self.finish(code)
+
+    def _kill(self) -> None:
+        self.calls.loop.exits.pop(self.pid, None)
+        kill_tree({self.pid}, self.calls.mark(-self.number))
+        self._release()
+
+    def _release(self) -> None:
+        self.unsent.clear()
+        self.blocked = False
+        for fd in self.descriptors:
+            self.calls.loop.forget(fd)
+            posix.close(fd)
+        self.descriptors = set()
+
+    def close(self) -> None:
+        """Kill the shell and its remaining children."""
+        if not self.dead:
+            self._kill()
+            self.dead = True
+        if self.call:
+            self.note = b"\n[the shell was closed]\n"
+            self.finish(None)
+
+
+class Bash:
+    """A live bash, or sh in a sandbox without bash, on a raw terminal.
+
+    Inputs come on a pipe and not on the terminal. On a terminal the sh of busybox edits lines, and each input would
+    take a detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the output of
+    each input, on the same terminal, so that all output precedes the marker. Text that a shell prints before its first
+    marker, number 0, is not output.
+    """
+
+    def __init__(self, shell: LiveShell) -> None:
+        self.shell = shell
+        self.token = b""
+        self.pending = bytearray()
+        self.begun = False
+        self.mode = b""
+
+    def commands(self) -> list[list[str]]:
+        return [SHELLS[self.shell.calls.shell()]]
+
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        """Start the program. The shell counts as open at once: its first input shows any problem."""
+        self.token = posix.urandom(8).hex().encode()
+        self.pending = bytearray()
+        self.begun = False
+        env["PS1"] = ""
+        env.pop("ENV", None)
+        shell = self.shell
+        reader, shell.input = posix.pipe()
+        shell.descriptors = {shell.input}
+        slave = -1
+        try:
+            shell.output, slave = posix.openpty()
+            shell.descriptors.add(shell.output)
+            self.mode = raw_terminal(slave)
+            shell.pid = spawn(command, env, shell.args["cwd"], {0: reader, 1: slave, 2: slave}, tty=True)
+        finally:
+            for fd in {slave, reader} - {-1}:
+                posix.close(fd)
+        shell.send(PRELUDES[command[0]] + STATUS + self._report(0) + b"\n")
+        shell.opened()
+
+    def give(self, text: bytes) -> None:
+        """Send the program an input."""
+        keep_terminal(self.shell.output, self.mode)
+        quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
+        # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. Standard input is
+        # /dev/null, because the input's programs would otherwise read the next input.
+        line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
+        self.shell.send(line + self._report(self.shell.sequence) + b"\n")
+
+    def _report(self, sequence: int) -> bytes:
+        return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % sequence
+
+    def take(self, data: bytes) -> None:
+        """Process a piece of output."""
+        self.pending += data
+        if not self.begun:
+            _, begun, rest = self.pending.partition(b"\x1e%s.0:0\x1e" % self.token)
+            if not begun and len(self.pending) < GREETING_MAX:
+                return
+            self.begun = True
+            self.pending = rest
+        marker = b"\x1e%s.%d:" % (self.token, self.shell.sequence)
+        start = self.pending.find(marker)
+        while start >= 0:
+            at = start + len(marker)
+            status, end, _ = self.pending[at : at + STATUS_MAX].partition(b"\x1e")
+            if end and status.isdigit():
+                self._print(start)
+                del self.pending[: len(marker) + len(status) + 1]
+                if self.shell.call:
+                    self.shell.finish(int(status))
+                return
+            if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
+                return  # the rest of the marker has not arrived yet
+            self._print(start + 1)
+            start = self.pending.find(marker)
+        last = self.pending.rfind(b"\x1e", -len(marker))
+        self._print(len(self.pending) if last < 0 else last)
+
+    def _print(self, size: int) -> None:
+        """Capture the first `size` pending bytes as output."""
+        self.shell.capture.add(bytes(self.pending[:size]))
+        del self.pending[:size]
+
+    def ended(self) -> None:
+        """Capture the pending bytes: after the program's exit, the apparent beginning of a marker is output."""
+        self._print(len(self.pending))
+
+    def clean(self, out: bytes) -> bytes:
+        """Remove the markers that interrupted lines printed after all."""
+        marker = b"\x1e" + self.token
+        while marker in out:
+            start = out.index(marker)
+            end = out.find(b"\x1e", start + 1)
+            out = out[:start] + (out[end + 1 :] if end >= 0 else b"")
+        return out
+
+    def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
+        """Return the process group to interrupt (the terminal's foreground group), and the processes to kill if
+        interrupts fail."""
+        try:
+            group = posix.tcgetpgrp(self.shell.output)
+        except OSError:
+            group = self.shell.pid
+        return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
+
+    def interrupted(self) -> None:
+        """Request another marker: an interrupt makes the shell drop the rest of the line, including the marker."""
+        self.shell.sequence += self.shell.ticks == 1
+        self.shell.send(b"\n" + self._report(self.shell.sequence) + b"\n")
+
+
+def raw_terminal(fd: int) -> bytes:
+    """Make a terminal raw: output as written by programs, no echo. Returns the terminal's mode, a `struct termios`."""
+    import fcntl  # only bash needs these
+    import termios
+
+    mode = termios.tcgetattr(fd)
+    mode[0] = mode[1] = 0
+    mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+    termios.tcsetattr(fd, termios.TCSANOW, mode)
+    return fcntl.ioctl(fd, termios.TCGETS, bytes(TERMIOS_SIZE))
+
+
+def keep_terminal(fd: int, mode: bytes) -> None:
+    """Restore a terminal's mode if a program has changed it. Reading the mode costs a tenth of setting it."""
+    import fcntl
+    import termios
+
+    if fcntl.ioctl(fd, termios.TCGETS, bytes(TERMIOS_SIZE)) != mode:
+        fcntl.ioctl(fd, termios.TCSETS, mode)
+
+
+class Interpreter:
+    """A live Python or IPython. Output comes on one pipe, and a frame at the end of each input on another."""
+
+    def __init__(self, shell: LiveShell) -> None:
+        self.shell = shell
+        self.results = -1
+        self.frames = bytearray()
+
+    def commands(self) -> list[list[str]]:
+        """Return the commands to try: the sandbox's own Python, then the interpreter that the host has mounted."""
+        calls, args = self.shell.calls, self.shell.args
+        commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
+        own = calls.python or [sys.executable]
+        spare = args["fallback"] if args["kind"] == "ipython" else own
+        return commands + ([spare] if spare and find_program(spare[0], "") else [])
+
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        """Start the program, which sends a frame of number 0 once it runs."""
+        shell = self.shell
+        self.frames = bytearray()
+        shell.capture = Capture(WHY_MAX)
+        (inputs, shell.input), (shell.output, output), (self.results, results) = pipes(3)
+        shell.descriptors = {shell.output, shell.input, self.results}
+        null = -1
+        argv = [*command, "-c", shell.args["program"]]
+        try:
+            null = posix.open("/dev/null", posix.O_RDONLY)
+            shell.pid = spawn(argv, env, shell.args["cwd"], {0: null, 1: output, 2: output, 3: inputs, 4: results})
+        finally:
+            for fd in {null, inputs, output, results} - {-1}:
+                posix.close(fd)
+        shell.calls.loop.watch(self.results, POLL_READ, self._answered)
+
+    def give(self, text: bytes) -> None:
+        """Send the program an input."""
+        self.shell.send(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
+
+    def take(self, data: bytes) -> None:
+        """Process a piece of output."""
+        self.shell.capture.add(data)
+
+    def _answered(self, events: int) -> None:
+        shell = self.shell
+        data = read_ready(self.results)
+        if data is None:
+            shell.calls.loop.forget(self.results)
+            return
+        self.frames += data
+        while len(self.frames) >= 4:
+            size = int.from_bytes(self.frames[:4], "big")
+            if not 12 <= size <= FRAME_MAX:
+                shell.restart(b"the shell sent no readable result")
+                return
+            if len(self.frames) < 4 + size:
+                return
+            frame = bytes(self.frames[4 : 4 + size])
+            del self.frames[: 4 + size]
+            # A frame of python_program.py: number, status, length of the echo, the echo, rich results.
+            number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
+            shell.drain()
+            if number == 0 and shell.opening:
+                shell.capture = Capture(shell.cap)
+                shell.opened()
+            elif number == shell.sequence and shell.call:
+                shell.capture.add(frame[12 : 12 + length])
+                shell.shown = frame[12 + length :]
+                shell.finish(status)
+
+    def ended(self) -> None:
+        """Do nothing: no output is pending here."""
+
+    def clean(self, out: bytes) -> bytes:
+        return out
+
+    def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
+        """Return the process group to interrupt (the program's own), and the processes to kill if interrupts fail."""
+        return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
+
+    def interrupted(self) -> None:
+        """Do nothing: the program sends a frame, as always."""

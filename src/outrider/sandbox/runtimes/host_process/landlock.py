@@ -1,0 +1,80 @@
+"""The process-landlock runtime: programs on the host itself, confined by Landlock where user namespaces are off.
+
+The sandbox is weaker than one of namespaces: programs see the host's system folders and processes, but cannot look into
+these processes. Without control groups, limits hold for each process separately, not for all together. Invariant:
+programs change files only in the sandbox's own directory, except that they can write to the terminals of the service's
+user. `stop` kills the same processes as the process runtime's.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.guest.isolation import landlock, seccomp
+from outrider.sandbox.runtimes.host_process.process import ProcessRuntime, gateway_url, launch, sandbox_on_host
+from outrider.sandbox.runtimes.kernel.cgroups import find
+from outrider.sandbox.runtimes.tool_server.bundle import confined, server_command
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import RuntimeSpec
+
+CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
+NEEDED = 3
+"""The version of Landlock (Linux 6.2) that also prevents truncating a file without write access."""
+READ = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
+    # The parent folders may also contain the keys of the machine's own certificates.
+    *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
+    *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
+    *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
+)
+WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
+"""Writable paths. /dev/pts also gives access to other terminals of the service's user; without /dev/pts no new
+terminal can be opened."""
+ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
+"""Git exits with an error if it cannot read an existing host-wide configuration."""
+
+
+class LandlockRuntime:
+    """The kind `process-landlock`: like `ProcessRuntime`, but programs write only below the sandbox's own directory,
+    read only the system's folders and the harness's programs, and make TCP connections only to the gateway."""
+
+    check_spec = ProcessRuntime.check_spec
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return sandbox_on_host(partial(launch, program=confined_program, env=ENVIRONMENT), spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        if platform.machine() not in seccomp.MACHINES or sys.platform != "linux":
+            return Availability(ok=False, detail="needs Linux on x86-64 or arm64")
+        if (have := landlock.version()) < NEEDED:
+            detail = f"Landlock {NEEDED} or newer is needed, this kernel has {have or 'none'}"
+            return Availability(ok=False, detail=detail, hint="Linux 6.2 or newer, with landlock in its list of LSMs")
+        network = "TCP" if have >= landlock.NETWORK_SINCE else "no network"
+        return Availability(
+            ok=True,
+            detail=f"Landlock {have}: files and {network} fenced, weaker than namespaces; limits by {find()}",
+        )
+
+
+def confined_program(
+    context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
+) -> tuple[list[str], bytes]:
+    """The tool server behind guest/isolation/landlock.py, which parses the words after the command."""
+    shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
+    words = [
+        str(urlsplit(gateway_url(context)).port or 0),
+        *(f"read={path}" for path in shown),
+        *(f"write={path}" for path in (*WRITE, context.directory)),
+        f"memory={memory}",
+        *(f"{name}={value}" for name, value in limits.items()),
+    ]
+    return [*server_command(sys.executable), *words], confined(CONFINEMENT, bytecode)

@@ -1,0 +1,332 @@
+"""Control groups of a node, with which the kernel enforces the limits of its sandboxes.
+
+Making groups takes a delegated unit or container on version 2, and root or chowned folders on version 1. Without these
+permissions there are no groups. Invariants: a group is named after its node and sandbox, so the leftovers of a dead
+node are identified with certainty; after `remove` the group is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.node_host import PREFIX, Host, lives, same_folder
+from outrider.spec import MEBIBYTE, Resources
+
+log = logging.getLogger("outrider.node")
+
+MOUNT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+UNIFIED = ""
+"""Name of the controllers of version 2 in /proc/self/cgroup."""
+CONTROLLERS = ("cpu", "memory", "pids")
+CPU_PERIOD = 100_000
+SOCKET_BYTES = 64 << 20
+"""Maximum bytes that the kernel holds for one sandbox's sockets, by control groups of version 1. All sockets of the
+host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when the memory is used up."""
+REMOVE_SECONDS = 5.0
+PAUSE_SECONDS = 0.002
+OWN = "outrider-service"
+"""The group into which this process moves on version 2, where a group with members cannot pass controllers on to inner
+groups."""
+
+
+class Hierarchies(msgspec.Struct, frozen=True):
+    """The folders, by controller, in which this process may make groups with limits."""
+
+    version: int
+    folders: Mapping[str, Path]
+
+    def __str__(self) -> str:
+        return f"control groups v{self.version} ({', '.join(self.folders)})" if self.folders else "no control groups"
+
+
+NONE = Hierarchies(0, {})
+
+
+def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
+    """Return the hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
+    paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
+    if not (mount / "cgroup.controllers").exists():
+        found = {}
+        for name, path in paths.items():
+            folder = mount / name / path.lstrip("/")
+            if name in CONTROLLERS and os.access(folder, os.W_OK):
+                found[name] = folder
+        return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
+    # Version 2: our own group, or the parent if this process has moved into OWN before.
+    folder = mount / paths.get(UNIFIED, "/").lstrip("/")
+    folder = folder.parent if folder.name == OWN else folder
+    try:
+        offered = (folder / "cgroup.controllers").read_text().split()
+    except OSError:
+        return NONE
+    usable = [name for name in CONTROLLERS if name in offered]
+    if not usable or not os.access(folder, os.W_OK) or not os.access(folder / "cgroup.procs", os.W_OK):
+        return NONE
+    return Hierarchies(2, dict.fromkeys(usable, folder))
+
+
+def by_controller(own: str) -> dict[str, str]:
+    """Return the path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
+    lines = [line.split(":", 2) for line in own.splitlines()]
+    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
+
+
+def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
+    """Return the files to write, in order, with their texts, by controller."""
+    found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
+    memory = str(resources.most_memory_mb * MEBIBYTE)
+    if version == 2:
+        found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
+    else:
+        # Internet sockets are counted separately, and only if they have a limit.
+        sockets = str(min(resources.most_memory_mb * MEBIBYTE // 4, SOCKET_BYTES))
+        found["memory"] = {
+            "memory.limit_in_bytes": memory,
+            "memory.memsw.limit_in_bytes": memory,
+            "memory.kmem.tcp.limit_in_bytes": sockets,
+        }
+    if resources.cpus is not None:
+        quota = str(round(resources.cpus * CPU_PERIOD))
+        if version == 2:
+            found["cpu"] = {"cpu.max": f"{quota} {CPU_PERIOD}"}
+        else:
+            found["cpu"] = {"cpu.cfs_period_us": str(CPU_PERIOD), "cpu.cfs_quota_us": quota}
+    return found
+
+
+UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
+OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
+"""Files that are missing if the kernel does not account for swap, or for sockets separately."""
+
+
+class Group:
+    """The groups of one sandbox, one in each hierarchy. The methods block for a few system calls."""
+
+    def __init__(self, folders: tuple[Path, ...]) -> None:
+        self._folders = folders
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return self._folders
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """The files to which a process writes "0" to enter the group, together with its later children."""
+        return tuple(str(folder / "cgroup.procs") for folder in self._folders)
+
+    def ran_out(self) -> bool:
+        """Return whether the kernel has killed a member because the group reached its own memory limit."""
+        return any(_short_of_memory(folder) and _was_full(folder) for folder in self._folders)
+
+    def starved(self) -> bool:
+        """Return whether the kernel has killed a member for lack of memory although the group never reached its limit:
+        the host, or an enclosing group, had no more memory."""
+        return any(_short_of_memory(folder) and not _was_full(folder) for folder in self._folders)
+
+    def add(self, pid: int) -> None:
+        for entrance in self.entrances:
+            Path(entrance).write_text(str(pid))
+
+    def kill(self) -> None:
+        """SIGKILL every current member. The limit of processor time is lifted first, because exiting takes processor
+        time."""
+        for folder in self._folders:
+            for file, value in UNLIMITED_CPU.items():
+                with contextlib.suppress(OSError):  # a file of the other version, or of another controller
+                    (folder / file).write_text(value)
+            _kill_members(folder)
+
+    async def remove(self) -> None:
+        """Remove the groups, and kill their remaining processes. Raises RuntimeFailure when a group cannot be removed,
+        after removing the others."""
+        deadline = time.monotonic() + REMOVE_SECONDS
+        left: dict[Path, str] = {}
+        for folder in self._folders:
+            try:
+                while not _removed(folder):
+                    _kill_members(folder)
+                    if time.monotonic() > deadline:
+                        left[folder] = "something still runs in it"
+                        break
+                    await asyncio.sleep(PAUSE_SECONDS)
+            except OSError as error:
+                left[folder] = str(error)
+        self._folders = tuple(left)
+        for folder, reason in left.items():
+            raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
+
+
+def _short_of_memory(group: Path) -> bool:
+    """Return whether a member was killed for lack of memory in the group, in an enclosing group, or on the host."""
+    return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
+
+
+def _was_full(group: Path) -> bool:
+    """Return whether the group has ever reached its limit. Version 2 counts these events. In version 1 page cache,
+    which the kernel reclaims on demand, may have filled the group, and the kernel reports no difference. (`failcnt` of
+    version 1 stays 0 where swap is limited too.)"""
+    limit = _number(group / "memory.limit_in_bytes")
+    nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE  # memory is charged in batches of pages
+    return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
+
+
+def _number(file: Path, name: str = "") -> int:
+    """Return the number in a file, or the number after `name` in a file of lines `NAME NUMBER`; 0 if there is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.removeprefix(name)) for line in lines if line.rpartition(" ")[0] == name), 0)
+
+
+class Cgroups:
+    """The part of a node's host (see node_host.py) that makes the groups of its sandboxes."""
+
+    def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
+        self._name = host.name
+        self.hierarchies = find() if hierarchies is None else hierarchies
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        parents = self._parents()
+        # The groups of this node, and of earlier nodes whose sandboxes this node has taken over.
+        names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
+        for name in {self._name} | {name for name in names if same_folder(name, self._name)}:
+            await asyncio.to_thread(_remove_node, parents, name)
+
+    def make(self, sandbox: str, resources: Resources) -> Group:
+        """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
+        wanted = settings(self.hierarchies.version, resources)
+        folders: dict[Path, None] = {}
+        try:
+            for controller, parent in self.hierarchies.folders.items():
+                if controller in wanted:
+                    folder = parent / self._name / sandbox
+                    folders[folder] = None
+                    with contextlib.suppress(FileExistsError):
+                        folder.mkdir()
+                    for file, value in wanted[controller].items():
+                        _set(folder / file, value)
+        except OSError as error:
+            for folder in folders:
+                with contextlib.suppress(OSError):
+                    _removed(folder)
+            raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
+        return Group(tuple(folders))
+
+    def _open(self) -> None:
+        try:
+            if self.hierarchies.version == 2:
+                # Move the processes of our own group into an inner group: only a group without members can pass its
+                # controllers on to inner groups.
+                (folder,) = self._parents()
+                own = folder / OWN
+                own.mkdir(exist_ok=True)
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        _set(own / "cgroup.procs", pid)
+                wanted = " ".join(f"+{name}" for name in self.hierarchies.folders)
+                _set(folder / "cgroup.subtree_control", wanted)
+                (folder / self._name).mkdir(exist_ok=True)
+                _set(folder / self._name / "cgroup.subtree_control", wanted)
+            for folder in self._parents():
+                (folder / self._name).mkdir(exist_ok=True)
+        except OSError:
+            self.hierarchies = NONE  # the folders looked writable but are not
+
+    def _parents(self) -> list[Path]:
+        return _parents(self.hierarchies)
+
+
+def sweep() -> int:
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of such nodes.
+    Blocks."""
+    parents = _parents(find())
+    names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
+    ended = 0
+    for name in names:
+        if lives(name):
+            continue
+        try:
+            _remove_node(parents, name)
+            ended += 1
+        except OSError as error:  # for example another user's: the others are still removed
+            log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
+    return ended
+
+
+def _parents(hierarchies: Hierarchies) -> list[Path]:
+    return list(dict.fromkeys(hierarchies.folders.values()))
+
+
+def _remove_node(parents: Iterable[Path], name: str) -> None:
+    for parent in parents:
+        for folder in _inner_first(parent / name):
+            deadline = time.monotonic() + REMOVE_SECONDS
+            while not _removed(folder) and time.monotonic() < deadline:
+                _kill_members(folder)
+                time.sleep(PAUSE_SECONDS)
+
+
+def _inner_first(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for inner in folder.iterdir():
+            if inner.is_dir():
+                yield from _inner_first(inner)
+        yield folder
+
+
+def _kill_members(folder: Path) -> None:
+    """SIGKILL the members of a group. Each process is held by a pidfd before its membership is read again, so that a
+    pid reused by another process receives no signal."""
+    for pid in _members(folder):
+        with contextlib.suppress(OSError):
+            held = os.pidfd_open(pid)
+            try:
+                if pid in _members(folder):
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+            finally:
+                os.close(held)
+
+
+def _members(folder: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return True
+
+
+def _set(file: Path, value: str) -> None:
+    try:
+        file.write_text(value)
+    except OSError:  # EACCES for a missing file, because the write would create it
+        if file.name not in OPTIONAL or file.exists():
+            raise

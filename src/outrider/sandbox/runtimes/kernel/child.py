@@ -1,0 +1,230 @@
+"""A process that works for the service, watched through a pidfd, and its descendants.
+
+The process is a child spawned without copying the service's memory, or was forked by the zygote. Invariants: after
+`Child.end` the process is dead, and reaped if it was a child; a signal is sent only through a pidfd, never to a process
+id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.kernel.process_marks import started
+
+LOG_TAIL = 4096
+END_SECONDS = 5.0
+"""Time limit for the descendants of a child to exit by themselves."""
+
+
+class Child:
+    """One process. `pidfd` refers to it; `log` is a file in memory with its standard error. `close` closes both."""
+
+    def __init__(self, pid: int, pidfd: int, log: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self._log = log
+        self._exited: asyncio.Future[None] | None = None
+
+    @classmethod
+    def spawn(
+        cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
+    ) -> Child:
+        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps its descriptors
+        (> 2) to ours. `posix_spawn` neither copies page tables nor starts a watcher thread.
+
+        Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
+        """
+        log = os.memfd_create("stderr")
+        actions = [(os.POSIX_SPAWN_DUP2, end.fileno(), target) for target in (0, 1)]
+        actions.append((os.POSIX_SPAWN_DUP2, log, 2))
+        actions += [(os.POSIX_SPAWN_DUP2, source, target) for target, source in extra.items()]
+        try:
+            pid = os.posix_spawn(
+                argv[0],
+                list(argv),
+                env,
+                file_actions=actions,
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ],
+                setsigmask=[],
+            )
+        except OSError as error:
+            os.close(log)
+            raise RuntimeFailure(f"cannot start {argv[0]}: {error.strerror}") from error
+        try:
+            return cls(pid, os.pidfd_open(pid), log)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(log)
+            raise
+
+    @classmethod
+    def found(cls, pid: int, since: str) -> Child:
+        """Open a process that an earlier node started at the time `since` (`process_marks.started`). Raises
+        RuntimeFailure when the process is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            if started(pid) == since:
+                return cls(pid, pidfd, os.memfd_create("stderr"))
+            os.close(pidfd)
+        raise RuntimeFailure(f"process {pid} of the sandbox has ended")
+
+    def stopped_by_signal(self) -> bool:
+        """Return whether a signal or a debugger has stopped the process. Call this method before `close`."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def runs(self) -> bool:
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        return not ended.poll(0)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    async def end(self, seconds: float) -> bool:
+        """Wait for the process to exit, kill it after `seconds`, reap and close. Returns whether the process exited
+        unforced. Call once, shielded from cancellation."""
+        in_time = await self.ends_within(seconds)
+        if not in_time:
+            self.kill()
+            await self._exit()
+        self.reap()
+        return in_time
+
+    async def ends_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._exit()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _exit(self) -> None:
+        """Wait for the exit. Concurrent waiters share one reader, because an event loop allows only one per
+        descriptor."""
+        if self._exited is None:
+            if not self.runs():
+                return
+            loop = asyncio.get_running_loop()
+            self._exited = loop.create_future()
+            loop.add_reader(self.pidfd, self._note_exit, self._exited)
+        await asyncio.shield(self._exited)
+
+    def _note_exit(self, exited: asyncio.Future[None]) -> None:
+        exited.get_loop().remove_reader(self.pidfd)
+        exited.set_result(None)
+
+    def reap(self) -> None:
+        """Reap a process that has exited, and close."""
+        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
+        self.close()
+
+    def log_tail(self) -> str:
+        """Return the last LOG_TAIL bytes of the process's standard error; empty after `close`."""
+        if self._log < 0:
+            return ""
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent."""
+        if self._log >= 0:
+            if self._exited is not None and not self._exited.done():
+                self._note_exit(self._exited)
+            os.close(self._log)
+            os.close(self.pidfd)
+            self._log = -1
+
+
+async def readable(fd: int) -> None:
+    """Wait until `fd` is readable. A pidfd is readable when its process is dead. One waiter at a time for each `fd`."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+class Descendants:
+    """The descendants of a child; create before the child exits. Call `hold` again for processes that start later."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._held: dict[int, int] = {}
+
+    def hold(self) -> None:
+        """Open a pidfd of each current descendant of the child. Blocks for a few system calls per process."""
+        todo = [self._child.pid, *self._held]
+        while todo:
+            above = todo.pop()
+            for pid in _children(above) - self._held.keys():
+                with contextlib.suppress(OSError):
+                    self._held[pid] = os.pidfd_open(pid)
+                    if _status(pid, "PPid") != [above]:  # the pid was reused by another process
+                        os.close(self._held.pop(pid))
+                        continue
+                    todo.append(pid)
+
+    def kill_first_inside(self) -> None:
+        """SIGKILL the first process of a pid namespace below the child: the kernel then kills all other processes of
+        the namespace."""
+        for pid, held in self._held.items():
+            numbers = _status(pid, "NSpid")
+            if len(numbers) > 1 and numbers[-1] == 1:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Wait until all held processes have exited, and kill the remaining ones after END_SECONDS."""
+        held, self._held = self._held, {}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    for descriptor in held.values():
+                        await readable(descriptor)
+            for descriptor in held.values():
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                await readable(descriptor)
+        finally:
+            for descriptor in held.values():
+                os.close(descriptor)
+
+
+def _children(pid: int) -> set[int]:
+    """Return the children of all threads of a process; empty for a process that is gone, which may happen at any
+    moment."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+                found.update(map(int, words))
+    return found
+
+
+def _status(pid: int, name: str) -> list[int]:
+    """Return the numbers in one line of a process's status; empty when the process is gone. Another line is the name of
+    its program, which may have any character but a newline."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
+            if line.startswith(f"{name}:".encode()):
+                return [int(word) for word in line.split()[1:]]
+    return []

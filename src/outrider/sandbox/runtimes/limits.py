@@ -1,0 +1,99 @@
+"""Limits of a sandbox, computed from its `resources`: the numbers for control groups, rlimits and the tool server.
+
+This module applies no limit itself. Invariant: each resource is bounded for every sandbox, even where no control group
+can be made. The exceptions are processors, and the number of processes of a sandbox that shares the host's users.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Container
+
+from outrider.sandbox.runtimes.guest.isolation.seccomp import core_limit
+from outrider.sandbox.runtimes.kernel.cgroups import CONTROLLERS, Hierarchies
+from outrider.spec import MEBIBYTE, Resources
+
+BYTES_PER_FILE = 4096
+"""Bytes of the disk limit per allowed file. The number of files is bounded too, because each takes kernel memory."""
+FILES_SHARE_OF_MEMORY = 0.75
+MIN_OPEN_FILES = 1024
+"""Number of open files that programs commonly assume."""
+MAX_OPEN_FILES = 1 << 16
+SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
+"""A sandbox's part of the resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.
+An eighth of Linux's default of 800 KiB for messages is one queue of the usual size."""
+COUNTED_BY_NAMESPACE = (5, 14)
+"""First Linux version that counts these resources per user namespace as well as per user. On an older kernel all
+sandboxes share one count, so a lower limit would only be reached earlier."""
+
+
+def counted_memory(resources: Resources, controllers: Container[str]) -> int:
+    """Maximum bytes of memory of all programs of the sandbox, enforced by its tool server (guest/memory_watch.py).
+
+    The value is 0 where a control group enforces the limit."""
+    return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
+
+
+def rlimits(resources: Resources, controllers: Container[str], *, own_users: bool = False) -> dict[str, int]:
+    """Limits per process, by their names in `resource`, for resources that no control group limits for all processes
+    together.
+
+    `own_users`: the sandbox has a user namespace. Without a user namespace the kernel counts all processes of the user
+    on the host, so the number of processes cannot be limited."""
+    limits = {"RLIMIT_CORE": core_limit(), "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
+    if "pids" not in controllers and own_users:
+        limits["RLIMIT_NPROC"] = resources.pids
+    if own_users and kernel_version() >= COUNTED_BY_NAMESPACE:
+        limits |= shared_limits()
+    if counted := counted_memory(resources, controllers):
+        # RLIMIT_DATA and not RLIMIT_AS: Node needs tens of GiB of address space to compile WebAssembly.
+        limits["RLIMIT_DATA"] = counted
+    return limits
+
+
+def shared_limits() -> dict[str, int]:
+    """Limits of resources that all processes of a user share: timers of `timer_create` and queued signals, and bytes
+    of POSIX message queues. Each sandbox has its own part, so no agent can exhaust the resources of the others."""
+    return {
+        name: min(max(own // share, least), own)
+        for name, (share, least) in SHARES.items()
+        if (own := resource.getrlimit(getattr(resource, name))[0]) != resource.RLIM_INFINITY
+    }
+
+
+def kernel_version() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def open_files(soft: int, hard: int) -> int:
+    """Number of descriptors that a program may have open, from the soft and hard limits of this process.
+
+    The kernel refuses to send a descriptor over a socket when the user has more descriptors in flight than the sending
+    process may have open. Sandboxes get half of the node's own limit, so the node can always send the other half."""
+    soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
+
+
+def writable_bounds(resources: Resources) -> tuple[int, int]:
+    """Maximum (bytes, number of files) that may be written.
+
+    Files live in memory. If a task bounds its memory, files may take only a part of it, so that a full disk is an
+    error and does not kill all programs."""
+    size = resources.disk_mb * MEBIBYTE
+    if resources.memory_mb is not None:
+        size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))
+    return size, max(4096, size // BYTES_PER_FILE)
+
+
+def limits_in_words(hierarchies: Hierarchies) -> str:
+    """A description, for people, of the limits in force on this machine."""
+    missing = [name for name in CONTROLLERS if name not in hierarchies.folders]
+    instead = {
+        "cpu": "cpus not limited",
+        "memory": "memory counted by the tool server, and per process by rlimits",
+        "pids": "processes by rlimits" if os.geteuid() else "processes not limited",
+    }
+    return "; ".join([str(hierarchies), *(instead[name] for name in missing)])

@@ -1,0 +1,152 @@
+"""The parts of a namespace sandbox, as plain data that guest/isolation/isolate.py carries out.
+
+This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: a plan shows nothing of
+the host but its system folders, a fixed list of harmless files below /etc and devices, and the paths named by the
+caller.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.sandbox.runtimes.kernel.mounts import MountPoint
+
+SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
+ETC_FOLDERS = ("alternatives", "ssl/certs", "pki/ca-trust/extracted", "pki/tls/certs", "crypto-policies")
+ETC_COPIED = ("ld.so.cache", "localtime", "mime.types", "os-release", "protocols", "services", "ssl/openssl.cnf")
+ETC_MADE = {
+    "passwd": b"root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": b"root:x:0:\nnogroup:x:65534:\n",
+    "hosts": b"127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": b"passwd: files\ngroup: files\nhosts: files\n",
+}
+HIDDEN_KINDS = frozenset(
+    {
+        *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"),
+        *("fusectl", "mqueue", "nfsd", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "selinuxfs", "smackfs"),
+        *("sysfs", "tracefs"),
+    }
+)
+"""File systems that are never shown in a sandbox, even when mounted below a system folder (in a chroot, for example):
+the kernel's own, which reveal facts about the host, and `autofs`, in which a lookup may wait for a server."""
+
+Ids = tuple[int, int, int]
+"""The first id inside, the first id outside, and the count: as in a line of /proc/PID/uid_map."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of one sandbox. `base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
+
+    `layers` are pairs (folder of the host, path inside), the root first. Each layer is under a throw-away writable
+    layer. A layer other than the root is read-only if its folder cannot have a writable layer over it. `folders` are
+    pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of `layers` and
+    `folders`, which must be mounted separately (see `inner_of`); the source is "" for a mount that is covered. `shown`
+    are pairs (path of the host, path inside) of further read-only mounts, over all of these. `named` are the read-only
+    mounts named by the task: no part of their host paths may be a link. `devices` are pairs of usable device files
+    besides the usual ones. `bytes` and `files` bound the written files. `gateway` is the path of the gateway's socket,
+    `cgroups` are the files for entering the control groups (see `Group.entrances`). `memory` is `counted_memory`.
+    `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps of the users;
+    `mappers` are the programs that can map more than one user."""
+
+    base: str
+    layers: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, str], ...] = ()
+    inner: tuple[tuple[str, str], ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
+    named: tuple[tuple[str, str], ...] = ()
+    devices: tuple[tuple[str, str], ...] = ()
+    bytes: int
+    files: int
+    gateway: str
+    cgroups: tuple[str, ...] = ()
+    rlimits: Mapping[str, int] = {}
+    memory: int = 0
+    saved: str = ""
+    uids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.geteuid(), 1),))
+    gids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.getegid(), 1),))
+    mappers: Mapping[str, str] = {}
+
+
+class Root(msgspec.Struct, frozen=True):
+    """The folders of the host that form a sandbox's root, as in `Plan`."""
+
+    layers: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, str], ...] = ()
+
+
+def image_root(folder: Path) -> Root:
+    return Root(((str(folder), "/"),))
+
+
+def host_root(skeleton: Path) -> Root:
+    """Return the host's system folders over a skeleton made by `make_skeleton`. /usr gets a throw-away writable layer
+    only if this user owns /usr: an overlay over another user's files cannot be written to."""
+    own = os.stat("/usr").st_uid == os.geteuid()
+    usr = ("/usr", "/usr")
+    folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
+    return Root(
+        ((str(skeleton), "/"), *((usr,) if own else ())),
+        (*(() if own else (usr,)), *zip(folders, folders, strict=True)),
+    )
+
+
+def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
+    """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
+    mount comes with the outer one, unless it is of HIDDEN_KINDS."""
+    found: list[tuple[str, str]] = []
+    for folder, inside in (*root.layers[1:], *root.folders):
+        shown, hidden = tuple[str, ...](), tuple[str, ...]()
+        for mount in mounts:
+            if not mount.path.startswith(f"{folder}/") or mount.path.startswith(hidden):
+                continue
+            place = f"{inside}{mount.path[len(folder) :]}"
+            if mount.kind in HIDDEN_KINDS:
+                hidden += (f"{mount.path}/",)
+                found.append(("", place))
+            elif not mount.path.startswith(shown):
+                shown += (f"{mount.path}/",)
+                found.append((mount.path, place))
+    return tuple(found)
+
+
+def make_skeleton(folder: Path) -> None:
+    """Make a root without its system folders: empty folders, links, and files below /etc, either made up or copied
+    from the host's harmless ones. Blocks."""
+    for name in EMPTY_FOLDERS:
+        (folder / name).mkdir(parents=True)
+    for name in ("tmp", "var/tmp"):
+        (folder / name).chmod(0o1777)
+    for name in SYSTEM_FOLDERS:
+        if aim := _link(name):
+            (folder / name).symlink_to(aim)
+    copied = {name: Path("/etc", name) for name in ETC_COPIED}
+    files = ETC_MADE | {name: path.read_bytes() for name, path in copied.items() if path.is_file()}
+    for name, data in files.items():
+        path = folder / "etc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    for name in ETC_FOLDERS:
+        if Path("/etc", name).is_dir():
+            shutil.copytree(Path("/etc", name).resolve(), folder / "etc" / name, symlinks=True, dirs_exist_ok=True)
+
+
+def _link(name: str) -> str | None:
+    path = Path("/", name)
+    return os.readlink(path) if path.is_symlink() else None
+
+
+def unsupported() -> str | None:
+    """Return why this machine lacks the system calls for making a sandbox; None when it has them all."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
+    version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    if version < (5, 12):
+        return f"needs Linux 5.12 or newer, this is {platform.release()}"
+    return None

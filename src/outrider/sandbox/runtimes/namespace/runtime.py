@@ -1,0 +1,258 @@
+"""The default runtime: a rootless sandbox of namespaces, forked from the node's zygote in milliseconds.
+
+A sandbox has a throw-away root (the host's system folders, an image, or a folder named by the spec), no network but a
+loopback, and the model gateway behind 127.0.0.1. Invariant: the tool server is the first process of the sandbox's pid
+namespace. Its exit kills all other processes of the sandbox, and `stop` waits for its exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, portable_python
+from outrider.sandbox.rootfs.store import ImageStore, known_image
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.kernel import cgroups
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.sandbox.runtimes.kernel.child import Child
+from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
+from outrider.sandbox.runtimes.namespace.plan import Plan, Root, image_root, inner_of, unsupported
+from outrider.sandbox.runtimes.namespace.user_ids import UserIds, user_ids
+from outrider.sandbox.runtimes.namespace.zygote import ZygoteClient
+from outrider.sandbox.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
+from outrider.sandbox.runtimes.probe_cache import ProbeCache
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import (
+    RunningServer,
+    configure,
+    connection,
+    died_inside,
+    rooted_setup,
+    undone,
+)
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import MEBIBYTE, RuntimeSpec
+
+LAYER_OVERHEAD = 2
+"""Factor by which an archive of many small files may exceed the size of their contents."""
+PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
+UNSHARE_ALL = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x7e020000):
+    sys.exit(os.strerror(ctypes.get_errno()))
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
+    sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
+"""
+"""Program that creates all namespaces of a sandbox at once, and mounts /proc. The mount fails in a container whose own
+/proc is masked."""
+NO_OVERLAY = "mount overlay"
+"""Text in the error of a sandbox whose writable layer could not be mounted."""
+DEATH_SECONDS = 0.5
+"""Time limit for the exit of a killed first process, before the other processes of its namespace are killed one by
+one."""
+
+
+class NamespaceRuntime:
+    """The kind `namespace`. Paths are the sandbox's own. `stop` discards everything written."""
+
+    saves_layers = True
+    gives_gpus = True
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(launch, spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        try:
+            USER_NAMESPACES.get()
+        except RuntimeUnavailable as error:
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        return Availability(ok=True, detail=f"user namespaces; limits by {limits_in_words(cgroups.find())}")
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        if spec.image is not None:
+            known_image(spec.image)
+        try:
+            user_ids(spec.users)
+        except RuntimeUnavailable as error:
+            raise InvalidField(error.message, field=error.field, hint=error.hint) from error
+
+
+@asynccontextmanager
+async def launch(
+    spec: RuntimeSpec, context: SandboxContext, *, driver: NvidiaDriver = NVIDIA
+) -> AsyncIterator[RunningServer]:
+    """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
+    name = context.directory.name
+    groups = await context.host.part(Cgroups)
+    # Opened after the control groups, which on version 2 move the processes of our own group out of the way, one by
+    # one, and would miss a process that starts meanwhile.
+    zygote = await context.host.part(ZygoteClient)
+    files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
+    gpus, root = files.gpus, files.root
+    shown, python = gpus.libraries, list[str]()
+    if not files.has_python:
+        portable = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
+        shown, python = (portable, *shown), portable_command()
+    inner = inner_of(root, zygote.mounts())
+    memory = counted_memory(spec.resources, groups.hierarchies.folders)
+    async with AsyncExitStack() as undo:
+        group = groups.make(name, spec.resources)
+        undo.push_async_callback(undone, name, group.remove)
+        plan = _plan(spec, context, str(zygote.base), files, inner, shown, groups, group)
+        with connection() as (ours, theirs):
+            child, zygote_lives = await zygote.fork(plan, theirs)
+        tools = ToolClient(ours, child.log_tail)
+        undo.push_async_callback(undone, name, tools.close)
+        undo.push_async_callback(undone, name, partial(_end, child, group))
+        await tools.open()
+        try:
+            setup = rooted_setup(
+                spec, context, files.image_env, memory=memory, python=python, libraries=gpus.libraries_at
+            )
+            await configure(tools, setup)
+        except RuntimeFailure as error:
+            # A layer that cannot be unpacked was spoiled by the agent that left it, except in two cases: the host
+            # failed meanwhile, or a file system was mounted below /usr since, so that the layer's files have no place.
+            if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
+                raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
+            raise
+
+        async def ended_inside() -> bool:
+            return await zygote_lives() and died_inside(tools, group)
+
+        size, _ = writable_bounds(spec.resources)
+        yield RunningServer(
+            tools=tools, group=group, ended_inside=ended_inside, layer_limit=LAYER_OVERHEAD * size + MEBIBYTE
+        )
+
+
+class HostFiles(msgspec.Struct, frozen=True):
+    """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
+    image sets, `users` is None for one user."""
+
+    gpus: GpuFiles
+    root: Root
+    image_env: dict[str, str]
+    has_python: bool
+    users: UserIds | None
+
+
+def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
+    """Find the files that the spec names. Blocks, for as long as a file system of the host does not respond. Raises
+    InvalidField, RuntimeUnavailable."""
+    root, image_env = _root(spec, host_root)
+    return HostFiles(driver.shown(context.gpus), root, image_env, _has_python(root), user_ids(spec.users))
+
+
+def _plan(
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    base: str,
+    files: HostFiles,
+    inner: tuple[tuple[str, str], ...],
+    shown: tuple[tuple[str, str], ...],
+    groups: Cgroups,
+    group: Group,
+) -> Plan:
+    controllers = groups.hierarchies.folders
+    most_bytes, most_files = writable_bounds(spec.resources)
+    return Plan(
+        base=base,
+        layers=files.root.layers,
+        folders=files.root.folders,
+        inner=inner,
+        shown=(
+            *shown,
+            *((str(path), str(path)) for path in context.mounts),
+        ),
+        named=tuple((mount.source, mount.target or mount.source) for mount in spec.mounts),
+        devices=files.gpus.devices,
+        bytes=most_bytes,
+        files=most_files,
+        gateway=str(context.gateway_socket),
+        cgroups=group.entrances,
+        saved=str(context.layer or ""),
+        rlimits=rlimits(spec.resources, controllers, own_users=True),
+        memory=counted_memory(spec.resources, controllers),
+        **(msgspec.structs.asdict(files.users) if files.users else {}),
+    )
+
+
+def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
+    """Return the root that the spec names, and the variables that its image sets. Raises InvalidField,
+    RuntimeUnavailable."""
+    if spec.image is not None:
+        image = known_image(spec.image)
+        return image_root(ImageStore().root(image).resolve()), image.env
+    if spec.rootfs is None:
+        return host_root, {}
+    folder = Path(spec.rootfs)
+    if not folder.is_dir():
+        raise RuntimeUnavailable(f"rootfs {folder} is not a folder")
+    # Only the owner of the lower files can write to an overlay: over another user's files `touch` fails.
+    if folder.stat().st_uid != os.geteuid():
+        raise RuntimeUnavailable(
+            f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
+        )
+    if mounted := inner_mounts([(folder, "/")]):
+        raise RuntimeUnavailable(
+            f"something is mounted in rootfs {folder}: {mounted[0][0]}",
+            hint="unmount it: a sandbox has /proc and /dev of its own, and task.runtime.mounts shows it other folders",
+        )
+    return image_root(folder), {}
+
+
+def _has_python(root: Root) -> bool:
+    if root.folders or root.layers[1:]:  # a root made of the host's folders, not of an image
+        return True
+    folder = root.layers[0][0]
+    return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
+
+
+async def _end(child: Child, group: Group) -> None:
+    """Kill the first process, which kills all others with it, and wait for its exit.
+
+    The first process exits only after all others. Many processes with little processor time take long to exit. They are
+    then killed one by one, without the limit of processor time."""
+    child.kill()
+    while not await child.ends_within(DEATH_SECONDS):
+        await asyncio.to_thread(group.kill)
+    child.reap()
+
+
+def probe_user_namespaces() -> None:
+    """Raise RuntimeUnavailable if this user cannot make the namespaces of a sandbox on this machine. Blocks."""
+    if missing := unsupported():
+        raise RuntimeUnavailable(missing, hint="use another runtime, such as docker or apptainer")
+    command = (sys.executable, "-I", "-c", UNSHARE_ALL)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"cannot see whether user namespaces work: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeUnavailable(
+            f"user namespaces do not work here: {done.stderr.strip() or f'exit code {done.returncode}'}",
+            hint="sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000, "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp), and "
+            "leave /proc unmasked; or use runtime kind 'process-landlock', which isolates less",
+        )
+
+
+USER_NAMESPACES = ProbeCache(probe_user_namespaces)

@@ -1,0 +1,71 @@
+"""User ids for sandboxes with more than one user, from the ranges of /etc/subuid and /etc/subgid.
+
+This module starts no process. Invariant: of the host's ids only this user's id and ranges are used.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from outrider.errors import RuntimeUnavailable
+from outrider.sandbox.runtimes.namespace.plan import Ids
+
+RANGE = re.compile(r"^([^:\n]+):([0-9]+):([0-9]+)\s*$", re.MULTILINE)
+"""A line `name:first:count`. Like newuidmap, this module skips all other lines."""
+FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
+
+
+class UserIds(msgspec.Struct, frozen=True):
+    """The fields of `Plan` of the same names."""
+
+    uids: tuple[Ids, ...]
+    gids: tuple[Ids, ...]
+    mappers: dict[str, str]
+
+
+def user_ids(count: int) -> UserIds | None:
+    """Return `count` ids, of which the first is this user's own; None for a count of 1. Raises RuntimeUnavailable."""
+    if count == 1:
+        return None
+    own = {"uid": os.geteuid(), "gid": os.getegid()}
+    ids = {kind: ((0, own[kind], 1), (1, _range(kind, count - 1), count - 1)) for kind in FILES}
+    mappers = {}
+    for kind in FILES if os.geteuid() != 0 else ():  # root writes the maps itself
+        program = f"new{kind}map"
+        found = shutil.which(program)
+        if found is None:
+            raise RuntimeUnavailable(
+                f"{program} is not installed, which gives a sandbox more than one user",
+                field="task.runtime.users",
+                hint="install your distribution's uidmap (or shadow-utils)",
+            )
+        mappers[kind] = found
+    return UserIds(ids["uid"], ids["gid"], mappers)
+
+
+def _range(kind: str, count: int) -> int:
+    """Return the first id of a range that is large enough."""
+    uid = os.geteuid()
+    names = {str(uid)}
+    try:
+        names.add(pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        """A user without a name is listed by number."""
+    try:
+        text = FILES[kind].read_text(errors="replace")
+    except OSError:
+        text = ""
+    for name, first, size in RANGE.findall(text):
+        if name in names and int(size) >= count:
+            return int(first)
+    raise RuntimeUnavailable(
+        f"{FILES[kind]} sets no {count} ids aside for {' or '.join(sorted(names))}",
+        field="task.runtime.users",
+        hint=f"as root: usermod --add-sub{kind}s 100000-165535 {max(names, key=len)}",
+    )

@@ -1,0 +1,213 @@
+"""The node's end of the zygote, the process from which namespace sandboxes are forked.
+
+The program itself is guest/isolation/zygote.py. Invariant: a forked process is either returned to the caller or, if the
+caller was cancelled, killed.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.kernel.child import Child
+from outrider.sandbox.runtimes.kernel.mounts import MountTable
+from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
+from outrider.sandbox.runtimes.namespace.plan import Plan, host_root, make_skeleton
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.tool_server.launch import connection
+
+ANSWER_MAX = 1 << 16
+STOP_SECONDS = 5.0
+PAUSE_SECONDS = 0.001
+BOOT = """
+import sys, types
+for name in ("outrider", "outrider.sandbox", "outrider.sandbox.runtimes"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+from outrider.sandbox.runtimes.guest.isolation.zygote import main
+main()
+"""
+"""Program of the zygote. Empty modules replace the parent packages, whose real imports are not available under `-I
+-S`."""
+
+
+class ForkReply(msgspec.Struct, frozen=True, array_like=True):
+    """The zygote's reply to request `number`: the forked process, or the error that prevented the fork."""
+
+    number: int
+    pid: int
+    error: str
+
+
+class ZygoteClient:
+    """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's
+    own system folders, `base` an empty folder at which each sandbox mounts its root; `mounts` returns the mounts of
+    this machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another
+    zygote."""
+
+    def __init__(self, host: Host) -> None:
+        self._folder = host.folder
+        self.base = host.folder / "base"
+        self._child: Child | None = None
+        self._given_up: list[Child] = []
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._spares: list[int] = []
+        """One open descriptor for each expected reply. It is closed just before the reply is read, to make room for
+        the pidfd sent with the reply: the kernel drops a descriptor for which there is no room."""
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> Self:
+        self.base.mkdir(exist_ok=True)
+        self.host_root = host_root((await shielded(lambda: asyncio.to_thread(_skeleton, self._folder))).resolve())
+        self._table = MountTable()
+        self.mounts = self._table.mounts
+        self._spawn()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._give_up()
+        self._table.close()
+        await shielded(self._await_deaths)
+
+    async def _await_deaths(self) -> None:
+        """Wait for the exit of abandoned zygotes, and thereby of all sandboxes forked from them."""
+        while self._given_up:
+            await self._given_up.pop().end(STOP_SECONDS)
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[4])]
+        with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
+            self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
+        ours.setblocking(False)
+        self._control = ours
+        self._loop.add_reader(ours.fileno(), self._ready)
+
+    async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
+        """Fork a new sandbox whose tool server uses the socket `tool_server`. Returns the sandbox's process, and a
+        function that returns whether its zygote still runs. Raises RuntimeFailure, and OSError when no descriptors are
+        left."""
+        if self._child is None:
+            await shielded(self._await_deaths)
+        if self._child is None:  # not started by another call meanwhile
+            self._spawn()
+        maker = self._child
+        with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
+            log = os.memfd_create("stderr")
+            undo.callback(os.close, log)
+            file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
+            self._spares.append(os.dup(log))
+            pid, pidfd = await self._ask(file.fileno(), tool_server.fileno(), log)
+            undo.pop_all()
+
+        async def maker_lives() -> bool:
+            """Wait a moment first, because a sandbox's exit may be seen before the exit of the zygote that caused
+            it."""
+            if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
+                return False
+            return maker is self._child  # its connection may have broken meanwhile
+
+        return Child(pid, pidfd, log), maker_lives
+
+    async def _ask(self, *fds: int) -> tuple[int, int]:
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._waiting[number] = answer
+        try:
+            await self._send(number, answer, *fds)
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(_discard)
+            raise
+
+    async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
+        """Send the request, waiting for room. A lost connection counts as a failure of the zygote, any other error as
+        a failure of this request alone."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        try:
+            while not answer.done():
+                try:
+                    self._control.sendmsg([number.to_bytes(8, "big")], rights)
+                except BlockingIOError:
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    return
+        except (BrokenPipeError, ConnectionResetError):
+            self._give_up()
+        except BaseException:  # also a cancellation: undo the partial request
+            self._waiting.pop(number, None)
+            if self._spares:
+                os.close(self._spares.pop())
+            raise
+
+    def _ready(self) -> None:
+        if self._spares:
+            os.close(self._spares.pop())
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, ANSWER_MAX, 1)
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._give_up()
+            return
+        told = msgspec.msgpack.decode(message, type=ForkReply)
+        answer = self._waiting.pop(told.number)
+        if told.error or not fds:
+            fault = told.error or "there is no descriptor left to hold it by"
+            answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {fault}"))
+        else:
+            answer.set_result((told.pid, fds[0]))
+
+    def _give_up(self) -> None:
+        """Close the connection, which makes the zygote exit, and fail the pending requests."""
+        if self._child is None:
+            return
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        tail = self._child.log_tail() or None
+        self._given_up.append(self._child)
+        self._child = None
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            answer.set_exception(RuntimeFailure("the process that makes sandboxes is gone", log_tail=tail))
+        while self._spares:
+            os.close(self._spares.pop())
+
+
+def _skeleton(folder: Path) -> Path:
+    """Return the skeleton of a root in `folder`. A skeleton is made under another name and renamed, so that it is
+    always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
+    skeleton = folder / "skeleton"
+    if not skeleton.exists():
+        with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
+            made = Path(half, "root")
+            make_skeleton(made)
+            try:
+                made.rename(skeleton)
+            except OSError:
+                if not skeleton.exists():  # else another process was faster
+                    raise
+    return skeleton
+
+
+def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
+    """Kill the process forked for a request whose caller was cancelled."""
+    if answer.exception() is None:
+        _, pidfd = answer.result()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)

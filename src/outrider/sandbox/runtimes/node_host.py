@@ -1,0 +1,124 @@
+"""The parts shared by the sandboxes and evaluators of one node: the zygote, a daemon's client, the folder of control
+groups.
+
+This module manages only their lifetimes. Invariant: a part is opened on first use, and closed after the last sandbox
+has been stopped, in the reverse order of opening.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from outrider.concurrency.chores import Failures
+from outrider.sandbox.runtimes.kernel.process_marks import RUN_FILE, started
+
+P = TypeVar("P")
+
+PREFIX = "outrider-"
+"""Prefix of every node's name, and thereby of its folders, control groups and labels."""
+
+
+SWEEP_SECONDS = 60.0
+"""Time limit for the sweep of one part."""
+
+
+class Host:
+    """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
+    all time, and encodes the process whose existence `lives` checks. The next node of the same folder has another name
+    with the same ending."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
+        self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
+        self._stack = AsyncExitStack()
+        self._parts: dict[object, Any] = {}
+        self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One lock per kind, so that a part that hangs while it is opened blocks no other part."""
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._stack.__aexit__(*error)
+
+    async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
+        """Return the node's only `kind(host)`, entered. Raises the exception of entering; the next call tries
+        again."""
+        if kind not in self._parts:
+            async with self._opening[kind]:
+                if kind not in self._parts:
+                    self._parts[kind] = await self._stack.enter_async_context(kind(self))
+        return cast(P, self._parts[kind])
+
+    async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
+        """Call `sweep()` of every part that has one, to end the leftovers of dead nodes. `seconds` bounds each part.
+        Returns the number of things ended, by the part's class. Failures are noted, and the next sweep tries again."""
+        ended: dict[str, int] = {}
+        for part in tuple(self._parts.values()):
+            if (sweep := getattr(part, "sweep", None)) is None:
+                continue
+            name = type(part).__name__
+            try:
+                async with asyncio.timeout(seconds):
+                    if number := await sweep():
+                        ended[name] = ended.get(name, 0) + number
+            except Exception as error:  # any error: the other parts are swept too
+                failures.note(f"sweep of {name}", error)
+            else:
+                failures.note_success(f"sweep of {name}")
+        return ended
+
+
+def lives(name: str) -> bool:
+    """Return whether the process of the node with this name still runs, or its folder is kept for the next node.
+
+    True if the state cannot be determined: for a name that is not a node's, and for a node in another pid namespace,
+    such as a container's, whose process ids mean nothing here."""
+    try:
+        namespace, pid, since, end = map(str, name.removeprefix(PREFIX).split("-"))
+        return namespace != _pid_namespace() or started(int(pid)) == since or f"{PREFIX}{end}" in signs()
+    except ValueError:
+        return True
+
+
+def same_folder(one: str, other: str) -> bool:
+    """Return whether the nodes of these names have had the same folder, one after the other."""
+    return one.rpartition("-")[2] == other.rpartition("-")[2]
+
+
+def sign_of_life(folder: Path) -> socket.socket:
+    """Mark a node's folder as in use. The mark is visible to every process of this machine, even to a process that
+    cannot see the folder, and lasts while any process has the returned socket. Raises OSError if the folder's name is
+    in use."""
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(f"\0{folder.name}")
+    except OSError:
+        sign.close()
+        raise
+    return sign
+
+
+def signs() -> set[str]:
+    """Return the names of the node folders in use. Blocks for one read of /proc."""
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return {name.removeprefix("@") for line in lines if (name := line.rpartition(" ")[2]).startswith(f"@{PREFIX}")}
+
+
+def survives(directory: Path) -> bool:
+    """Return whether the sandbox with this folder may outlive its node and has not been continued by another node."""
+    return (directory / RUN_FILE).exists()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")

@@ -1,0 +1,197 @@
+"""The tool server as one program, in the form that a bare interpreter starts fastest: its own bytecode.
+
+The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling takes
+longer than starting the interpreter, so each interpreter compiles the program once. Later starts read the bytecode from
+standard input, and the sandbox needs no file of ours. Invariant: the program needs only the standard library of Python
+3.8 or newer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.resources
+import marshal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from outrider.errors import RuntimeUnavailable
+from outrider.sandbox.pythons.portable import portable_command, portable_python
+
+# `posix` and `marshal` are built into the interpreter; `sys.stdin` would load codecs and buffer the following bytes.
+BOOT = (
+    "import marshal,posix\n"
+    "def take(n):\n"
+    " b=b''\n"
+    " while len(b)<n:\n"
+    "  c=posix.read(0,n-len(b))\n"
+    "  if not c: posix._exit(1)\n"
+    "  b+=c\n"
+    " return b\n"
+    "scope={'__name__':'outrider_toolserver'}\n"
+    "exec(marshal.loads(take(int.from_bytes(take(4),'big'))),scope)\n"
+    "scope['main']()\n"
+)
+COMPILE = (
+    "import sys,marshal\n"
+    "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
+    "code=compile(sys.stdin.buffer.read(),'toolserver','exec',0,True,2)\n"
+    "sys.stdout.buffer.write(marshal.dumps(code))\n"
+)
+FLAGS = ("-I", "-S")
+"""Ignore the sandbox's variables, its user's modules and site-packages: an image may contain anything there."""
+
+GUEST = "outrider.sandbox.runtimes.guest"
+MODULES = (
+    "msgpack",
+    "filesystem.paths",
+    "processes",
+    "poll_loop",
+    "connection",
+    "command",
+    "child_reply",
+    "shells.shell",
+    "bridge",
+    "next_host",
+    "filesystem.trees",
+    "filesystem.tree_writer",
+    "filesystem.files",
+    "filesystem.patch",
+    "filesystem.glob",
+    "filesystem.restore",
+    "memory_watch",
+    "netlink_watch",
+    "server",
+)
+"""The tool server's modules, each after its imports."""
+
+COMPILING = threading.Lock()
+"""Held while compiling: sandboxes that start together compile once, and `ast.parse` of Python 3.11 fails when several
+threads use it at once."""
+
+
+def source(name: str) -> str:
+    """Return the text of a module of runtimes/guest, named relative to that package, such as `filesystem.trees`."""
+    folder = importlib.resources.files(GUEST)
+    return folder.joinpath(name.replace(".", "/") + ".py").read_text(encoding="utf-8")
+
+
+@functools.cache
+def shell_program(kind: Literal["python", "ipython"]) -> str:
+    """Return the program of a live Python of that kind, for `python3 -c`."""
+    modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
+    engine = "RichEngine" if kind == "ipython" else "PlainEngine"
+    with COMPILING:
+        return f"{program(modules)}\nserve({engine})\n"
+
+
+def program(modules: Sequence[str] = MODULES) -> str:
+    """Join modules into one text, without imports among the modules and without types; by default the tool server."""
+    tree = ast.Module(body=[], type_ignores=[])
+    for name in modules:
+        for node in ast.parse(source(name)).body:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                tree.body += node.orelse
+            elif not (
+                isinstance(node, ast.ImportFrom) and (node.module or "").startswith((GUEST, "__future__", "typing"))
+            ):
+                tree.body.append(node)
+    return ast.unparse(_WithoutAnnotations().visit(tree))
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Removes annotations: they have no use here, and would be loaded at every start."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.returns = None
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            argument.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.fix_missing_locations(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+
+LOADER = """
+import marshal, sys
+def main():
+    for name in ("outrider", "outrider.sandbox", "outrider.sandbox.runtimes", *FOLDERS, "typing"):
+        sys.modules[name] = type(sys)(name)
+    sys.modules["typing"].TYPE_CHECKING = False  # all that the modules use of it; it is slow to load
+    for name, code in PARTS:
+        module = sys.modules[name] = type(sys)(name)
+        exec(marshal.loads(code), module.__dict__)
+        folder, _, own = name.rpartition(".")
+        setattr(sys.modules[folder], own, module)
+    del sys.modules["typing"]
+    module.enter(sys.argv[1:])
+    scope = {"__name__": "outrider_toolserver"}
+    exec(marshal.loads(SERVER), scope)
+    scope["main"]()
+"""
+
+
+@functools.lru_cache(maxsize=8)  # pure, as our own files do not change
+def confined(modules: Sequence[str], server: bytes) -> bytes:
+    """Return bytecode that confines the process and then runs the tool server's bytecode.
+
+    `modules` are modules of runtimes/guest, each after its imports. `enter` of the last module is called with the
+    words after `server_command`. The bytecode works only in the running interpreter or a copy, because bytecode
+    differs by Python version.
+    """
+    parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
+    folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
+    return _bytecode("loader", f"FOLDERS = {folders!r}\nPARTS = {parts!r}\nSERVER = {server!r}\n{LOADER}")
+
+
+def _bytecode(name: str, text: str) -> bytes:
+    return marshal.dumps(compile(text, name, "exec", dont_inherit=True, optimize=2))
+
+
+def server_command(interpreter: str) -> list[str]:
+    """Return the command that starts the tool server. Its standard input must begin with `delivery(bytecode)`."""
+    return [interpreter, *FLAGS, "-c", BOOT]
+
+
+def delivery(bytecode: bytes) -> bytes:
+    return len(bytecode).to_bytes(4, "big") + bytecode
+
+
+def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
+    """Return the tool server's bytecode, compiled by `interpreter` inside the sandbox that the command `enter` enters.
+
+    `stamp` identifies one state of the interpreter's file system. Raises RuntimeUnavailable when there is no Python
+    3.8 or newer. Blocks for about 50 ms the first time, and while another thread compiles.
+    """
+    with COMPILING:
+        return _compiled(enter, interpreter, stamp)
+
+
+@functools.lru_cache(maxsize=64)  # pure, given `stamp`
+def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
+    command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
+    try:
+        done = subprocess.run(command, input=program().encode(), capture_output=True, env={}, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"cannot run {interpreter} in the sandbox: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeUnavailable(
+            f"no usable Python in the sandbox at {interpreter}",
+            hint="the root file system needs Python 3.8 or newer",
+            log_tail=done.stderr.decode(errors="replace")[-2000:],
+        )
+    return done.stdout
+
+
+def portable_server() -> tuple[Path, bytes]:
+    """Return the portable interpreter's folder and the tool server's bytecode for it. Blocks; raises
+    RuntimeUnavailable."""
+    folder = portable_python()
+    *enter, program = portable_command(str(folder))
+    return folder, compiled(tuple(enter), program, ())

@@ -1,0 +1,324 @@
+"""The host's end of a connection to a tool server, over which many calls run at once.
+
+This module handles only frames and replies. Replies are decoded into closed types, because their sender shares a
+sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its processes are dead before the
+cancellation proceeds, as long as the server responds at all; any received data costs bounded time and memory, because a
+server that sends more than was requested is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.base import MAX_OUTPUT
+
+FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
+"""Maximum bytes of a frame. The largest is the reply of a command that filled both its outputs."""
+PART_MIN = 1 << 10
+"""Minimum bytes counted for a part: many small parts cost more than their bytes."""
+STRAY_MAX = 64 << 20
+"""Maximum bytes, received between two replies, that belong to no waiting call: parts of calls that were cancelled."""
+TEXT_MAX = 4096
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
+UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+"""Errors of encoding values without a msgpack form: text that is not Unicode, an integer of more than 64 bits."""
+GRACE_SECONDS = 30.0
+"""Seconds that a call may take past its own time limit before the server counts as stuck."""
+LAST_LOOK_SECONDS = 0.5
+"""Seconds after GRACE_SECONDS in which replies are still read: this event loop may itself have been blocked."""
+CANCEL_SECONDS = 5.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+Loss = Literal["gone", "stuck", "wrong", "closed"]
+"""The cause of a lost connection: the other end is closed (gone), does not respond (stuck), or sends data that no tool
+server would send (wrong); or this end was closed or could not be opened (closed)."""
+
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
+"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; integers outside this
+range are refused."""
+
+
+class ToolReply(msgspec.Struct, frozen=True, array_like=True):
+    call: int
+    status: Literal["ok", "error", "part"]
+    fields: msgspec.Raw
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The reply of a call that returns nothing."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The reply of a failed call. `code`: the file is missing, the path is a directory, the sandbox's lifetime is over
+    (`ended`), or any other error (`failed`)."""
+
+    code: Literal["missing", "directory", "failed", "ended"]
+    text: str
+
+
+class ToolPart(msgspec.Struct, frozen=True):
+    data: bytes
+
+
+class ExecDone(msgspec.Struct, frozen=True):
+    code: Number | None
+    out: bytes
+    err: bytes
+    timed_out: bool
+    us: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class ShellOpened(msgspec.Struct, frozen=True):
+    """The reply of opening a shell. `shell` is None if no program of that kind could be started; `why` is then the
+    output of the last program tried."""
+
+    shell: Number | None
+    why: bytes = b""
+
+
+class ShellDone(msgspec.Struct, frozen=True):
+    """The result of one input. `shown` is msgpack: a list of rich results, each a mapping from MIME type to text or
+    bytes."""
+
+    out: bytes
+    code: Number | None
+    timed_out: bool = False
+    shown: bytes = b""
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """The number of processes that the server could not kill."""
+
+    left: Number = 0
+
+
+class CallInFlight:
+    """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
+    (`room`)."""
+
+    __slots__ = ("on_part", "outcome", "room")
+
+    def __init__(
+        self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None = None, room: int = 0
+    ) -> None:
+        self.outcome = outcome
+        self.on_part = on_part
+        self.room = room
+
+
+class ToolClient(asyncio.Protocol):
+    """One connection. `log_tail` returns the end of the server's standard error, for failures. `loss` is None until
+    the connection is lost."""
+
+    def __init__(self, end: socket.socket, log_tail: Callable[[], str], *, newest_call: int = 0) -> None:
+        """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
+        highest call number that the server has received from an earlier node."""
+        self._end: socket.socket | None = end
+        """None after `open` has passed the socket to the transport."""
+        self._log_tail = log_tail
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._calls: dict[int, CallInFlight] = {}
+        self._number = newest_call
+        self._received = bytearray()
+        self._stray = STRAY_MAX
+        self._lost: str | None = None
+        self.loss: Loss | None = None
+        self._closed = asyncio.Event()
+
+    async def open(self) -> None:
+        """Open the connection. Call once. Raises RuntimeFailure when the connection is closed meanwhile."""
+        self._check()
+        end, self._end = self._end, None
+        try:
+            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
+        except BaseException:  # also a cancellation: the loop closes its partial work
+            self._lose("the connection to the tool server was not opened", "closed")
+            raise
+        if self._lost is not None:
+            self._transport.abort()
+            await self._closed.wait()
+            raise self._failure(self._lost)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        while len(received) >= 4:
+            size = int.from_bytes(received[:4], "big")
+            if size > FRAME_MAX:
+                return self._lose("the tool server sent an oversized frame", "wrong")
+            if len(received) < 4 + size:
+                return None
+            frame = bytes(memoryview(received)[4 : 4 + size])
+            del received[: 4 + size]
+            try:
+                self._take(msgspec.msgpack.decode(frame, type=ToolReply), max(size, PART_MIN))
+            except UNREADABLE:
+                self._lose("the tool server sent something unreadable", "wrong")
+            if self._lost is not None:
+                received.clear()
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose("the sandbox's tool server is gone", "gone")
+        self._closed.set()
+
+    def pause(self) -> None:
+        """Stop reading until `resume`. The server blocks once the socket's buffers are full."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def send_raw(self, data: bytes) -> None:
+        """Send the server's own code, as raw bytes before the first frame."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def call(
+        self,
+        method: str,
+        args: Mapping[str, Any],
+        reply: type[T],
+        *,
+        seconds: float = 60.0,
+        on_part: Callable[[bytes], None] | None = None,
+        room: int = 0,
+    ) -> T:
+        """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure, the
+        latter also for arguments that cannot be sent.
+
+        `seconds` is the call's own limit inside; GRACE_SECONDS later the server counts as stuck. A server that sends
+        parts of more than `room` bytes is dropped.
+        """
+        self._check()
+        if self._transport is None:
+            raise self._failure("the connection to the tool server is not open")
+        self._number += 1
+        number = self._number
+        frame = self._frame(number, method, args)
+        outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self._calls[number] = CallInFlight(outcome, on_part, room)
+        self._send(frame)
+        alarm = self._loop.call_later(
+            seconds + GRACE_SECONDS, self._loop.call_later, LAST_LOOK_SECONDS, self._stuck, number, method
+        )
+        try:
+            fields = await outcome
+        except asyncio.CancelledError:
+            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for the confirmation. An outcome
+            # that is not cancelled arrived together with the cancellation: no other reply will follow.
+            if self._lost is None and outcome.cancelled():
+                ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+                self._calls[number] = CallInFlight(ended)
+                self.send("cancel", {"call": number})
+                with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
+                    async with asyncio.timeout(CANCEL_SECONDS):
+                        await ended
+            raise
+        finally:
+            alarm.cancel()
+            self._calls.pop(number, None)
+        try:
+            return msgspec.msgpack.decode(fields, type=reply)
+        except UNREADABLE as error:
+            raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
+
+    def send(self, method: str, args: Mapping[str, Any]) -> None:
+        """Call a method that sends no reply. Does nothing when the connection is lost."""
+        if self._transport is not None and self._lost is None:
+            self._send(self._frame(0, method, args))
+
+    def _stuck(self, number: int, method: str) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.outcome.done():
+            self._lose(f"the tool server is stuck in {method}", "stuck")
+
+    def fail_all(self, reason: str) -> None:
+        """Fail the calls in flight. New calls can be made."""
+        failure = self._failure(reason)
+        for call in self._calls.values():
+            if not call.outcome.done():
+                call.outcome.set_exception(failure)
+                # Mark the exception as retrieved: if the caller is being cancelled nobody retrieves it, and asyncio
+                # would log it.
+                call.outcome.exception()
+
+    def log_tail(self) -> str:
+        """Return the end of the server's standard error."""
+        return self._log_tail()
+
+    async def close(self) -> None:
+        """Drop the connection, which makes the server exit. Calls in flight fail."""
+        self._lose("the sandbox was stopped", "closed")
+        if self._transport is not None:
+            await self._closed.wait()
+
+    def _frame(self, number: int, method: str, args: Mapping[str, Any]) -> bytes:
+        try:
+            body = msgspec.msgpack.encode([number, method, args])
+        except UNSENDABLE as error:
+            raise self._failure(f"cannot send {method} to the sandbox: {error}") from error
+        return len(body).to_bytes(4, "big") + body
+
+    def _send(self, frame: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(frame)
+
+    def _take(self, reply: ToolReply, size: int) -> None:
+        """Handle one reply. `size` is the number of bytes counted for its frame."""
+        call = self._calls.get(reply.call)
+        if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
+            self._stray -= size
+            if self._stray < 0:
+                self._lose("the tool server keeps sending what nobody waits for", "wrong")
+        elif reply.status == "part":
+            data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
+            call.room -= max(len(data), PART_MIN)
+            if call.room < -PART_MIN:  # the last part may be a small one
+                self._lose("the tool server sent more than it was asked for", "wrong")
+            elif call.on_part is not None:
+                call.on_part(data)
+        else:
+            self._stray = STRAY_MAX
+            if reply.status == "ok":
+                call.outcome.set_result(reply.fields)
+            else:
+                call.outcome.set_exception(self._refused(msgspec.msgpack.decode(reply.fields, type=Refusal)))
+
+    def _refused(self, refusal: Refusal) -> Exception:
+        text = refusal.text[:TEXT_MAX]
+        if refusal.code == "missing":
+            return FileNotFoundError(text)
+        if refusal.code == "directory":
+            return IsADirectoryError(text)
+        return self._failure(text, inside=refusal.code == "failed")
+
+    def _check(self) -> None:
+        """Raise RuntimeFailure if the connection is lost."""
+        if self._lost is not None:
+            raise self._failure(self._lost)
+
+    def _failure(self, message: str, *, inside: bool = False) -> RuntimeFailure:
+        return RuntimeFailure(message, log_tail=self._log_tail() or None, inside=inside)
+
+    def _lose(self, reason: str, loss: Loss) -> None:
+        if self._lost is not None:
+            return
+        self._lost, self.loss = reason, loss
+        if self._transport is not None:
+            self._transport.abort()
+        elif self._end is not None:  # else `open` has it now
+            self._end.close()
+        self.fail_all(reason)

@@ -1,0 +1,446 @@
+"""A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
+
+The kind supplies a `launch` and the mapping of paths. Everything else is calls to the tool server. Invariants: all data
+into and out of the sandbox passes through the one connection to the tool server; the launch is undone when `stop` has
+returned, or after a `start` that raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import re
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from outrider.concurrency.cancellation import opened_in_thread, shielded
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.pythons.ipython import WITHOUT_IPYTHON, ipython_command
+from outrider.sandbox.runtimes.base import (
+    MAX_OUTPUT,
+    MAX_PATCH,
+    MAX_PATHS,
+    Display,
+    ExecResult,
+    NoShell,
+    PatchConflict,
+    SandboxContext,
+    ShellKind,
+    ShellResult,
+)
+from outrider.sandbox.runtimes.kernel.process_marks import OUTLIVE_SECONDS
+from outrider.sandbox.runtimes.tool_server.archive_download import download_archive
+from outrider.sandbox.runtimes.tool_server.bundle import shell_program
+from outrider.sandbox.runtimes.tool_server.client import (
+    UNREADABLE,
+    Done,
+    ExecDone,
+    ShellDone,
+    ShellOpened,
+    ToolClient,
+    ToolPart,
+)
+from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL, Launch, RunningServer
+from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
+from outrider.spec import RuntimeSpec
+
+PIECE = 4 << 20
+"""Bytes of a file in one call."""
+MAX_SNAPSHOT = 1 << 30
+MAX_ANSWER = 64 << 20
+CONFLICT_MAX = 1 << 16
+HELP_SECONDS = 90.0
+RESTORE_SECONDS = 600.0
+
+SHOWN_MAX = 9 << 20
+"""Maximum bytes of an interpreter's rich results, with a margin; only a program that writes to the descriptor itself
+sends more."""
+DISPLAYS = msgspec.msgpack.Decoder(
+    Annotated[
+        list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
+        msgspec.Meta(max_length=1000),
+    ]
+)
+"""Decoder that checks the number of results before decoding any."""
+TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
+"""The first bytes of text in msgpack."""
+KILLED = 128 + signal.SIGKILL
+SECRET = "secret"
+"""Key in the handle of a sandbox that may outlive its node: the secret that the tool server sends to the next node."""
+NAMED_MIN = 16
+"""Minimum bytes of a patch per changed file."""
+
+
+@dataclass(frozen=True)
+class SandboxPaths:
+    """Maps the paths given by callers to paths in a sandbox.
+
+    `work` is the host folder that stands for the spec's `workdir`, or None in a sandbox with its own root. If `work`
+    is given, relative paths and absolute ones at or below `workdir` are mapped into it; any other absolute path is the
+    host's own."""
+
+    workdir: str
+    work: str | None = None
+
+    def place(self, path: str) -> str:
+        """Return the absolute path for the tool server."""
+        if self.work is None:
+            return posixpath.join(self.workdir, path)
+        seen = self._seen(path)
+        inside = posixpath.relpath(seen, self.workdir)
+        return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
+
+    def member(self, path: str) -> str:
+        """Return the name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
+        return self._seen(path).lstrip("/")
+
+    def outermost(self, paths: Sequence[str]) -> list[str]:
+        """Return the outermost of the paths, each once. Paths of the host are left out, because every sandbox has
+        them."""
+        own = paths
+        if self.work is not None:
+            own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
+        named = {f"{self.member(path)}/": path for path in own}
+        return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
+
+    def _seen(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.workdir, path))
+
+
+class ToolServerSandbox:
+    """One sandbox of a kind that has a `launch`. See `Runtime` for its methods."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        spec: RuntimeSpec,
+        context: SandboxContext,
+        *,
+        paths: SandboxPaths | None = None,
+        endpoint: str = BRIDGE_URL,
+        scratch: str = "/tmp",
+    ) -> None:
+        self.endpoint = endpoint
+        self.scratch = scratch
+        self._launch = launch
+        self._spec = spec
+        self._context = context
+        self._paths = paths or SandboxPaths(spec.workdir)
+        self._launched = AsyncExitStack()
+        self._server: RunningServer | None = None
+        self._begun = False
+        self._changing = asyncio.Lock()
+        """Held while the sandbox is started or stopped."""
+        self._starting: asyncio.Timeout | None = None
+        self._lifetime_end = 0.0
+
+    @property
+    def server(self) -> RunningServer:
+        """The running server. Raises RuntimeFailure when the sandbox does not run."""
+        if self._server is None:
+            raise RuntimeFailure("the sandbox does not run")
+        return self._server
+
+    async def start(self) -> None:
+        if self._begun:
+            raise RuntimeFailure("a sandbox starts once")
+        self._begun = True
+        self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
+        # With a timeout that never expires by itself, `stop` can cancel the launch and nothing else of this task.
+        starting = asyncio.timeout(None)
+        try:
+            async with self._changing, starting:
+                self._starting = starting
+                self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
+        except InvalidField as error:  # files named by the spec may be gone since the check
+            raise RuntimeUnavailable(error.message, field=error.field, hint=error.hint) from error
+        except OSError as error:  # TimeoutError is an OSError
+            if starting.expired():
+                raise RuntimeFailure("the sandbox was stopped while it started") from error
+            raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+        finally:
+            self._starting = None
+
+    async def stop(self) -> None:
+        self._begun = True
+        if self._starting is not None and not self._starting.expired():
+            self._starting.reschedule(asyncio.get_running_loop().time())
+        await shielded(self._stop)
+
+    async def _stop(self) -> None:
+        async with self._changing:
+            self._server = None
+            await self._launched.aclose()
+
+    async def broken_inside(self) -> bool:
+        """See `TellsCause`."""
+        if self._server is None:
+            return False
+        match self._server.tools.loss:
+            case "wrong":
+                return True
+            case "gone":
+                in_time = asyncio.get_running_loop().time() < self._lifetime_end
+                return in_time and await self._server.ended_inside()
+            case "stuck":
+                return self._server.stopped_inside()
+            case _:
+                return False
+
+    async def image_is_current(self) -> bool:
+        """See `TellsImage`."""
+        return await self.server.image_is_current()
+
+    async def may_outlive(self) -> Mapping[str, str]:
+        """See `Outlives`."""
+        server, secret = self.server, secrets.token_hex(16)
+        if not server.next_host:
+            raise RuntimeFailure(f"{self._spec.kind!r} sandboxes end with their node")
+        args = {"path": server.next_host, "secret": secret, "ms": round(OUTLIVE_SECONDS * 1000)}
+        await server.tools.call("outlive", args, Done)
+        return {**server.handle, SECRET: secret}
+
+    async def save_layer(self, target: Path) -> None:
+        """See `SavesLayers`. The programs inside are ended first. Only this user can read the file."""
+        limit = self.server.layer_limit
+        if limit == 0:
+            raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
+        await download_archive(self.server.tools, "save_layer", {}, target, limit=limit)
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        merged: bool = False,
+        seconds: float,
+    ) -> ExecResult:
+        return await self._exec("", command, env=env, cwd=cwd, stdin=stdin, merged=merged, seconds=seconds)
+
+    async def exec_once(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] = {},
+        stdin: bytes = b"",
+        seconds: float,
+    ) -> ExecResult:
+        """See `Outlives`."""
+        return await self._exec(name, command, env=env, stdin=stdin, seconds=seconds)
+
+    async def _exec(
+        self,
+        name: str,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        stdin: bytes,
+        merged: bool = False,
+        seconds: float,
+    ) -> ExecResult:
+        server = self.server
+        by_shell = isinstance(command, str)
+        args: dict[str, Any] = {
+            "name": name,
+            "argv": [] if by_shell else list(command),
+            "script": command if by_shell else "",
+            "merged": merged,
+            "env": dict(env),
+            "cwd": self._paths.place(cwd or "."),
+            "stdin": stdin,
+            "ms": round(seconds * 1000),
+            "cap": MAX_OUTPUT,
+        }
+        try:
+            done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+        if done.code == KILLED and server.starved():
+            raise RuntimeFailure(
+                f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
+                hint="give the host's sandboxes less in all: sandboxes.memory_mb, and memory_mb of the tasks",
+            )
+        return ExecResult(
+            exit_code=done.code,
+            stdout=done.out,
+            stderr=done.err,
+            timed_out=done.timed_out,
+            seconds=done.us / 1e6,
+        )
+
+    async def open_shell(self, kind: ShellKind = "bash") -> ToolServerShell:
+        args = {
+            "kind": kind,
+            "cwd": self._paths.place("."),
+            "program": "" if kind == "bash" else await asyncio.to_thread(shell_program, kind),
+            "fallback": ipython_command() if kind == "ipython" else [],
+        }
+        reply = await self.server.tools.call("shell_open", args, ShellOpened)
+        if reply.shell is None:
+            raise NoShell(
+                kind,
+                hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
+                log_tail=reply.why.decode("utf-8", "replace") or None,
+            )
+        return ToolServerShell(self.server.tools, reply.shell)
+
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
+        place = self._paths.place(path)
+        pieces: list[bytes] = []
+        total = 0
+        while True:
+            size = min(PIECE, limit + 1 - total)
+            args = {"path": place, "offset": total, "size": size, "follow": follow}
+            part = await self.server.tools.call("read", args, ToolPart)
+            pieces.append(part.data)
+            total += len(part.data)
+            if total > limit:
+                raise RuntimeFailure(f"{path} is larger than {limit} bytes")
+            if len(part.data) < size:
+                return b"".join(pieces)
+
+    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
+        mode = 0o755 if executable else 0o644
+        for offset in range(0, max(1, len(data)), PIECE):
+            await self._write(self._paths.place(path), data[offset : offset + PIECE], mode, append=offset > 0)
+
+    async def _write(self, place: str, data: bytes, mode: int, *, append: bool) -> None:
+        args = {"path": place, "data": data, "mode": mode, "append": append}
+        try:
+            await self.server.tools.call("write", args, Done)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot write {place}: {error}", inside=True) from error
+
+    async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
+        fixed, wild = split_pattern(pattern)
+        args = {"root": self._paths.place(fixed or "."), "pattern": wild, "limit": limit}
+        data = await self._helped("glob", args)
+        if data.count(b"\0") > limit:
+            raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
+        return [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
+
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        if len(data) > MAX_PATCH:
+            raise PatchConflict(f"the patch is larger than {MAX_PATCH} bytes")
+        done = await self._helped("patch", {"cwd": self._paths.place(cwd or "."), "text": data, "size": MAX_PATCH})
+        if done[:1] != b"+":
+            raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
+        if done.count(b"\0") > len(data) // NAMED_MIN:
+            raise RuntimeFailure("the sandbox names more files than the patch has", inside=True)
+        return done[1:].decode("utf-8", "replace").split("\0")
+
+    async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
+        """Call a method of the tool server's helper, and join the parts of the reply."""
+        tools, whole = self.server.tools, bytearray()
+        try:
+            await tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True) from error
+        return bytes(whole)
+
+    async def upload(self, source: Path, target: str) -> None:
+        for entry in await asyncio.to_thread(lambda: list(entries(source))):
+            place = self._paths.place(posixpath.join(target, entry.name) if entry.name else target)
+            if entry.link is not None:
+                await self.server.tools.call("link", {"path": place, "target": entry.link}, Done)
+            elif entry.folder:
+                await self.server.tools.call("folder", {"path": place}, Done)
+            else:
+                opened = opened_in_thread(partial(open_plain, entry.path), lambda plain: os.close(plain[0]))
+                async with opened as (fd, mode):
+                    offset = 0
+                    while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
+                        await self._write(place, data, mode, append=offset > 0)
+                        offset += len(data)
+                    if offset == 0:  # create an empty file too
+                        await self._write(place, b"", mode, append=False)
+
+    async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
+        named = [[self._paths.place(path), self._paths.member(path)] for path in paths]
+        await download_archive(
+            self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT
+        )
+
+    async def restore(self, archive: Path, paths: Sequence[str]) -> None:
+        outermost = self._paths.outermost(paths)
+        roots = [[posixpath.normpath(self._paths.place(path)), self._paths.member(path)] for path in outermost]
+        args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
+        tools = self.server.tools
+        async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
+            offset, data = 0, b"-"
+            try:
+                while data:
+                    data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
+                    offset += len(data)
+                    part = {**args, "data": data, "last": not data}
+                    await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
+            except BaseException:  # also a cancellation
+                tools.send("drop_restore", {"key": args["key"]})
+                raise
+
+
+class ToolServerShell:
+    """A shell that lives in the tool server. Concurrent inputs run one after another."""
+
+    def __init__(self, tools: ToolClient, number: int) -> None:
+        self._tools = tools
+        self._number = number
+        self._turn = asyncio.Lock()
+
+    async def run(self, text: str, *, seconds: float) -> ShellResult:
+        args = {
+            "shell": self._number,
+            "text": text.encode("utf-8", "surrogateescape"),
+            "ms": round(seconds * 1000),
+            "cap": MAX_OUTPUT,
+        }
+        async with self._turn:
+            done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+        output = done.out.decode("utf-8", "replace")
+        try:
+            displays = unpacked_displays(done.shown)
+        except UNREADABLE:  # an input may write to any descriptor of its interpreter
+            displays = ()
+            output += "[the rich results of this input cannot be read]\n"
+        return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
+
+    async def close(self) -> None:
+        await self._tools.call("shell_close", {"shell": self._number}, Done)
+
+
+def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
+    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data: an agent shares the
+    sandbox with the interpreter."""
+    if len(packed) > SHOWN_MAX:
+        raise ValueError("rich results that are larger than any interpreter's")
+    found = DISPLAYS.decode(packed) if packed else []
+    return tuple(Display({name: form_of(value) for name, value in one.items()}) for one in found)
+
+
+def form_of(value: msgspec.Raw) -> str | bytes:
+    if memoryview(value)[0] in TEXT_TAGS:
+        return msgspec.msgpack.decode(value, type=str)
+    return msgspec.msgpack.decode(value, type=bytes)
+
+
+def split_pattern(pattern: str) -> tuple[str, str]:
+    """Return the folder before the first part with a wildcard, with its slash, and the rest of the pattern."""
+    parts = re.sub("/+", "/", pattern).split("/")
+    fixed = 0
+    while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):
+        fixed += 1
+    return "".join(f"{part}/" for part in parts[:fixed]), "/".join(parts[fixed:])

@@ -1,0 +1,234 @@
+"""The sandboxes of a node: each has a private folder, is prepared by its spec, and is stopped completely.
+
+Invariant: whatever happens, a sandbox is stopped exactly once, by its owner, and its folder is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Chores
+from outrider.concurrency.retries import RetryPolicy
+from outrider.errors import RuntimeFailure, renamed_field
+from outrider.plugins import resolve
+from outrider.sandbox.gpu_locks import lock_gpus
+from outrider.sandbox.host_paths import HostPaths, names_paths
+from outrider.sandbox.kept_run import Outlived
+from outrider.sandbox.node_folder import remove_tree
+from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
+
+PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
+"""Waits between the attempts of one prepare step."""
+
+RUNTIME = "task.runtime"
+"""The request's field with the spec of the agent's sandbox."""
+
+
+class CommandFailed(RuntimeFailure):
+    """The command of a prepare step has exited with a status other than 0."""
+
+
+class Sandbox:
+    """One sandbox, for one session. The owner stops the sandbox, unless `ready` raised."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        spec: RuntimeSpec,
+        context: SandboxContext,
+        paths: HostPaths,
+        *,
+        field: str = RUNTIME,
+        prepared: bool = False,
+    ) -> None:
+        """`field` is the spec's field in the task. `prepared`: the prepare steps are skipped, because the sandbox was
+        prepared by an earlier node, or starts from the layer of a prepared sandbox."""
+        self.runtime = runtime
+        self.directory = context.directory
+        self.gpus = context.gpus
+        """Names of the GPUs reserved for this sandbox."""
+        self._spec = spec
+        self._field = field
+        self._paths = paths
+        self._prepared = prepared
+        self._ready = False
+        self._stopped = False
+        self._locks = ExitStack()
+
+    async def ready(self) -> None:
+        """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.
+
+        If this raises or is cancelled, the sandbox has been stopped.
+        """
+        if self._ready:
+            return
+        try:
+            self._locks = await lock_gpus(self.gpus)
+            with renamed_field(RUNTIME, self._field):
+                await self.runtime.start()
+            if not self._prepared:
+                await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
+        except BaseException:  # also a cancellation
+            await self.stop()
+            self._locks.close()  # `stop` may have run before the locks were taken
+            raise
+        self._ready = True
+
+    async def stop(self) -> None:
+        """Stop the sandbox and remove its folder, also if cancelled meanwhile. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            await shielded(self.runtime.stop)
+        finally:
+            self._locks.close()
+            await shielded(partial(asyncio.to_thread, remove_tree, self.directory))
+
+
+class Sandboxes:
+    """The maker of a node's sandboxes. `paths` are the files of this machine that tasks may name; `background` runs
+    tasks that start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL set by
+    `gateway_at`."""
+
+    def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
+        self.host = host
+        self.background = background
+        self.paths = paths
+        self.gateway_socket = gateway_socket
+        self._gateway_url = ""
+
+    @contextmanager
+    def gateway_at(self, url: str) -> Iterator[None]:
+        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block, unless they
+        use the socket. Blocks nest."""
+        before, self._gateway_url = self._gateway_url, url
+        try:
+            yield
+        finally:
+            self._gateway_url = before
+
+    async def make(
+        self,
+        spec: RuntimeSpec,
+        name: str,
+        attempt: int,
+        *,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        gpus: tuple[str, ...] = (),
+        field: str = RUNTIME,
+    ) -> Sandbox:
+        """Make a sandbox without starting it. `name` and `attempt` together are used once on this node; `field` is the
+        spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is
+        not allowed here: links on this machine may lead elsewhere than on the service's machine, or than before."""
+        kind: RuntimeKind = resolve("runtime", spec.kind)
+        if names_paths(spec):
+            with renamed_field(RUNTIME, field):
+                spec = await asyncio.to_thread(self.paths.resolved, spec)
+        directory = self.host.folder / f"{name}-{attempt}"
+        directory.mkdir(mode=0o700)
+        context = self._context(directory, name, attempt, mounts, layer, gpus)
+        prepared = layer is not None
+        try:
+            with renamed_field(RUNTIME, field):
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
+        except BaseException:
+            directory.rmdir()
+            raise
+
+    def take_over(self, outlived: Outlived) -> Sandbox:
+        """Return a sandbox that has outlived the last node, without starting it."""
+        run = outlived.run
+        spec = RuntimeSpec.model_validate_json(run.runtime)
+        kind: TakesOver = resolve("runtime", spec.kind)
+        context = self._context(outlived.directory, run.session_id, run.attempt)
+        return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.paths, prepared=True)
+
+    def _context(
+        self,
+        directory: Path,
+        name: str,
+        attempt: int,
+        mounts: tuple[Path, ...] = (),
+        layer: Path | None = None,
+        gpus: tuple[str, ...] = (),
+    ) -> SandboxContext:
+        return SandboxContext(
+            session_id=name,
+            attempt=attempt,
+            directory=directory,
+            host=self.host,
+            gateway_url=self._gateway_url,
+            gateway_socket=self.gateway_socket,
+            mounts=mounts,
+            layer=layer,
+            gpus=gpus,
+        )
+
+
+async def prepare(
+    runtime: Runtime,
+    steps: Sequence[PrepareStep],
+    *,
+    paths: HostPaths,
+    field: str = f"{RUNTIME}.prepare",
+    pauses: RetryPolicy = PREPARE_PAUSES,
+) -> None:
+    """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
+
+    Raises RuntimeFailure naming the step that failed, with the end of its output.
+    """
+    for number, step in enumerate(steps):
+        match step:
+            case Run():
+                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
+            case Upload():
+                source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
+                try:
+                    await runtime.upload(await asyncio.to_thread(source), step.to)
+                except RuntimeFailure as error:
+                    raise error.replace(message=paths.as_named(error.message)) from error.__cause__
+            case Write():
+                await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
+
+
+async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
+    """Run a task's commands for collecting the outcome. A failed command raises nothing: the grader sees that its
+    outcome is missing."""
+    for hook in hooks:
+        with suppress(RuntimeFailure):
+            await runtime.exec(hook.run, seconds=hook.seconds)
+
+
+async def run_step(
+    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: RetryPolicy = PREPARE_PAUSES
+) -> None:
+    """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
+    failed `attempts` times, not counting the runs begun within the first `grace_seconds`. The error is CommandFailed
+    unless the last run exceeded its time limit. A failure of the sandbox is raised at once."""
+    clock = asyncio.get_running_loop().time
+    began, failures = clock(), 0
+    while True:
+        counts = clock() - began >= step.grace_seconds
+        result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
+        if result.exit_code == 0:
+            return
+        failures += counts
+        if failures >= step.attempts:
+            break
+        pause = step.pause_seconds
+        if not counts and step.grace_pause_seconds is not None:
+            pause = step.grace_pause_seconds
+        await asyncio.sleep(pauses.wait(max(failures - 1, 0)) if pause is None else pause)
+    ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
+    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
+    kind = RuntimeFailure if result.timed_out else CommandFailed
+    raise kind(f"{name} {ended}{tried}: {step.run[:200]}", field=field, log_tail=result.log_tail())

@@ -1,0 +1,299 @@
+"""Warm sandboxes: started and prepared before a session needs them, of the most recently requested kinds.
+
+A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
+the pool is unused, and is either given away once, alive and young, or stopped here; all ready and starting sandboxes
+together are within the memory limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from outrider.concurrency.chores import Chores
+from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.retries import RetryPolicy
+from outrider.errors import InvalidField, OutriderError, RequestError, RuntimeFailure
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.runtimes.base import TellsImage
+from outrider.sandbox.runtimes.tool_server.uploads import entries
+from outrider.sandbox.sandbox import Sandbox, Sandboxes
+from outrider.schemas import WarmStats
+from outrider.spec import RuntimeSpec, Upload
+
+log = logging.getLogger("outrider.node")
+
+ASSUMED_MB = 64
+"""Memory counted for a sandbox whose task declares none. An idle sandbox takes 2 to 4 MiB as measured; the rest is for
+the files written by its prepare steps, which are in memory."""
+
+MAX_STARTING = 2
+"""Maximum number of warm sandboxes starting at once. Few, because they compete with sandboxes for waiting sessions."""
+
+START_SECONDS = 3600.0
+CHECK_SECONDS = 30.0
+"""Seconds between checks of the ready sandboxes."""
+
+PROBE_SECONDS = 5.0
+MAX_AGE_SHARE = 0.1
+"""Maximum age of a warm sandbox that is given away, as a share of its lifetime. The rest is for the session."""
+
+MAX_FAILURES = 6
+"""Number of failed starts in a row after which a kind is given up until it is requested again."""
+
+PAUSES = RetryPolicy(first=1.0, longest=300.0)
+"""Waits between starts of a kind that fails."""
+
+
+class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """At most `each` sandboxes of a kind, and `memory_mb` for all kinds together, as declared or assumed."""
+
+    each: int = 0
+    memory_mb: int = 0
+
+
+class WarmSandbox(msgspec.Struct, frozen=True):
+    """A ready sandbox, and the time at which its start began, by the pool's clock."""
+
+    sandbox: Sandbox
+    since: float
+
+
+class SandboxKind:
+    """The ready sandboxes of one kind, the oldest first, and their target number."""
+
+    def __init__(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> None:
+        self.spec = spec
+        self.mounts = mounts
+        self.memory_mb = spec.resources.memory_mb or ASSUMED_MB
+        self.max_age = MAX_AGE_SHARE * spec.lifetime_seconds
+        self.target = 0
+        self.starting = 0
+        self.ready: deque[WarmSandbox] = deque()
+        self.failures = 0
+        """Number of failed starts since the last success."""
+        self.retry_at = 0.0
+        """The event loop's time before which no start is tried."""
+
+    def most(self, each: int) -> int:
+        """Return how many sandboxes, of at most `each`, are worth starting."""
+        if self.max_age < CHECK_SECONDS:
+            return 0  # they would be too old at the first check
+        if self.failures:
+            return min(each, 1) if self.failures < MAX_FAILURES else 0
+        return each
+
+
+class WarmPool:
+    """The warm sandboxes of a node. `async with WarmPool(...) as pool`: the pool keeps itself full within the block,
+    and stops all remaining sandboxes at the end."""
+
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        limits: WarmLimits,
+        *,
+        pauses: RetryPolicy = PAUSES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sandboxes = sandboxes
+        self._limits = limits
+        self._pauses = pauses
+        self._clock = clock
+        self._kinds: OrderedDict[str, SandboxKind] = OrderedDict()
+        """The kinds by `kind_key`, the most recently requested last."""
+        self._memory_mb = 0
+        """Memory of all sandboxes that are ready, starting or stopping."""
+        self._numbers = count()
+        self._work = asyncio.Event()
+        self._taken = 0
+        self._misses = 0
+
+    async def __aenter__(self) -> Self:
+        self._chores = await Chores(self._sandboxes.background.failures).__aenter__()
+        self._chores.begin("warm sandboxes", self._keep_full)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._chores.cancel()
+        await self._chores.__aexit__(None, None, None)
+        for sandbox_kind in self._kinds.values():
+            sandbox_kind.target = 0
+        await self._stop_surplus()
+
+    def stats(self) -> WarmStats:
+        ready = sum(len(kind.ready) for kind in self._kinds.values())
+        return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
+
+    async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
+        """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes are started for
+        later sessions. Sandboxes with GPUs are never kept warm, because the GPUs would be kept from others."""
+        if not self._limits.each or spec.resources.gpus:
+            return None
+        key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
+        if key is None:
+            return None
+        kind = self._kinds.setdefault(key, SandboxKind(spec, mounts))
+        self._kinds.move_to_end(key)
+        while kind.ready:
+            warm = kind.ready.popleft()
+            good = False
+            try:
+                good = not self._too_old(warm, kind) and await usable(warm.sandbox)
+            finally:  # a cancelled take stops the sandbox
+                if not good:
+                    await self._stop(warm, kind)
+            if good:
+                self._taken += 1
+                self._free_memory(kind)
+                return warm.sandbox
+        self._misses += 1
+        self._work.set()
+        return None
+
+    def _too_old(self, warm: WarmSandbox, kind: SandboxKind) -> bool:
+        return self._clock() - warm.since > kind.max_age
+
+    async def _stop(self, warm: WarmSandbox, kind: SandboxKind) -> None:
+        try:
+            await warm.sandbox.stop()
+        except Exception:  # a bug of a plugin must not cost the node its sessions
+            log.exception("a warm sandbox cannot be stopped")
+        finally:
+            self._free_memory(kind)
+
+    def _free_memory(self, kind: SandboxKind) -> None:
+        """Free the memory of a sandbox after giving it away or stopping it. Only then may another start."""
+        self._memory_mb -= kind.memory_mb
+        self._work.set()
+
+    async def _keep_full(self) -> None:
+        """Bring the pool to its targets, and wait until the targets may have changed."""
+        self._work.clear()
+        left = self._limits.memory_mb
+        for kind in reversed(self._kinds.values()):  # the kinds requested last get their memory first
+            kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
+            left -= kind.target * kind.memory_mb
+        await self._stop_surplus()
+        self._start_missing()
+        now = asyncio.get_running_loop().time()
+        retries = [kind.retry_at - now for kind in self._kinds.values() if kind.retry_at > now]
+        await wait_for_event(self._work, seconds=min([CHECK_SECONDS, *retries]))
+        if not self._work.is_set():
+            await self._stop_unusable()
+
+    async def _stop_surplus(self) -> None:
+        """Stop sandboxes above their kind's target or too old, and drop kinds without sandboxes."""
+        for key, kind in list(self._kinds.items()):
+            while len(kind.ready) > kind.target or (kind.ready and self._too_old(kind.ready[0], kind)):
+                await self._stop(kind.ready.popleft(), kind)
+            if not kind.target and not kind.starting and not kind.ready:
+                del self._kinds[key]
+
+    def _start_missing(self) -> None:
+        now = asyncio.get_running_loop().time()
+        starting = sum(kind.starting for kind in self._kinds.values())
+        for kind in reversed(self._kinds.values()):
+            missing = kind.target - len(kind.ready) - kind.starting if kind.retry_at <= now else 0
+            for _ in range(min(missing, MAX_STARTING - starting)):
+                if self._memory_mb + kind.memory_mb > self._limits.memory_mb:
+                    return
+                starting += 1
+                kind.starting += 1
+                self._memory_mb += kind.memory_mb
+                self._chores.create_task(self._start(kind), name="start a warm sandbox")
+
+    async def _start(self, kind: SandboxKind) -> None:
+        since = self._clock()
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                sandbox = await self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
+                await sandbox.ready()
+        except Exception as error:  # perhaps of a plugin; a session that needs this kind will report the error
+            self._free_memory(kind)
+            kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
+            kind.failures += 1
+            if kind.failures == 1:
+                text = error.message if isinstance(error, OutriderError) else repr(error)
+                log.warning("a warm sandbox cannot be started, and is tried again, less and less often: %s", text)
+        except BaseException:
+            self._free_memory(kind)
+            raise
+        else:
+            kind.failures = 0
+            kind.ready.append(WarmSandbox(sandbox, since))
+        finally:
+            kind.starting -= 1
+            self._work.set()
+
+    async def _stop_unusable(self) -> None:
+        for kind in list(self._kinds.values()):
+            for warm in list(kind.ready):
+                # A session may have taken the sandbox during the check.
+                if not await usable(warm.sandbox) and warm in kind.ready:
+                    kind.ready.remove(warm)
+                    await self._stop(warm, kind)
+
+
+async def usable(sandbox: Sandbox) -> bool:
+    """Return whether the sandbox works, and its image is still the image that a new sandbox would get."""
+    runtime = sandbox.runtime
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            if isinstance(runtime, TellsImage) and not await runtime.image_is_current():
+                return False
+            await runtime.read("/", limit=1)  # the cheapest call: it starts no process
+    except IsADirectoryError:
+        return True
+    except Exception:  # also a plugin's own exceptions
+        return False
+    return False
+
+
+def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
+    """Return a digest of everything that a sandbox is made from: it changes when a file, a mount or an image does. None
+    if a file cannot be read. Blocks."""
+    digest = hashlib.sha256(spec.model_dump_json().encode())
+    digest.update(repr(mounts).encode())
+    try:
+        for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
+            status = source.stat()  # of the target: the link may lead elsewhere tomorrow
+            digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
+        for step in spec.prepare:
+            if isinstance(step, Upload):
+                for entry in entries(paths.upload(step.upload, field="upload")):
+                    digest.update(
+                        f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
+                    )
+        for root in filter(None, (spec.rootfs, spec.image)):
+            if os.path.isabs(root):
+                state = _state(Path(root).resolve(strict=True))
+            else:
+                try:
+                    state = ImageStore().image(root).digest
+                except RequestError:
+                    state = ""  # the name is a container engine's, whose runtime is `TellsImage`
+            digest.update(state.encode())
+    except (RuntimeFailure, InvalidField, OSError):
+        return None
+    return digest.hexdigest()
+
+
+def _state(path: Path) -> str:
+    """Return a text that changes when a file does, without reading the file."""
+    status = path.lstat()
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

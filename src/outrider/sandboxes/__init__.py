@@ -1,4 +1,0 @@
-"""The sandboxes of a node: made, prepared, kept warm ahead of sessions, and removed after a crash.
-
-`runtimes/` isolates sandboxes; `sessions/` works in them.
-"""

@@ -1,0 +1,376 @@
+"""Converts Harbor task folders to tasks.
+
+It runs nothing. Invariant: every request of a folder is in its task, or the folder is refused with the field's name.
+The tests and the solution are in no part of the task that an agent sees.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+from pydantic import ValidationError
+
+from outrider.environment import variables
+from outrider.errors import InvalidField, NotFound
+from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, built_name
+from outrider.sandbox.rootfs.store import ImageStore
+from outrider.spec import RuntimeSpec, fault_text
+from outrider.tasks.examples import Example, Gold
+from outrider.tasks.harbor.files import check_links, files_below, instruction_in, written
+from outrider.tasks.harbor.schema import Artifacts, Environment, HarborStep, Healthcheck, TaskToml, unsupported
+from outrider.tasks.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
+from outrider.text_files import read_toml_file
+
+TASK_TOML = "task.toml"
+TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
+"""Folders that Harbor makes in every sandbox."""
+ARTIFACTS = "/logs/artifacts"
+"""Folder whose files are artifacts of every task."""
+TEST, SOLVE, SETUP = "test.sh", "solve.sh", "setup.sh"
+PRIOR = "trajectory.json"
+"""File with an earlier trajectory for the agent to continue."""
+CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
+OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
+"""Folders emptied before a later step: the agent's, and those of a verifier that ran in the agent's sandbox."""
+SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
+WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
+AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
+"""The limits of a task that sets none."""
+PREPARING_SECONDS = 1800.0
+"""Seconds of a session besides its agent, if the agent has more than the default."""
+
+
+def harbor_examples(
+    root: Path,
+    *,
+    tasks: Sequence[str] | None = None,
+    limit: int | None = None,
+    image: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    offline: bool = False,
+) -> list[Example]:
+    """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
+    path.
+
+    `tasks` selects tasks by their paths below `root`. `image` replaces the Dockerfile of tasks that name no image. The
+    values of `${NAME}` come from `environ`, by default this process's environment, and become part of the task. Raises
+    InvalidField for a broken task and for unsupported requests of a task, and TooLarge for tests that do not fit.
+    """
+    folders = harbor_folders(root)
+    if not folders:
+        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
+    for name in tasks or ():
+        if name not in folders:
+            raise InvalidField(
+                f"there is no task {name!r} below {root}", field="tasks", hint=f"such as {next(iter(folders))!r}"
+            )
+    chosen = list(tasks if tasks is not None else folders)[:limit]
+    known = variables() if environ is None else environ
+    return [HarborFolder(folders[name], known, image, offline=offline).example(name) for name in chosen]
+
+
+def harbor_folders(root: Path) -> dict[str, Path]:
+    """Return the folders of Harbor tasks below a folder by path, sorted. None is inside another."""
+    folders: dict[str, Path] = {}
+    for found in sorted(root.rglob(TASK_TOML)):
+        folder = found.parent
+        inner = any(folder.is_relative_to(other) and folder != other for other in folders.values())
+        if not inner and ((folder / "instruction.md").is_file() or (folder / "steps").is_dir()):
+            folders[folder.resolve().name if folder == root else str(folder.relative_to(root))] = folder
+    return folders
+
+
+def build_contexts(root: Path) -> list[Path]:
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: the Dockerfiles of their
+    sandboxes, and of verifiers with an image of their own. Raises InvalidField for a broken task.toml."""
+    found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
+    for folder in harbor_folders(root).values():
+        config = read_config(folder / TASK_TOML)
+        steps: Sequence[HarborStep | None] = config.steps or [None]
+        for step in steps:
+            verifier = separate_verifier(config, folder, step)
+            context = None if verifier is None or verifier.image else verifier.context
+            if context is not None and (context / DOCKERFILE).is_file():
+                found.add(context)
+    return sorted(found)
+
+
+class HarborFolder:
+    """Converts one folder. The constructor raises InvalidField for invalid or unsupported fields in its task.toml."""
+
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], image: str | None = None, *, offline: bool = False
+    ) -> None:
+        self._folder = folder
+        self._toml = folder / TASK_TOML
+        self._environ = environ
+        self._image = image
+        self._config = read_config(self._toml)
+        for field, what, hint in unsupported(self._config, offline=offline):
+            raise self._refusal(field, what, hint)
+
+    def example(self, name: str) -> Example:
+        """Make the example. Raises InvalidField, and TooLarge for tests that do not fit."""
+        config, folder = self._config, self._folder
+        steps = config.steps or []
+        first = steps[0] if steps else None
+        folders = (folder, *(self._step_folder(step) for step in steps))
+        for path in (*(folder / "environment" / name for name in SERVICES), *(one / PRIOR for one in folders)):
+            if path.exists():
+                raise InvalidField(f"{path} asks for what Outrider does not do", field="source")
+        runtime = self.runtime(first)
+        task: dict[str, Any] = {
+            "instruction": self._instruction(first),
+            "runtime": runtime,
+            "evaluator": self.evaluator(first, runtime),
+            "artifacts": patterns([*config.artifacts, *(one for step in steps for one in step.artifacts)]),
+            "labels": {"harbor": config.task.name if config.task else folder.resolve().name},
+        }
+        if hooks := self._collect(first):
+            task["collect"] = hooks
+        if len(steps) > 1:
+            task["then"] = [self._later(step, runtime, after=before) for before, step in pairwise(steps)]
+            task["steps_reward"] = config.multi_step_reward_strategy or "mean"
+        seconds = [self._agent_seconds(step) for step in (first, *steps[1:])]
+        if any(each is not None for each in seconds):
+            task["limits"] = limits([each or AGENT_SECONDS for each in seconds])
+        return Example(id=name, task=task, gold=self.gold())
+
+    def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
+        """Make a step in `task.then`. It removes the remains of the previous step's grading, as Harbor does."""
+        needs = after.min_reward
+        left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
+        return {
+            "instruction": self._instruction(step),
+            "prepare": [{"run": CLEAN.format(" ".join(left))}, *self._step_files(step)],
+            "evaluator": self.evaluator(step, runtime),
+            "collect": self._collect(step),
+            "agent_seconds": self._agent_seconds(step) or AGENT_SECONDS,
+            "needs": needs if isinstance(needs, dict) else {} if needs is None else {"reward": needs},
+        }
+
+    def _step_folder(self, step: HarborStep | None) -> Path:
+        return self._folder if step is None else self._folder / "steps" / step.name
+
+    def _instruction(self, step: HarborStep | None) -> str:
+        return instruction_in(self._step_folder(step), self._folder)
+
+    def _agent_seconds(self, step: HarborStep | None) -> float | None:
+        own = None if step is None else step.agent.timeout_sec
+        return self._config.agent.timeout_sec if own is None else own
+
+    def _collect(self, step: HarborStep | None) -> list[dict[str, Any]]:
+        hooks = [*self._config.verifier.collect, *(step.verifier.collect if step is not None else ())]
+        return [{"run": hook.command, "seconds": hook.timeout_sec} for hook in hooks]
+
+    def _step_files(self, step: HarborStep) -> list[dict[str, Any]]:
+        """Return prepare steps for the files that a step adds to the working directory, for its setup.sh, and for its
+        health check."""
+        folder = self._step_folder(step) / "workdir"
+        prepare = written(folder, self._folder, ".") if folder.exists() else []
+        if (folder / SETUP).exists():
+            prepare.append({"run": f"bash ./{SETUP}", "seconds": PREPARING_SECONDS})
+        if step.healthcheck is not None:
+            prepare.append(health_step(step.healthcheck))
+        return prepare
+
+    def runtime(self, first: HarborStep | None = None) -> dict[str, Any]:
+        """Return the spec of the agent's sandbox."""
+        environment = self._config.environment
+        runtime = self._sandbox(environment, "environment", self._image_of_agents(), self._loose_files())
+        if environment.healthcheck is not None:
+            runtime["prepare"].append(health_step(environment.healthcheck))
+        if first is not None:
+            runtime["prepare"] += self._step_files(first)
+        return runtime
+
+    def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
+        """Return the spec of a separate verifier's sandbox, which gets no health check and no files of steps, as in
+        Harbor."""
+        environment, field = verifier.environment, verifier.field
+        if verifier.context is None:
+            return self._sandbox(environment, field, self._image_of_agents(), self._loose_files())
+        if (compose := verifier.context / COMPOSE).is_file():
+            raise self._refusal(str(compose.relative_to(self._folder)), "services beside a verifier")
+        image = verifier.image or built_name(verifier.context, ImageStore())
+        return self._sandbox(environment, field, image, [])
+
+    def _image_of_agents(self) -> str | None:
+        image = self._config.environment.docker_image or self._image
+        folder = self._folder / "environment"
+        if image is not None:
+            return image
+        if (folder / DOCKERFILE).exists():
+            return built_name(folder, ImageStore())
+        for path, name in files_below(folder, self._folder) if folder.is_dir() else ():
+            raise InvalidField(
+                f"{path}: no Dockerfile and no docker_image says how {name} comes into the sandbox",
+                field="environment.docker_image",
+                hint="write docker_image into task.toml, or pass --image NAME: the files are then brought along",
+            )
+        return None
+
+    def _loose_files(self) -> list[dict[str, Any]]:
+        """Return prepare steps for the files that Harbor copies to the working directory because no Dockerfile puts
+        them into the image."""
+        folder = self._folder / "environment"
+        named = self._config.environment.docker_image or self._image
+        if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
+            return []
+        return written(folder, self._folder, ".")
+
+    def _sandbox(
+        self, environment: Environment, field: str, image: str | None, files: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        resources = {
+            "cpus": environment.cpus,
+            "memory_mb": environment.memory_mb,
+            "disk_mb": environment.storage_mb,
+            "gpus": environment.gpus,
+        }
+        runtime: dict[str, Any] = {
+            "env": self._resolved(environment.env, f"{field}.env"),
+            "prepare": [{"run": f"mkdir -p {' '.join(FOLDERS)}"}, *files],
+            "resources": {name: value for name, value in resources.items() if value is not None},
+        }
+        workdir = environment.workdir
+        if image is not None:
+            runtime["image"] = image
+            with suppress(InvalidField, NotFound):  # the image may be on another machine, or in a container engine
+                workdir = workdir or ImageStore().image(image).workdir or "/"
+        if workdir is not None:
+            runtime["workdir"] = workdir
+        return runtime
+
+    def evaluator(self, step: HarborStep | None, runtime: dict[str, Any]) -> dict[str, Any]:
+        """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's."""
+        config = self._config
+        separate = separate_verifier(config, self._folder, step)
+        verifier = config.verifier
+        artifacts = config.artifacts
+        env = self._resolved(config.verifier.env, "verifier.env")
+        options: dict[str, Any] = {}
+        layers = [one / "tests" for one in dict.fromkeys((self._folder, self._step_folder(step)))]
+        if separate is not None and separate.context is not None:
+            check_links(layers, self._folder)
+        else:
+            options["tests"] = self._written_tests(layers)
+        if step is not None:
+            verifier = step.verifier
+            artifacts = [*artifacts, *step.artifacts]
+            env |= self._resolved(verifier.env, f"steps.{step.name}.verifier.env")
+        if env:
+            options["env"] = env
+        evaluator = {"kind": "harbor", "options": options, "seconds": verifier.timeout_sec}
+        if separate is None:
+            options |= {"alone": True} if step is not None else {}
+            return evaluator
+        own = self._of_verifier(separate)
+        if step is not None or own != runtime:
+            evaluator["runtime"] = own
+        workdir = runtime.get("workdir", WORKDIR)
+        evaluator["carry"] = sources(artifacts, workdir)
+        options["without"] = [
+            {"folder": posixpath.join(workdir, one.source), "patterns": one.exclude} for one in artifacts if one.exclude
+        ]
+        return evaluator
+
+    def _written_tests(self, layers: Sequence[Path]) -> list[dict[str, Any]]:
+        """Return the test files as steps that write them. A step's own files replace the task's files of the same
+        path."""
+        if not any((layer / TEST).exists() for layer in layers):
+            raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
+        files = (file for layer in layers if layer.exists() for file in written(layer, self._folder, "/tests"))
+        return list({file["to"]: file for file in files}.values())
+
+    def gold(self) -> Gold | None:
+        """Return the solutions of all steps, or None if a step has none."""
+        whole = self._solution(self._folder / "solution")
+        own = [self._solution(self._step_folder(step) / "solution") for step in self._config.steps or ()]
+        first, *later = [one or whole for one in own] or [whole]
+        then = tuple(one for one in later if one is not None)
+        return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
+
+    def _solution(self, folder: Path) -> Gold | None:
+        """Return a solution, which runs in the working directory with its files in /solution. Its exit code is
+        ignored."""
+        if not (folder / SOLVE).exists():
+            return None
+        exports = self._resolved(self._config.solution.env, "solution.env")
+        return Gold(
+            run=f"chmod +x /solution/{SOLVE} && (/solution/{SOLVE}) || true",
+            files=tuple(written(folder, self._folder, "/solution")),
+            env={"DEBIAN_FRONTEND": "noninteractive", **exports},
+        )
+
+    def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
+        """Return the variables with their templates resolved. Raises InvalidField for a template without a value."""
+        found = {}
+        for name, value in env.items():
+            template = TEMPLATE.fullmatch(value)
+            if template is None:
+                found[name] = value
+                continue
+            known = self._environ.get(template[1], template[2])
+            if known is None:
+                raise InvalidField(
+                    f"{self._toml} takes {name} from the environment, which has no {template[1]}",
+                    field=f"{field}.{name}",
+                    hint=f"set {template[1]}, or write ${{{template[1]}:-DEFAULT}} into task.toml",
+                )
+            found[name] = known
+        return found
+
+    def _refusal(self, field: str, what: str, hint: str | None = None) -> InvalidField:
+        return InvalidField(f"{self._toml} has {field}, and Outrider does not do {what}", field=field, hint=hint)
+
+
+def read_config(file: Path) -> TaskToml:
+    """Read a task.toml. Raises InvalidField with the file and the field."""
+    try:
+        return TaskToml.model_validate(read_toml_file(file, field="source"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "source"
+        message = fault_text(first)
+        raise InvalidField(f"{file} has {field}: {message[:1].lower()}{message[1:]}", field=field) from error
+
+
+def health_step(check: Healthcheck) -> dict[str, Any]:
+    return {
+        "run": check.command,
+        "seconds": check.timeout_sec,
+        "attempts": max(check.retries, 1),
+        "pause_seconds": check.interval_sec,
+        "grace_seconds": check.start_period_sec,
+        "grace_pause_seconds": check.start_interval_sec,
+    }
+
+
+def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
+    """Return the paths of artifacts, each once. Relative paths start in `workdir`."""
+    named = (posixpath.join(workdir, one.source.rstrip("/") or one.source) for one in artifacts)
+    return list(dict.fromkeys((ARTIFACTS, *named)))
+
+
+def patterns(artifacts: Artifacts) -> list[str]:
+    """Return patterns of the artifacts' files to keep from the agent's sandbox: a path may be a file or a folder."""
+    _, *named = sources(artifacts)
+    return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
+
+
+def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
+    """Return limits that give the agent these times in the steps of the task."""
+    whole = sum(agent_seconds)
+    return {
+        "agent_seconds": agent_seconds[0],
+        **({"session_seconds": whole + PREPARING_SECONDS} if whole > AGENT_SECONDS else {}),
+    }

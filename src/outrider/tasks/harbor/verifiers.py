@@ -1,0 +1,51 @@
+"""Finds the sandbox of the verifier of a Harbor task or step, by Harbor's rules.
+
+It checks whether files exist and reads none. Harbor chooses the settings and the image of a separate verifier's sandbox
+independently: a step that only sets `cpus` has the image named by the task's verifier. A verifier's own image contains
+the tests, with all their requirements.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from outrider.sandbox.rootfs.dockerfile import DOCKERFILE
+from outrider.tasks.harbor.schema import Environment, HarborStep, TaskToml
+
+COMPOSE = "docker-compose.yaml"
+
+
+class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox of a separate verifier. `environment`, the table at `field`, has all settings except the image.
+    Without a `context` the image is the agent's. Otherwise it contains the tests, and is `image`, or is built in the
+    folder `context`."""
+
+    environment: Environment
+    field: str
+    context: Path | None = None
+    image: str | None = None
+
+
+def mode(config: TaskToml, step: HarborStep | None) -> Literal["shared", "separate"]:
+    """Return the verifier's mode. A step's own mode takes precedence over the task's."""
+    return (None if step is None else step.verifier.mode) or config.verifier.mode or "shared"
+
+
+def separate_verifier(config: TaskToml, folder: Path, step: HarborStep | None) -> SeparateVerifier | None:
+    """Return the sandbox of a separate verifier, or None for a verifier that runs in the agent's sandbox."""
+    if mode(config, step) == "shared":
+        return None
+    levels = [(config.verifier.environment, folder / "tests", "verifier.environment")]
+    if step is not None:
+        own = folder / "steps" / step.name / "tests"
+        levels.insert(0, (step.verifier.environment, own, f"steps.{step.name}.verifier.environment"))
+    named = ((environment, field) for environment, _, field in levels if environment is not None)
+    environment, field = next(named, (config.environment, "environment"))
+    for level, tests, _ in levels:
+        image = None if level is None else level.docker_image
+        if image or any((tests / name).is_file() for name in (DOCKERFILE, COMPOSE)):
+            return SeparateVerifier(environment=environment, field=field, context=tests, image=image or None)
+    return SeparateVerifier(environment=environment, field=field)

@@ -1,0 +1,202 @@
+"""Tasks of MiniWoB: pages of the package miniwob, each with a seed, on the screen of a sandbox.
+
+This module runs nothing, downloads nothing and does not import the package. A task contains its page: nodes do not need
+the package. Invariants: the same page and seed make the same task; only the reward computed by the page counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import importlib.util
+import io
+import json
+import re
+import tarfile
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import InvalidField
+from outrider.harnesses.desktop import DISPLAY
+from outrider.tasks.examples import Example, Gold
+
+INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
+FOLDER = "/miniwob"
+"""Folder of the pages in the sandbox."""
+BROWSER = "/usr/lib/chromium/chromium"
+"""Path in Debian's package. The package's other program is a script that reads files of /etc, which sandboxes lack."""
+POLICY = "/etc/chromium/policies/managed/miniwob.json"
+FONTS = f"{FOLDER}/fonts.conf"
+# The pages are made for Arial. Without font settings, which sandboxes do not have, Chromium chooses a serif font.
+FONT_SETTINGS = """\
+<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
+<fontconfig>
+  <dir>/usr/share/fonts</dir>
+  <cachedir>/tmp/fontconfig</cachedir>
+  <match target="pattern">
+    <test name="family"><string>Arial</string></test>
+    <edit name="family" mode="assign_replace" binding="same">
+      <string>Liberation Sans</string><string>DejaVu Sans</string>
+    </edit>
+  </match>
+</fontconfig>
+"""
+WIDTH, HEIGHT, SCALE = 664, 428, 2
+"""Size of the screen in pixels, and the scale: room for 332 by 214 of a page's own pixels, as in BrowserGym's
+MiniWoB."""
+INSTRUCTION = """\
+The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with
+mouse and keyboard. The page says when the task has ended. Then reply without calling a tool.
+"""
+REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
+PAGE_FOLDER = "miniwob"
+
+# A search also fails if a window disappears during it, as some windows of a starting browser do.
+TITLE = """\
+titled() {
+    for try in $(seq "$2"); do
+        title=$(xdotool search --onlyvisible --name "^miniwob-$1" getwindowname %1 2>/dev/null) && return
+        sleep 0.2
+    done
+    return 1
+}
+"""
+"""Shell function that sets `title` to the title of a window with this prefix, after at most the given number of
+looks."""
+
+# --no-sandbox: the browser's own sandbox needs namespaces, which a sandbox may not make. --test-type hides a bar about
+# the missing sandbox.
+OPEN = f"""\
+{TITLE}
+FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
+    --disable-background-networking --force-device-scale-factor={SCALE} --kiosk \\
+    --user-data-dir=/tmp/chromium --app=URL </dev/null >/tmp/chromium.log 2>&1 &
+titled "" 500 && exit
+tail -n 5 /tmp/chromium.log
+exit 1
+"""
+
+# A missing display means a broken sandbox, and is an error. A missing page was closed by the agent, and is an outcome.
+GRADE = f"""\
+{TITLE}
+export DISPLAY={DISPLAY}
+xdotool getdisplaygeometry >/dev/null || exit 2
+verdict() {{ printf '{{"reward": %s, "metrics": %s, "reason": "%s"}}' "$@" >"$OUTRIDER_VERDICT"; }}
+if ! titled "" 10; then
+    verdict 0 '{{"closed": 1}}' "the page is closed"
+elif [ "${{title#miniwob-reward }}" != "$title" ]; then
+    set -- $title
+    verdict "$2" "{{\\"raw_reward\\": $3}}" "the page gives $3"
+else
+    verdict 0 '{{}}' "the page waits for its end"
+fi
+"""
+
+SOLVE = f"""\
+{TITLE}
+export DISPLAY={DISPLAY}
+titled "gold " 50 || exit 1
+plan=${{title#miniwob-gold }}
+printf '%s\\n' "${{plan% - Chromium}}" | tr ';' '\\n' | while read -r action rest; do
+    case $action in
+        click) xdotool mousemove $rest click 1 ;;
+        type) xdotool type --delay 20 -- "$rest" ;;
+    esac
+    sleep 0.3
+done
+titled "reward " 50
+"""
+
+
+def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
+    """Return the files of all pages by name. `html` is the folder `html` of the package; None finds the installed
+    package. Raises InvalidField."""
+    if html is None:
+        found = importlib.util.find_spec("miniwob")
+        if found is None or not found.submodule_search_locations:
+            raise InvalidField("the package miniwob is not installed", field="source", hint=INSTALL)
+        html = Path(found.submodule_search_locations[0], "html")
+    pages = {path.stem: path for path in sorted((html / PAGE_FOLDER).glob("*.html"))}
+    if not pages:
+        raise InvalidField(f"{html} has no pages of MiniWoB", field="source", hint=INSTALL)
+    return pages
+
+
+def miniwob_examples(
+    page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
+) -> list[Example]:
+    """Return a page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with
+    `seed`. Pages that `gold.js` can solve have a solution. `html` as for `miniwob_pages`. Raises InvalidField."""
+    pages = miniwob_pages(html)
+    if page is None:
+        return [_example(pages[name], seed) for name in list(pages)[:size]]
+    if page not in pages:
+        raise InvalidField(f"MiniWoB has no page {page!r}", field="source", hint=f"it has: {', '.join(pages)}")
+    return [_example(pages[page], seed + number) for number in range(1 if size is None else size)]
+
+
+def _example(page: Path, seed: int) -> Example:
+    name = page.stem
+    html = page.read_text("utf-8")
+    place = f"{FOLDER}/{PAGE_FOLDER}/{name}.html"
+    url = f"file://{place}"
+    shown = _with_script(html, _script("page.js").replace("SEED", str(seed)))
+    policy = {
+        "AllowFileSelectionDialogs": False,
+        "DeveloperToolsAvailability": 2,
+        "IncognitoModeAvailability": 1,
+        "PrintingEnabled": False,
+        "URLAllowlist": [url],
+        "URLBlocklist": ["*", "chrome://*", "javascript://*"],
+    }
+    prepare: list[dict[str, Any]] = [
+        {"write": json.dumps(policy), "to": POLICY},
+        {"write": _archive(page, html), "to": f"{FOLDER}/parts.tar.gz", "encoding": "base64"},
+        {"run": f"tar -xzf {FOLDER}/parts.tar.gz -C {FOLDER}"},
+        {"write": FONT_SETTINGS, "to": FONTS},
+        {"write": shown, "to": place},
+    ]
+    desktop = {"width": WIDTH, "height": HEIGHT, "run": OPEN.replace("URL", url)}
+    task = {
+        "instruction": INSTRUCTION,
+        "harness": {"agent": "tools", "options": {"tools": ["desktop"], "max_turns": 30, "desktop": desktop}},
+        "runtime": {"prepare": prepare},
+        "evaluator": {"run": GRADE, "seconds": 60},
+        "labels": {"miniwob": name},
+    }
+    gold = None
+    solver = _script("gold.js")
+    if f'"{name}":' in solver:
+        solved = _with_script(shown, solver.replace("TASK", json.dumps(name)))
+        gold = Gold(run=SOLVE, files=({"write": solved, "to": place},))
+    return Example(id=f"{name}-{seed}", task=task, row={"page": name, "seed": seed}, gold=gold)
+
+
+def _script(name: str) -> str:
+    return files("outrider").joinpath("miniwob", name).read_text("utf-8")
+
+
+def _with_script(html: str, script: str) -> str:
+    """Return the page with the script at the end of the body."""
+    head, end, tail = html.rpartition("</body>")
+    return f"{head}<script>\n{script}</script>\n{end}{tail}"
+
+
+def _archive(page: Path, html: str) -> str:
+    """Pack the files that a page uses, in base64. The same files make the same text. For a file name computed at run
+    time the page has only the folder, so all files of the folder are packed. A stylesheet's files are in a folder
+    `images` beside it."""
+    folder = page.parent.parent
+    used = sorted({folder / found for found in REFERENCE.findall(html)})
+    folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]
+    used += [inner for inner_folder in folders for inner in sorted(inner_folder.glob("*.*"))]
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for file in dict.fromkeys(used):
+            if file.is_file():
+                member = tarfile.TarInfo(str(file.relative_to(folder)))
+                member.size = file.stat().st_size
+                archive.addfile(member, io.BytesIO(file.read_bytes()))
+    return base64.b64encode(gzip.compress(packed.getvalue(), mtime=0)).decode()

@@ -1,0 +1,242 @@
+"""Three tasks of real software, made of releases on PyPI: an old release, and the fix in the next release, with its
+tests.
+
+The source distributions of both are downloaded when the tasks are requested, and kept in the cache. The older release
+is the repository, the difference of the tests is the test patch, and the difference of the sources the known solution.
+Test runs in sandboxes show which tests the solution mends. Independent of the service. Invariant: nothing of these
+packages is part of Outrider.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.concurrency.build_once import build_once
+from outrider.environment import cache_home
+from outrider.errors import InvalidField, ServiceError
+from outrider.evaluators.checks.pool import checks_of
+from outrider.evaluators.swebench.evaluator import CHECKS, LIBRARY
+from outrider.evaluators.swebench.options import is_test
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.spec import RuntimeSpec
+from outrider.tasks.datasets import Example
+from outrider.tasks.swebench import swebench_example
+
+FORMAT = 2
+"""Part of the cache's key. Raise it if the same releases give another task."""
+TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
+PARSER = "parse_log_pytest"
+PASSING = frozenset(("PASSED", "XFAIL"))
+"""Statuses that swebench counts as passed: two tests of sqlparse are expected to fail, and do."""
+COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
+DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
+PAIRS = "/pairs"
+"""Path of the repository and the tools in sandboxes, read-only."""
+COPY = f"cp -r {PAIRS}/base/. ."
+
+
+class ReleasePair(NamedTuple):
+    """Two releases. `folder` is the package's folder in the distribution; `asks` describes the fix of the newer
+    release."""
+
+    name: str
+    old: str
+    new: str
+    folder: str
+    asks: str
+
+
+RELEASES = (
+    ReleasePair(
+        "tomlkit",
+        "0.12.1",
+        "0.12.2",
+        "tomlkit",
+        "True division of a TOML integer (`item / 2`) must give a TOML float item; at the moment it does not.",
+    ),
+    ReleasePair(
+        "sqlparse",
+        "0.5.0",
+        "0.5.1",
+        "sqlparse",
+        "Stripping comments with `sqlparse.format(sql, strip_comments=True)` must leave the rest of a statement as it "
+        "was: line breaks and blanks around a removed comment are lost or doubled, and optimizer hints (`/*+ ... */`) "
+        "must not be removed.",
+    ),
+    ReleasePair(
+        "jinja2",
+        "3.1.2",
+        "3.1.3",
+        "src",
+        "The filter `xmlattr` must not accept keys with spaces: a key that a user chose could add further attributes "
+        "to the element. Raise ValueError for such a key.",
+    ),
+)
+
+
+def release_pair_examples(
+    *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
+) -> list[Example]:
+    """Return the tasks, for the namespace runtime of this machine. Blocks, for minutes the first time; `note` is called
+    with a line before that. Raises InvalidField if swebench, pip or the namespace runtime is missing, and ServiceError
+    if the tests of a pair do not run or do not show the fix."""
+    LIBRARY.require()
+    if not (can := NamespaceRuntime.available()).ok:
+        raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
+    cache = cache_home().absolute() / "release-pairs"
+    tools = build_once(cache / f"tools-{FORMAT}", lambda draft: pip("install", *TOOLS, "--target", str(draft)))
+
+    def example(pair: ReleasePair) -> Example:
+        place = cache / f"{pair.name}-{pair.new}-{FORMAT}"
+        if not place.exists():
+            note(f"making a task of {pair.name} {pair.old} and {pair.new}")
+        build_once(place, lambda draft: make(pair, draft, tools))
+        row = json.loads((place / "row.json").read_text("utf-8"))
+        template = {"runtime": runtime_of(pair, place, tools), "evaluator": {"carry": [pair.folder], "seconds": 600}}
+        return swebench_example(row, template=template)
+
+    with ThreadPoolExecutor(len(RELEASES)) as threads:  # pip waits for the index most of the time
+        return list(threads.map(example, RELEASES[:limit]))
+
+
+def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
+    """Write `base/`, the older release, and `row.json` into the folder."""
+    with ThreadPoolExecutor(2) as threads:
+        before, after = threads.map(partial(source_of, pair), (pair.old, pair.new))
+    for name, data in before.items():
+        (draft / "base" / name).parent.mkdir(parents=True, exist_ok=True)
+        (draft / "base" / name).write_bytes(data)
+    sources = difference(before, after, lambda name: name.endswith(".py") and not is_test(name))
+    tests = difference(before, after, is_test)
+    row: dict[str, Any] = {
+        "instance_id": f"{pair.name}__{pair.name}-{pair.new}",
+        "version": pair.old,
+        "problem_statement": pair.asks,
+        "patch": sources,
+        "test_patch": tests,
+        "log_parser": PARSER,
+        "test_command": COMMAND,
+        "FAIL_TO_PASS": ["all"],
+    }
+    command = swebench_example(row).task["evaluator"]["options"]["test_command"]
+    found = [asyncio.run(statuses(pair, draft, tools, command, patches)) for patches in ((tests,), (tests, sources))]
+    passing = [{test for test, status in one.items() if status in PASSING} for one in found]
+    row["FAIL_TO_PASS"] = sorted(passing[1] - passing[0])
+    row["PASS_TO_PASS"] = sorted(passing[1] & passing[0])
+    if not row["FAIL_TO_PASS"]:
+        raise ServiceError(f"no test of {pair.name} {pair.new} fails before its changes and passes after them")
+    (draft / "row.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
+
+
+async def statuses(
+    pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the status of each test with the patches applied, as swebench reads it."""
+    with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
+        folder = Path(name)
+        (folder / "sandbox").mkdir()
+        async with Host(folder) as host:
+            context = SandboxContext(
+                session_id="pair",
+                attempt=1,
+                directory=folder / "sandbox",
+                host=host,
+                gateway_url="http://127.0.0.1:9",
+                gateway_socket=folder / "gateway.sock",
+            )
+            context.gateway_socket.touch()
+            spec = RuntimeSpec.model_validate(runtime_of(pair, place, tools))
+            runtime = NamespaceRuntime.create(spec, context)
+            await runtime.start()
+            try:
+                await runtime.exec(COPY, seconds=TEST_SECONDS)
+                for patch in patches:
+                    await runtime.patch(patch)
+                done = await runtime.exec(command, merged=True, seconds=TEST_SECONDS)
+            finally:
+                await runtime.stop()
+            request = {
+                "instance_id": pair.name,
+                "log_parser": PARSER,
+                "log": done.stdout.decode("utf-8", "replace"),
+                "exit_code": done.exit_code,
+                "statuses": True,
+            }
+            checked = await (await checks_of(host, CHECKS)).check(request, seconds=CHECK_SECONDS)
+    found: dict[str, str] = (checked.answer or {}).get("statuses", {})
+    if not found:
+        raise ServiceError(f"the tests of {pair.name} do not run in a sandbox", log_tail=done.log_tail())
+    return found
+
+
+def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
+    """Return the `runtime` of a pair's task, whose repository is in `place`."""
+    library = pair.folder if pair.folder == "src" else "."
+    return {
+        "mounts": [
+            {"source": str(place / "base"), "target": f"{PAIRS}/base"},
+            {"source": str(tools), "target": f"{PAIRS}/tools"},
+        ],
+        "env": {"PYTHONPATH": f"{library}:{PAIRS}/tools", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        "prepare": [{"run": COPY}],
+    }
+
+
+def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
+    """Return the files of a source distribution, with paths relative to its top folder."""
+    with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
+        # Not `:all:`, which would build the build tools from source as well.
+        wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
+        pip("download", *wanted, "--dest", folder)
+        [archive] = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            return {
+                member.name.partition("/")[2]: found.read()
+                for member in tar
+                if member.isreg() and (found := tar.extractfile(member)) is not None
+            }
+
+
+def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: Callable[[str], bool]) -> str:
+    """Return a diff of the wanted files, in git's format. Files that are not text are left out."""
+    written = []
+    for name in sorted(filter(wanted, {*before, *after})):
+        try:
+            old, new = (side.get(name, b"").decode("utf-8") for side in (before, after))
+        except UnicodeDecodeError:
+            continue
+        if old == new and (name in before) == (name in after):
+            continue
+        written.append(f"diff --git a/{name} b/{name}\n")
+        if name not in before:
+            written.append("new file mode 100644\n")
+        if name not in after:
+            written.append("deleted file mode 100644\n")
+        froms, to = (f"a/{name}" if name in before else "/dev/null", f"b/{name}" if name in after else "/dev/null")
+        lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), froms, to)
+        for line in lines:
+            written.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(written)
+
+
+def pip(*words: str) -> None:
+    """Run pip. Raises InvalidField with the end of pip's output."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False
+    )
+    if done.returncode != 0:
+        raise InvalidField(f"pip {words[0]} failed: {done.stderr.strip()[-500:]}", field="source")

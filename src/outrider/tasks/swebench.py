@@ -1,0 +1,146 @@
+"""Tasks of SWE-bench's rows: reads files of rows, and the task repositories of swebench 5.x.
+
+The module runs nothing and downloads nothing. `evaluators/swebench` grades with a row's columns, and the row's gold
+patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import InvalidField
+from outrider.evaluators.swebench.options import files_of, is_test
+from outrider.sandbox.runtimes.guest.filesystem.patch import PatchRefused
+from outrider.tasks.datasets import Example, Gold, filled, known_columns, read_rows
+from outrider.text_files import check_depth
+
+ASK = """\
+{statement}
+
+Change the code in the working directory so that this is solved. Hidden tests will check it; changes to the tests and
+to their configuration are not kept.
+"""
+FILES = {
+    "patch": "gold.patch",
+    "test_patch": "test.patch",
+    "eval_script": "eval.sh",
+    "problem_statement": "problem_statement.md",
+}
+"""Columns that a task repository has as separate files."""
+COLUMNS = ("instance_id", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS")
+FOLDER = "/testbed"
+"""The repository's folder in the images of SWE-bench."""
+TESTS = "{tests}"
+NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+SECONDS = 1800
+"""Seconds of an evaluation: swebench's own time limit of a test run."""
+
+
+def swebench_examples(
+    source: Path,
+    *,
+    image: str | None = None,
+    template: Mapping[str, Any] | None = None,
+    test_command: str | None = None,
+    tasks: Sequence[str] | None = None,
+    limit: int | None = None,
+) -> list[Example]:
+    """The tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
+
+    `image` is the image of every task, in which `{row.NAME}` is a column; without it, the row's image is used.
+    `template` is a partial task that overrides the task made here, such as its prepare steps or carried paths. Rows of
+    4.x have no test command: `test_command` provides it, with `{tests}` for the test patch's files. `tasks` chooses
+    rows by `instance_id`. Raises InvalidField.
+    """
+    rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
+    by_id = {str(row.get("instance_id")): row for row in rows}
+    if tasks is not None:
+        for name in tasks:
+            if name not in by_id:
+                raise InvalidField(f"there is no task {name!r} in {source}", field="tasks")
+        rows = [by_id[name] for name in tasks]
+    return [
+        swebench_example(row, image=image, template=template, test_command=test_command, where=f"row {number}")
+        for number, row in enumerate(rows[:limit])
+    ]
+
+
+def swebench_example(
+    row: Mapping[str, Any],
+    *,
+    image: str | None = None,
+    template: Mapping[str, Any] | None = None,
+    test_command: str | None = None,
+    where: str = "the row",
+) -> Example:
+    """The task of one row. Raises InvalidField, in which `where` names the row."""
+    for column in COLUMNS:
+        if row.get(column) is None:
+            raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
+    options = {
+        name: row[name] for name in ("instance_id", "log_parser", "repo", "version", "eval_type") if row.get(name)
+    }
+    options |= {"fail_to_pass": row["FAIL_TO_PASS"], "pass_to_pass": row.get("PASS_TO_PASS") or []}
+    command = test_command or row.get("test_command")
+    try:
+        changed = files_of(row["test_patch"])
+    except PatchRefused as error:
+        if command is not None:
+            raise InvalidField(f"the test patch of {where} cannot be applied: {error}", field="test_patch") from error
+        changed = set()
+    options |= {"test_patch": row["test_patch"]} if changed else {}
+    if command is not None:
+        run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
+        run = [file for file in run if file.endswith(".py")] or run  # leaves out files such as data of a Python test
+        options |= {"test_command": command.replace(TESTS, shlex.join(run)), "test_patch": row["test_patch"]}
+    elif row.get("eval_script"):
+        options["eval_script"] = row["eval_script"]
+    else:
+        raise InvalidField(
+            f"{where} does not say how its tests run",
+            field="test_command",
+            hint='give test_command, such as "python -m pytest -rA {tests}"',
+        )
+    image = image or row.get("image")
+    made: dict[str, Any] = {
+        "instruction": ASK.format(statement=str(row["problem_statement"]).strip()),
+        "runtime": {"image": image, "workdir": FOLDER} if image else {},
+        "evaluator": {"kind": "swebench", "options": options, "carry": ["."], "seconds": SECONDS},
+        "labels": {"swebench": str(row["instance_id"])},
+    }
+    made["runtime"] = filled(made["runtime"], row, where)
+    task = over(made, filled(dict(template or {}), row, where))
+    return Example(id=str(row["instance_id"]), task=task, row=dict(row), gold=Gold(patch=row["patch"]))
+
+
+def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a task repository, by the names of its tasks. Raises InvalidField for a broken repository."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise InvalidField("task repositories need PyYAML", field="source", hint="pip install pyyaml") from error
+    for place in sorted(found.parent for found in folder.glob("tasks/*/task.yaml")):
+        try:
+            row = dict(yaml.safe_load((place / "task.yaml").read_text("utf-8")))
+            for column, name in FILES.items():
+                # Read as bytes, because text mode would change the ends of lines in a patch.
+                row[column] = (place / name).read_bytes().decode("utf-8")
+            row |= json.loads((place / "tests.json").read_text("utf-8"))
+            check_depth(row)
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise InvalidField(f"cannot read the task in {place}: {error}", field="source") from error
+        yield row
+
+
+def over(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A task with a part of a task laid over it: objects are merged, and anything else is replaced."""
+    both = {
+        name: over(made[name], value) if isinstance(value, Mapping) and isinstance(made.get(name), dict) else value
+        for name, value in given.items()
+    }
+    return {**made, **both}

@@ -1,6 +1,0 @@
-"""Any engine served over HTTP in the protocol of vLLM or SGLang."""
-
-from outrider.testing.engine_servers.app import engine_app, serving
-from outrider.testing.engine_servers.asgi import ServeSettings
-
-__all__ = ["ServeSettings", "engine_app", "serving"]

@@ -1,0 +1,207 @@
+"""The bridge to OpenRLHF: an agent executor whose rollouts are sessions of a service.
+
+The file in `--train.agent_func_path` has two lines:
+
+    from outrider.trainers.openrlhf import agent_executor
+    AgentExecutor = agent_executor()
+
+OpenRLHF calls `execute` once for each sample of a prompt, inside its rollout actors, and takes one row from each call
+(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay` the vLLM of each actor generates for
+the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens that the engine
+sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+from outrider.engines.base import Chunk, GenerateRequest
+from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
+from outrider.relay import FunctionEngine, Worker
+from outrider.spec import Name
+from outrider.trainers.shared_client import shared_client
+from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.trainers.trajectories import chosen_metrics, trajectories_of
+from outrider.trajectory import FinishReason, LogprobKind
+
+VARIABLE = "OUTRIDER_OPENRLHF"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
+"""The fields read from vLLM's SamplingParams, which OpenRLHF passes as an object."""
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+class OpenRLHFSettings(BridgeSettings):
+    """rows: always "main", because a call returns a single row, the main conversation's. relay: the name of the relay
+    engine for which OpenRLHF's own vLLM engines generate. Without `relay` the service has its own engine."""
+
+    rows: Literal["main"] = "main"
+    relay: Name | None = None
+
+
+class Executor:
+    """`openrlhf.utils.agent.AgentExecutorBase` without its base class, which only `agent_executor` needs."""
+
+    def __init__(self, settings: OpenRLHFSettings) -> None:
+        self._settings = settings
+        self._attaching = asyncio.Lock()
+        self._attached: ExitStack | None = None
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
+        including the task. Raises the session's error, which ends OpenRLHF's training: there is no other way to report
+        a failure."""
+        if images:
+            raise InvalidField(
+                "the prompt has images, which this bridge does not hand over", field="images", hint="use text prompts"
+            )
+        cap = self._settings.max_row_tokens
+        settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
+        sampling = {name: getattr(sampling_params, name, None) for name in SAMPLING}
+        wants_logprobs = sampling_params.logprobs is not None
+        task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
+        if settings.relay is not None:
+            await self._attach(llm_engine, settings.relay, wants_logprobs)
+        async with shared_client(settings.url, settings.token) as client:
+            group = await client.run(
+                {"task": task, "priority": settings.priority, "idempotency_key": secrets.token_hex(16)}
+            )
+        [trajectory] = trajectories_of(group, settings, logprobs=wants_logprobs)
+        if trajectory.error is not None:
+            raise trajectory.error
+        row = trajectory.rows[0]
+        return {
+            "prompt": prompt,
+            "label": label,
+            "images": images,
+            "mm_train_inputs": None,
+            "observation_tokens": row.ids,
+            "action_ranges": list(_ranges(row.mask)),
+            "rollout_log_probs": row.logprobs if wants_logprobs else None,
+            "reward": row.reward,
+            "scores": row.reward,
+            "truncated": trajectory.truncated,
+            # OpenRLHF makes columns of these logs: every row must have the same keys, and only numbers.
+            "extra_logs": {
+                "outrider_turns": float(trajectory.result.turns),
+                "outrider_agent_seconds": trajectory.seconds,
+                "outrider_rows_left_out": float(trajectory.result.samples - 1),
+                "outrider_cut_tokens": float(row.cut),
+                "outrider_version": float(row.sample.min_version),
+                **chosen_metrics(trajectory, settings),
+            },
+        }
+
+    def close(self) -> None:
+        """Detach the engine. It is also detached when the process exits."""
+        if self._attached is not None:
+            self._attached.close()
+
+    async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
+        """Attach the actor's engine to the service, on the first call. Raises ServiceError if the service does not
+        accept it."""
+        async with self._attaching:
+            if self._attached is not None:
+                return
+            # vLLM reports processed log-probabilities if OpenRLHF corrects with log-probabilities, else raw ones.
+            kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
+            engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
+            settings = self._settings
+            worker = Worker(settings.url, engine, engine=relay, token=settings.token, name="openrlhf")
+            attached = ExitStack()
+            await asyncio.to_thread(attached.enter_context, worker.in_thread())
+            atexit.register(attached.close)
+            self._attached = attached
+
+
+class EngineGenerate:
+    """The `generate` function of a relay worker, on the `llm_engine` of an executor, which runs on the event loop
+    `loop`."""
+
+    def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm_engine = llm_engine
+        self._loop = loop
+
+    async def __call__(self, request: GenerateRequest) -> Chunk:
+        asked = request.sampling
+        if asked.constraint is not None:
+            raise EngineRejected("OpenRLHF's engines cannot hold a reply to a form")
+        params = importlib.import_module("vllm").SamplingParams(
+            max_tokens=asked.max_tokens,
+            min_tokens=asked.min_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            seed=asked.seed,
+            stop=list(asked.stop),
+            stop_token_ids=list(asked.stop_token_ids),
+            repetition_penalty=asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=asked.logit_bias or None,
+            logprobs=0,
+        )
+        work = self._llm_engine.generate(request.input_ids.tolist(), params)
+        output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        reply = output.outputs[0]
+        if reply.finish_reason not in FINISH:
+            raise EngineUnavailable(f"OpenRLHF's vLLM ended a generation with {reply.finish_reason!r}")
+        ids = list(reply.token_ids)
+        return Chunk(
+            ids=ids,
+            logprobs=[given[token].logprob for given, token in zip(reply.logprobs, ids, strict=True)],
+            finish=FINISH[reply.finish_reason],
+            stop_match=reply.stop_reason,
+        )
+
+
+def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
+    """Return the class that OpenRLHF looks up as AgentExecutor, with the settings `settings`, overridden by
+    $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
+    checked = read_settings(OpenRLHFSettings, settings, source="agent_executor()", variable=VARIABLE)
+    base: type = importlib.import_module("openrlhf.utils.agent").AgentExecutorBase
+
+    def init(self: Executor) -> None:
+        Executor.__init__(self, checked)
+
+    return type("AgentExecutor", (Executor, base), {"__init__": init, "__doc__": Executor.__doc__})
+
+
+def _columns(prompt: str, label: Any) -> dict[str, Any]:
+    columns = {"prompt": prompt, "label": label}
+    if isinstance(label, Mapping):
+        return columns | dict(label)
+    if isinstance(label, str) and label.lstrip().startswith("{"):
+        try:
+            read = json.loads(label)
+        except json.JSONDecodeError:
+            return columns  # a plain label that happens to begin with a brace
+        return columns | read if isinstance(read, dict) else columns
+    return columns
+
+
+def _ranges(mask: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the spans [start, end) of ones."""
+    start = None
+    for place, trains in enumerate([*mask, 0]):
+        if trains and start is None:
+            start = place
+        elif not trains and start is not None:
+            yield start, place
+            start = None

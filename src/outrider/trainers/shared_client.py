@@ -1,0 +1,167 @@
+"""A client of the control API for all concurrent rollouts of an event loop.
+
+For trainers that make a new object for each trajectory and give it nothing that lives longer. The first rollout opens
+the client, the last one closes it. Independent of the trainer. Invariants: an event loop has at most one open client
+for each service; at most one request at a time reads finished groups, however many rollouts wait; and cancelling a
+rollout cancels its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from outrider.client.client import LONG_POLL, AsyncClient, check_known, patiently
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.events import Broadcast
+from outrider.errors import InvalidField, OutriderError
+from outrider.lifecycle import GroupState
+from outrider.schemas import GroupView
+
+T = TypeVar("T")
+
+FIRST_PATIENCE = 10.0
+"""Seconds for which a service may be out of reach before its first reply: its address may be wrong."""
+
+
+class SharedClient:
+    """Runs groups. Made by `shared_client` only.
+
+    Raises the errors that the service returns, and ServiceError if the service stays out of reach.
+    """
+
+    _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
+        WeakKeyDictionary()
+    )
+    """The open clients of each event loop. A class attribute, because no object of the trainer lives long enough."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.users = 0
+        self.client = AsyncClient(url, token=token)
+        self._cursor: int | None = None
+        self._first = asyncio.Lock()
+        self._no_answer: OutriderError | None = None
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._following = False
+        self._changed = Broadcast()
+
+    async def run(self, group: Mapping[str, Any]) -> GroupView:
+        """Submit a group, wait until it is done, and return it with its samples. `group` needs an idempotency key,
+        because a submission without a reply is repeated."""
+        failed_before = self._no_answer
+        async with self._first:
+            if self._no_answer is not None and self._no_answer is not failed_before:
+                raise self._no_answer  # else each waiting rollout would wait as long again, one after the other
+            if self._cursor is None:  # read before the submission, so that the group ends after this cursor
+                try:
+                    self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
+                except OutriderError as error:
+                    self._no_answer = error
+                    raise
+        submitted: list[str] = []
+
+        async def submit() -> None:
+            submitted.append((await patiently(partial(self.client.submit, group))).id)
+
+        try:
+            await shielded(submit)  # a group whose id is never read could not be cancelled
+            return await self._result(submitted[0])
+        except asyncio.CancelledError:
+            for group_id in submitted:
+                with suppress(OutriderError):
+                    await shielded(partial(self.client.cancel, group_id))
+            raise
+
+    async def _result(self, group_id: str) -> GroupView:
+        done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
+        try:
+            # The group may have ended, and its result may have been read, before the id was known here.
+            if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
+                while not done.done():
+                    changed = self._changed.next()
+                    if self._following:
+                        await changed.wait()
+                    else:
+                        await self._follow()
+                done.result()
+        finally:
+            del self._waiting[group_id]
+        return await patiently(partial(self.client.group, group_id, samples=True))
+
+    async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
+        """Run groups concurrently. The first error cancels the others and is raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self.run(group)) for group in groups]
+        except ExceptionGroup as errors:  # trainers expect the error itself, not a group around it
+            raise errors.exceptions[0] from None
+        return [task.result() for task in running]
+
+    async def _follow(self) -> None:
+        """Read one page of results for all waiting rollouts. An error is raised in all of them, too."""
+        self._following = True
+        try:
+            page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
+            self._cursor = page.cursor
+            if not page.groups and self._waiting:
+                await check_known(self.client.group, next(iter(self._waiting)))
+            for group in page.groups:
+                waiting = self._waiting.get(group.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(None)
+        except OutriderError as error:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(error)
+        finally:
+            self._following = False
+            self._changed.send()  # if this rollout leaves, another one follows
+
+
+@asynccontextmanager
+async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
+    """The client of the running event loop for this service. Raises ServiceError if the service cannot be reached."""
+    clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
+    shared = clients.get((url, token))
+    if shared is None:
+        shared = clients[url, token] = SharedClient(url, token)
+        await shared.client.__aenter__()  # does not yield to the loop: no rollout gets it half open
+    shared.users += 1
+    try:
+        yield shared
+    finally:
+        shared.users -= 1
+        if not shared.users:
+            del clients[url, token]
+            await shielded(partial(shared.client.__aexit__, None, None, None))
+
+
+def checked_url(url: str, source: str) -> str:
+    """Return the address of a service in the form that AsyncClient takes. Raises InvalidField naming `source`, the
+    place where the address was set."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidField(f"{source} is {url!r}, which is no address: {error}", field=source) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        hint = f"write {source}=http://{url}" if "://" not in url else "write http://HOST:PORT or https://HOST:PORT"
+        raise InvalidField(f"{source} is {url!r}, which is no http address", field=source, hint=hint)
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise InvalidField(
+            f"{source} is {url!r}; it must end after the host and port",
+            field=source,
+            hint=f"write {source}={parts.scheme}://{parts.netloc}",
+        )
+    if port is None and parts.scheme == "http" and parts.hostname in ("localhost", "127.0.0.1", "::1"):
+        raise InvalidField(
+            f"{source} is {url!r}, which names no port",
+            field=source,
+            hint=f"write {source}=http://{parts.netloc}:8700 (`outrider serve` listens there), or :80 if you mean it",
+        )
+    return f"{parts.scheme}://{parts.netloc}"

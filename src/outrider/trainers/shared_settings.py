@@ -1,0 +1,243 @@
+"""The input side that bridges share: the settings, and the conversion of a dataset row to a task.
+
+Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so that no rollout
+can change another.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from outrider.client.client import DEFAULT_URL
+from outrider.environment import environment
+from outrider.errors import InvalidField
+from outrider.spec import Name, Sampling, Spec
+from outrider.tasks.datasets import filled, known_columns
+from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
+from outrider.trainers.shared_client import checked_url
+
+S = TypeVar("S", bound="BridgeSettings")
+
+OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+"""SGLang's names of sampling parameters, with vLLM's."""
+WITHOUT_EFFECT_ON_IDS = frozenset(
+    {
+        "logprobs",
+        "prompt_logprobs",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "no_stop_trim",
+        "detokenize",
+    }
+)
+"""Sampling parameters for the display of an engine's text. The gateway makes the text from the ids itself."""
+NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
+"""Values of sampling parameters that change nothing. Other values cannot be passed on."""
+
+
+class BridgeSettings(Spec):
+    """The settings that bridges share.
+
+    url, token: the service; OUTRIDER_URL and OUTRIDER_TOKEN win. task: the common part of all tasks, in which
+    "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own task, an object or
+    JSON, which wins over `task` field by field. rows: "all" rows of a session that train, or only the "main"
+    conversation's row. max_row_tokens: length to which rows are cut. metrics: metrics of the verdict to pass to the
+    trainer; each verdict must have all of them. priority: of training groups; evaluation_priority: of evaluation
+    groups.
+    """
+
+    url: Name = DEFAULT_URL
+    token: Name | None = None
+    task: dict[Name, Any] = Field(default_factory=dict)
+    task_column: Name = "task"
+    rows: Literal["all", "main"] = "all"
+    max_row_tokens: Annotated[int, Field(ge=2)] | None = None
+    metrics: list[Name] = Field(default_factory=list)
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    evaluation_priority: Annotated[int, Field(ge=-1000, le=1000)] = 100
+
+
+def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
+    """Return the settings in `given`, overridden by the environment variable `variable`.
+
+    The variable holds a JSON object, or @FILE for a JSON or TOML file. `source` is the origin of `given`. Raises
+    InvalidField naming the setting and its source.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
+    text = environment(variable)
+    over = _settings_of_variable(text, variable) if text else {}
+    try:
+        settings = kind.model_validate(merged(plain(given or {}), over))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        of = variable if first["loc"] and first["loc"][0] in over else source
+        if first["type"] != "extra_forbidden":
+            raise InvalidField(f"{of}.{path}: {first['msg']}", field=f"{of}.{path}") from error
+        close = get_close_matches(path, kind.model_fields, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kind.model_fields)}"
+        raise InvalidField(f"{of} has the unknown key {path!r}", field=f"{of}.{path}", hint=hint) from error
+    url, token = environment("OUTRIDER_URL"), environment("OUTRIDER_TOKEN")
+    where = "OUTRIDER_URL" if url else f"{variable if 'url' in over else source}.url"
+    return settings.model_copy(
+        update={"url": checked_url(url or settings.url, where), "token": token or settings.token}
+    )
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of `base`, overridden by `over` object by object. A list is replaced as a whole."""
+    result = copy.deepcopy(dict(base))
+    for name, value in over.items():
+        inner = result.get(name)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[name] = merged(inner, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def plain(value: Any) -> Any:
+    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def task_for(
+    settings: BridgeSettings,
+    row: Mapping[str, Any],
+    *,
+    prompt: Any,
+    sampling: Mapping[str, Any],
+    labels: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the task of a dataset row: the row's own (`task_column`) over the settings', the trainer's `sampling`, and
+    `labels`.
+
+    The trainer's sampling wins, because the trainer computes importance weights with it. A task without an instruction
+    gets the text of `prompt`: a text, or the last user message of a list of messages. Raises InvalidField.
+    """
+    if settings.task_column not in row and "task_column" in settings.model_fields_set:
+        raise InvalidField(
+            f"the dataset row has no column {settings.task_column!r}, which the setting task_column names",
+            field="task_column",
+            hint=known_columns(row),
+        )
+    own = row.get(settings.task_column)
+    if isinstance(own, str):
+        own = _json_object(own, f"column {settings.task_column!r}")
+    if not isinstance(own, Mapping | None):
+        raise InvalidField(
+            f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
+            field=settings.task_column,
+        )
+    # Arrow gives every row the fields of all rows, with None for missing ones.
+    task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
+    if "instruction" not in task:
+        task["instruction"] = _text_of(plain(prompt))
+    for part in ("sampling", "labels", "limits"):
+        if not isinstance(task.get(part), Mapping | None):
+            raise InvalidField(f"task.{part} is {task[part]!r}; it must be an object", field=f"task.{part}")
+    task["sampling"] = merged(task.get("sampling") or {}, sampling_of(sampling))
+    known = {name: str(value) for name, value in labels.items() if value is not None}
+    task["labels"] = known | dict(task.get("labels") or {})
+    return task
+
+
+def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trainer's sampling parameters, named as in vLLM or SGLang, as fields of `task.sampling`. Raises
+    InvalidField for a parameter that would change the sampled ids and that a task cannot have."""
+    found: dict[str, Any] = {}
+    for name, value in parameters.items():
+        ours, value = OTHER_NAMES.get(name, name), plain(value)
+        if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
+            continue
+        if ours in Sampling.model_fields:
+            # A trainer's configuration may have 1 where a task has 1.0.
+            try:
+                found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
+            except (TypeError, ValueError) as error:
+                raise InvalidField(
+                    f"the sampling parameter {name}={value!r} is no number", field=f"sampling.{name}"
+                ) from error
+        elif value not in NEUTRAL.get(ours, ()):
+            raise InvalidField(
+                f"the sampling parameter {name}={value!r} cannot be passed to the agents' model calls",
+                field=f"sampling.{name}",
+                hint="leave it out: each agent decides about its stops and forms of reply",
+            )
+    return found
+
+
+def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
+    if not text.startswith("@"):
+        return _json_object(text, variable)
+    path = Path(text[1:])
+    try:
+        if path.suffix == ".toml":
+            return read_toml_file(path, field=variable)
+        content = read_text_file(path, field=variable, limit=MAX_TOML)
+    except InvalidField as error:
+        raise InvalidField(f"{variable} names {path}, which cannot be read: {error.message}", field=variable) from error
+    return _json_object(content, f"{path}, named by {variable},")
+
+
+def _json_object(text: str, source: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidField(
+            f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested too deeply
+        raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
+    if not isinstance(value, dict):
+        raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)
+    return value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value
+
+
+def _text_of(prompt: Any) -> str:
+    hint = "give every row a prompt, or `instruction` in its task or in the setting `task`"
+    wrong = "no instruction: neither its task nor a prompt with a user message"
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    for message in reversed(prompt) if isinstance(prompt, list) else ():
+        if not isinstance(message, dict):
+            wrong = f"a prompt with a {type(message).__name__} where a message must be an object"
+            break
+        if message.get("role") != "user":
+            continue
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            wrong = f"a user message whose content is a {type(content).__name__}"
+            break
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if odd := [part for part in parts if not isinstance(part, dict)]:
+            wrong = f"a user message with a part that is a {type(odd[0]).__name__}"
+            break
+        if text := "\n".join(str(part.get("text") or "") for part in parts):
+            return text
+        break
+    raise InvalidField(f"the dataset row has {wrong}", field="instruction", hint=hint)

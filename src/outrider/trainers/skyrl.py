@@ -1,0 +1,235 @@
+"""The bridge to SkyRL: a generator whose trajectories are sessions of a service.
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return OutriderGenerator(cfg.generator, settings)
+
+The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3) and imports SkyRL only to compute
+its usual metrics. Invariant: the rows come in the order of the input, the rows of one trajectory are adjacent, and all
+columns have equal length.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from outrider.errors import InvalidField
+from outrider.lifecycle import StopReason
+from outrider.spec import EVALUATION_LABEL
+from outrider.trainers.shared_client import shared_client
+from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
+
+VARIABLE = "OUTRIDER_SKYRL"
+FAILED_IN_A_ROW = 16
+"""Consecutive instances without any trajectory after which the generator fails: the cause affects all instances."""
+
+
+class SkyRLSettings(BridgeSettings):
+    """versions: the origin of policy versions, the "engine" or SkyRL's "step". With "step", the policy version is set
+    to the number of finished steps before the first batch of each step.
+
+    rewards: a number for each "row", or for each response "token", with the rewards of turns at the turns' ends. SkyRL
+    joins batches and takes one kind for all, so the rewards of a single batch cannot decide the kind.
+    """
+
+    versions: Literal["engine", "step"] = "engine"
+    rewards: Literal["row", "token"] = "row"
+
+
+class OutriderGenerator:
+    """A SkyRL generator over a service. `generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings,
+    overridden by $OUTRIDER_SKYRL.
+
+    With `step_wise_trajectories` a trajectory gives a row for each branch that trains, the main conversation's last.
+    Without, it gives only the main conversation's row. SkyRL cannot leave a trajectory out. So, as in SkyRL's own
+    Harbor example, all rows of an instance with a failed trajectory are placeholders of one token, which do not
+    train. In an evaluation only the failed trajectories are placeholders, with reward 0.
+    `outrider/failed_trajectories` counts them.
+    """
+
+    def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
+        self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
+        self._told = 0
+        self._failed_in_a_row = 0
+        self._step_wise = bool(generator_cfg.step_wise_trajectories)
+        self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
+        self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
+        if not self._step_wise:
+            self._settings = self._settings.model_copy(update={"rows": "main"})
+
+    async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
+        """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or a row that makes no
+        task, ServiceError if the service is gone, and the first trajectory's error if all have failed: all of a batch,
+        of an evaluation, or of FAILED_IN_A_ROW instances that were requested singly."""
+        ids = input_batch.get("trajectory_ids")
+        if not ids:
+            raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
+        metadata = input_batch.get("batch_metadata")
+        evaluating = metadata is not None and metadata.training_phase == "eval"
+        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # SkyRL counts the current step
+        logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
+        places: dict[str, list[int]] = {}
+        for place, trajectory_id in enumerate(ids):
+            places.setdefault(trajectory_id.instance_id, []).append(place)
+        groups = [self._group(input_batch, uid, at, evaluating) for uid, at in places.items()]
+        async with shared_client(self._settings.url, self._settings.token) as client:
+            if self._settings.versions == "step" and steps > self._told:
+                self._told = steps
+                await client.client.resume_policy(steps)
+            done = await client.run_all(groups)
+        found: dict[int, Trajectory] = {}
+        for at, group in zip(places.values(), done, strict=True):
+            found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
+        errors = [each.error for each in found.values() if each.error is not None]
+        self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
+        # The asynchronous trainer requests one instance at a time, and any error ends its process.
+        bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
+        if len(errors) == len(ids) and not bearable:
+            raise errors[0]
+        failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
+        output = _Output(
+            self._step_wise,
+            logprobs,
+            self._masks_overlong,
+            self._zeroes_overlong,
+            by_token=self._settings.rewards == "token",
+        )
+        for place, trajectory_id in enumerate(ids):
+            each = found[place]
+            if each.error is not None or (trajectory_id.instance_id in failed and not evaluating):
+                output.add_placeholder(trajectory_id, each)
+            else:
+                output.add(trajectory_id, each, chosen_metrics(each, self._settings))
+        output.count("outrider/failed_trajectories", len(errors))
+        output.count("outrider/masked_instances", 0 if evaluating else len(failed))
+        return output.columns()
+
+    def _group(
+        self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
+    ) -> dict[str, Any]:
+        """Return the group of one instance, with one sample for each row of the instance in the input."""
+        prompt = input_batch["prompts"][places[0]]
+        extras = input_batch.get("env_extras")
+        metadata = input_batch.get("batch_metadata")
+        task = task_for(
+            self._settings,
+            {"prompt": prompt, "uid": uid, **(extras[places[0]] if extras else {})},
+            prompt=prompt,
+            sampling=input_batch.get("sampling_params") or {},
+            labels={
+                "skyrl.uid": uid,
+                "skyrl.global_step": getattr(metadata, "global_step", None),
+                EVALUATION_LABEL: "skyrl" if evaluating else None,
+            },
+        )
+        return {
+            "task": task,
+            "n": len(places),
+            "priority": self._settings.evaluation_priority if evaluating else self._settings.priority,
+            "idempotency_key": secrets.token_hex(16),
+        }
+
+
+class _Output:
+    """The columns of a GeneratorOutput under construction."""
+
+    def __init__(
+        self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool, *, by_token: bool
+    ) -> None:
+        self._by_token = by_token
+        self._masks_overlong = masks_overlong
+        self._zeroes_overlong = zeroes_overlong
+        self._columns: dict[str, list[Any]] = {
+            name: []
+            for name in (
+                "prompt_token_ids",
+                "response_ids",
+                "rewards",
+                "loss_masks",
+                "stop_reasons",
+                "trajectory_ids",
+                "trajectory_generation_times",
+                "env_metrics",
+                *(["rollout_logprobs"] if logprobs else []),
+                *(["is_last_step"] if step_wise else []),
+            )
+        }
+        self._counts: dict[str, float] = {}
+        self._trained: list[Trajectory] = []
+
+    def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
+        # SkyRL's reasons: "stop" if the agent ended by itself, "length" if tokens ran out. Other limits keep our
+        # names.
+        ended = trajectory.result.stop_reason
+        reason = ended.value if trajectory.truncated else "stop"
+        if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
+            reason = "length"
+        self._trained.append(trajectory)
+        self.count("outrider/rows_left_out", trajectory.result.samples - len(trajectory.rows))
+        about = {"session_id": trajectory.session.id, "stop_reason": trajectory.result.stop_reason.value, **metrics}
+        for left, row in zip(reversed(range(len(trajectory.rows))), reversed(trajectory.rows), strict=True):
+            masked = self._masks_overlong and reason != "stop"
+            rewards = row.sample.token_rewards(len(row.ids))[row.start :] if self._by_token else row.reward
+            if self._zeroes_overlong and reason != "stop":
+                rewards = [0.0] * len(rewards) if isinstance(rewards, list) else 0.0
+            self._add(
+                prompt_token_ids=row.ids[: row.start],
+                response_ids=row.ids[row.start :],
+                loss_masks=[0] * (len(row.ids) - row.start) if masked else row.mask[row.start :],
+                rollout_logprobs=row.logprobs[row.start :],
+                rewards=rewards,
+                stop_reasons=reason,
+                trajectory_ids=trajectory_id,
+                trajectory_generation_times=trajectory.seconds,
+                is_last_step=left == 0,
+                env_metrics=about,
+            )
+
+    def add_placeholder(self, trajectory_id: Any, trajectory: Trajectory) -> None:
+        error = trajectory.error
+        self._add(
+            prompt_token_ids=[0],
+            response_ids=[0],
+            loss_masks=[0],
+            rollout_logprobs=[0.0],
+            rewards=[0.0] if self._by_token else 0.0,
+            stop_reasons="error",
+            trajectory_ids=trajectory_id,
+            trajectory_generation_times=trajectory.seconds,
+            is_last_step=True,
+            env_metrics={"session_id": trajectory.session.id, "error": error.message if error else "another sample's"},
+        )
+
+    def count(self, name: str, number: float) -> None:
+        """Add to a metric that SkyRL adds up over the parts of a batch."""
+        self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def columns(self) -> dict[str, Any]:
+        usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
+            self._columns["response_ids"], self._columns["rewards"], loss_masks=self._columns["loss_masks"]
+        )
+        rows: list[TrainingRow] = [row for each in self._trained for row in each.rows]
+        own: dict[str, float] = {"outrider/cut_tokens": sum(row.cut for row in rows)}
+        if rows:  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
+            own |= {
+                "outrider/turns_mean": sum(each.result.turns for each in self._trained) / len(self._trained),
+                "outrider/version_min": min(row.sample.min_version for row in rows),
+                "outrider/version_max": max(row.sample.max_version for row in rows),
+            }
+        return {
+            "rollout_logprobs": None,
+            "is_last_step": None,
+            "rollout_expert_indices": None,
+            "pixel_values": None,
+            "image_grid_thw": None,
+            **self._columns,
+            "rollout_metrics": usual | own | self._counts,
+        }
+
+    def _add(self, **row: Any) -> None:
+        for name, column in self._columns.items():
+            column.append(row[name])

@@ -1,0 +1,604 @@
+"""The bridge to slime: rollout functions whose rollouts are sessions of a service.
+
+    --rollout-function-path outrider.trainers.slime.generate_rollout
+    --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups run on between the rollouts
+    --custom-generate-function-path outrider.trainers.slime.custom_generate  slime's own loop, a session for each sample
+    --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards
+
+Written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`), which is imported only
+when a function is called. Invariants: the samples of the data source are never changed, only copied; the n samples of a
+prompt come from one group; and tokens, mask and log-probabilities of a sample are those of the engine, aligned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import copy
+import importlib
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from statistics import fmean, stdev
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+from pydantic import NonNegativeInt
+
+from outrider.client.client import Client, patiently
+from outrider.client.sampling import Batch, Choice, DynamicSampler, rewards_of
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL
+from outrider.trainers.shared_client import FIRST_PATIENCE, shared_client
+from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
+
+log = logging.getLogger("outrider.slime")
+
+VARIABLE = "OUTRIDER_SLIME"
+POST_PROCESS = "outrider.trainers.slime.post_process_rewards"
+LEAVE_SECONDS = 10.0
+NUMBER = "slime.prompt"
+"""The label that holds a prompt's number in its sampler."""
+NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
+"""Advantage estimators for which slime normalises rewards."""
+SCALED = frozenset({"grpo", "gspo", "cispo"})
+"""Estimators of NORMALISED that divide by the standard deviation, if grpo_std_normalization is set."""
+UNSUPPORTED: Mapping[str, str] = {
+    "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
+    "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
+    "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
+}
+"""Options of slime that no function here supports, with the reason."""
+OWN_LOOP_ONLY: Mapping[str, str] = {
+    "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
+}
+"""Options that only slime's own loop supports, with the reason."""
+
+SlimeSample = Any
+"""slime's own `Sample`. (Outrider's Sample is a row.)"""
+
+
+class SlimeSettings(BridgeSettings):
+    """The mapping `outrider` of slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
+
+    logprobs: whether samples have `rollout_log_probs`. complete: whether "all" samples of a group must have been
+    graded, or "any" two; ungraded samples then get `remove_sample`. max_age: how many policy versions older than the
+    engines' a trained token may be (`generate_rollout_async`). on_failure: the reaction of `custom_generate` to a
+    session that cannot be trained on: "raise" the error; "abort": return the sample as ABORTED, which slime's fully
+    asynchronous rollout repeats; "remove": return it as FAILED with `remove_sample`.
+    """
+
+    logprobs: bool = True
+    complete: Literal["all", "any"] = "all"
+    max_age: NonNegativeInt | None = None
+    on_failure: Literal["raise", "abort", "remove"] = "raise"
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """slime's rollout function: `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
+
+    Groups that did not pass are replaced at once. When the batch is full, the other groups are stopped, and their
+    prompts go back to the data source. With `--partial-rollout` the other groups are paused instead, and go on in the
+    next rollout on the new weights: each group keeps its tokens, and its agents' clocks stand still meanwhile.
+    """
+    bridge = _Bridge.of(args, data_source)
+    if getattr(args, "partial_rollout", False):
+        with bridge.policy_runs():
+            return generate_rollout_async(args, rollout_id, data_source, evaluation)
+    if evaluation:
+        return generate_rollout_async(args, rollout_id, data_source, evaluation)
+    prompts = _Prompts(args, bridge.settings, data_source)
+    # With max_age 0 the sampler submits nothing between the end of the batch and the call of `stop`.
+    with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
+        batch = bridge.client.run(sampler.batch())
+        bridge.client.run(sampler.stop())
+        unfinished = [prompts.groups[each.number] for each in sampler.state().pending]
+    if unfinished:
+        data_source.add_samples(unfinished)
+    return _train_output(args, bridge.settings, prompts, batch)
+
+
+def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Like `generate_rollout`, but groups run on while slime trains, and are used by a later rollout. Groups with
+    tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
+    bridge = _Bridge.of(args, data_source)
+    if evaluation:
+        return bridge.client.run(_evaluate(args, bridge.settings))
+    if bridge.resident is None:
+        prompts = _Prompts(args, bridge.settings, data_source)
+        opening = _sampler(bridge, prompts, surplus="carry", max_age=bridge.settings.max_age)
+        bridge.resident = prompts, bridge.opened.enter_context(bridge.client.open(opening))
+        bridge.opened.callback(bridge.leave)
+    prompts, sampler = bridge.resident
+    if bridge.settings.max_age is not None:
+        policy = bridge.client.policy()
+        versions = [sampler.version, policy.version, *(engine.version for engine in policy.engines)]
+        bridge.client.run(sampler.set_version(max(versions)))
+    batch = bridge.client.run(sampler.batch())
+    output = _train_output(args, bridge.settings, prompts, batch)
+    prompts.forget_all_but(each.number for each in sampler.state().pending)
+    return output
+
+
+async def custom_generate(
+    args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> SlimeSample | list[SlimeSample]:
+    """Run a session for a sample. Returns the sample with its tokens and reward, or a list of samples if the session
+    gives several rows. An evaluation gets a single sample, the main conversation."""
+    settings = _settings(args, UNSUPPORTED)
+    if not evaluation:
+        _check_normalisation(args, settings)
+        fans_out, hint = settings.rows != "main", "set rows to main, or use outrider.trainers.slime.generate_rollout"
+        if fans_out and settings.on_failure == "abort":
+            why = "on_failure is abort, and slime cannot repeat a group with a session of several rows"
+            raise InvalidField(why, field="on_failure", hint=hint)
+        if fans_out and getattr(args, "partial_rollout", False):
+            why = "--partial-rollout is set, and slime cannot hold a group with a session of several rows"
+            raise InvalidField(why, field="partial_rollout", hint=hint)
+    task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
+    async with shared_client(settings.url, settings.token) as client:
+        group = await client.run(
+            {
+                "task": task,
+                "priority": settings.evaluation_priority if evaluation else settings.priority,
+                "idempotency_key": secrets.token_hex(16),
+            }
+        )
+    [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
+    if trajectory.error is not None:
+        # slime cannot use a sample without a reward in an evaluation.
+        if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
+            raise trajectory.error
+        failed = _removed(args, settings, sample, trajectory)
+        if settings.on_failure == "abort":
+            failed = copy.deepcopy(sample)
+            failed.status = type(sample).Status.ABORTED
+        return failed
+    filled = _filled(args, settings, sample, trajectory)
+    return filled[0] if evaluation or len(filled) == 1 else filled
+
+
+def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: return the rewards, and the rewards normalised within each group.
+
+    A rollout counts once, however many samples it gives, and a rollout with `remove_sample` does not count. (slime's
+    own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.) The standard
+    deviation is the sample standard deviation, like torch's. A group in which one rollout counts gives 0.
+    """
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
+        return rewards, rewards
+    counted: dict[Any, dict[Any, float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if not sample.remove_sample:
+            # A rollout's first sample is its main conversation. Further samples may have rewards of their own.
+            counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
+    normalised = []
+    for sample, reward in zip(samples, rewards, strict=True):
+        group = list(counted.get(sample.group_index, {}).values())
+        if sample.remove_sample or len(group) < 2:
+            normalised.append(0.0)
+            continue
+        value = reward - fmean(group)
+        if args.advantage_estimator in SCALED and args.grpo_std_normalization:
+            value /= stdev(group) + 1e-6
+        if args.advantage_estimator == "rloo":
+            value *= len(group) / (len(group) - 1)
+        normalised.append(value)
+    return rewards, normalised
+
+
+def close(data_source: Any) -> None:
+    """Cancel the groups that run between rollouts for a data source. The exit of the process does the same."""
+    bridge = _Bridge.open_bridges.pop(data_source, None)
+    if bridge is not None:
+        bridge.opened.close()
+
+
+class _Bridge:
+    """The state between the calls of a rollout function: one client, and the sampler of the asynchronous function."""
+
+    open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
+    """The bridges by data source. A class attribute, because slime finds a rollout function by name and gives it no
+    object."""
+
+    def __init__(self, settings: SlimeSettings) -> None:
+        self.settings = settings
+        self.opened = ExitStack()
+        self.client = self.opened.enter_context(Client(settings.url, token=settings.token))
+        self.resident: tuple[_Prompts, DynamicSampler] | None = None
+        self._paused = False
+        atexit.register(self.opened.close)
+
+    @classmethod
+    def of(cls, args: Any, data_source: Any) -> _Bridge:
+        bridge = cls.open_bridges.get(data_source)
+        if bridge is None:
+            settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
+            _check_normalisation(args, settings)
+            bridge = cls(settings)
+            try:  # a wrong address or token raises now, not after minutes of waiting
+                bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
+            except OutriderError:
+                bridge.opened.close()
+                raise
+            cls.open_bridges[data_source] = bridge
+        return bridge
+
+    @contextmanager
+    def policy_runs(self) -> Iterator[None]:
+        """Let the policy generate inside the block, and pause it at the end, as slime needs for training."""
+        self.client.resume_policy()
+        try:
+            yield
+        finally:
+            self.client.pause_policy("abort")
+            self._paused = True
+
+    def leave(self) -> None:
+        """Cancel the groups that will not be used, and resume the policy for the service's other users."""
+        with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends
+            self.client.run(self._leave())
+
+    async def _leave(self) -> None:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            if self.resident is not None:
+                await self.resident[1].stop()
+            if self._paused:
+                await self.client.asynchronous.resume_policy()
+
+
+class _Prompts:
+    """The prompts of a sampler: groups of slime's samples, pulled from its data source one by one."""
+
+    def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
+        self.groups: dict[int, list[SlimeSample]] = {}
+        self.dropped: Counter[str] = Counter()
+        self._args = args
+        self._settings = settings
+        self._data_source = data_source
+        path = getattr(args, "dynamic_sampling_filter_path", None)
+        self._filter = _load_function(path) if path else None
+
+    def task(self, number: int) -> dict[str, Any]:
+        """Return the task of a prompt, for DynamicSampler."""
+        if number not in self.groups:
+            pulled = self._data_source.get_samples(1)
+            if not pulled:
+                raise IndexError(number)
+            self.groups[number] = pulled[0]
+        group = self.groups[number]
+        args = self._args
+        if len(group) != args.n_samples_per_prompt:
+            raise InvalidField(
+                f"the data source gave a group of {len(group)} samples, not {args.n_samples_per_prompt}",
+                field="n_samples_per_prompt",
+            )
+        sampling = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids,
+        }
+        return _task_of(self._settings, group[0], sampling, {NUMBER: number})
+
+    def is_informative(self, group: GroupView) -> Choice:
+        """Return whether slime's filter keeps a group, or "again" if too few samples of the group were graded."""
+        args = self._args
+        if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
+            self.dropped["incomplete"] += 1
+            return "again"
+        if self._filter is None:
+            return True
+        shown = []
+        for sample, session in zip(self.groups[int(group.labels[NUMBER])], group.sessions, strict=True):
+            if session.result is not None and session.result.verdict is not None:
+                seen = copy.deepcopy(sample)
+                trajectory = Trajectory(session, [], None)
+                seen.reward = _reward(
+                    args, self._settings, trajectory, trajectory.reward, _reward_key(args, evaluation=False)
+                )
+                seen.status = _status(sample, trajectory)
+                shown.append(seen)
+        verdict = self._filter(args, shown)
+        keep = bool(getattr(verdict, "keep", verdict))
+        if getattr(verdict, "keep_when_insufficient", False):  # slime drops no more groups than it has to spare
+            keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
+        if not keep:
+            self.dropped[getattr(verdict, "reason", None) or "filter"] += 1
+        return keep
+
+    def forget_all_but(self, numbers: Iterable[int]) -> None:
+        self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
+
+
+def _sampler(
+    bridge: _Bridge, prompts: _Prompts, *, surplus: Literal["carry", "cancel"], max_age: int | None
+) -> DynamicSampler:
+    args = prompts._args
+    return DynamicSampler(
+        bridge.client.asynchronous,
+        prompts.task,
+        n=args.n_samples_per_prompt,
+        target=args.rollout_batch_size,
+        inflight=_inflight(args),
+        informative=prompts.is_informative,
+        surplus=surplus,
+        max_age=max_age,
+        priority=bridge.settings.priority,
+    )
+
+
+def _inflight(args: Any) -> int:
+    """Return how many groups run at once."""
+    return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
+
+
+def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: Batch | None) -> Any:
+    if batch is None or len(batch.groups) < args.rollout_batch_size:
+        raise ServiceError(
+            f"the data source ended with {len(batch.groups) if batch else 0} groups for a rollout of"
+            f" {args.rollout_batch_size}",
+            hint="set --rollout-global-dataset, which begins anew at the end of the data",
+        )
+    data: list[list[list[SlimeSample]]] = []
+    versions: list[int] = []
+    errors: list[OutriderError] = []
+    for number, group in zip(batch.prompts, batch.groups, strict=True):
+        of_group = []
+        trajectories = trajectories_of(group, settings, logprobs=settings.logprobs)
+        for sample, trajectory in zip(prompts.groups[number], trajectories, strict=True):
+            if trajectory.error is None:
+                of_group.append(_filled(args, settings, sample, trajectory))
+                versions += [version for row in trajectory.rows for version in row.trained_versions()]
+            else:  # not graded, or graded without a token to train on, which the filter could not check
+                log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
+                errors.append(trajectory.error)
+                of_group.append([_removed(args, settings, sample, trajectory)])
+        data.append(of_group)
+    if len(errors) == sum(len(of_group) for of_group in data):
+        raise errors[0]
+    data.sort(key=lambda of_group: of_group[0][0].index)
+    fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
+    # For rollouts that give several samples, slime requires a third level of lists for all rollouts.
+    samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
+    if path := getattr(args, "rollout_sample_filter_path", None):
+        _load_function(path)(args, samples)
+    dropped, prompts.dropped = prompts.dropped, Counter()
+    counts = batch.counts
+    metrics: dict[str, Any] = {f"rollout/dynamic_filter/drop_{reason}": number for reason, number in dropped.items()}
+    metrics |= {
+        f"rollout/outrider/{name}": getattr(counts, name)
+        for name in ("submitted", "retried", "given_up", "stale", "stopped")
+    }
+    metrics["rollout/outrider/waited_seconds"] = batch.waited
+    metrics["rollout/outrider/removed"] = len(errors)
+    metrics["rollout/outrider/rows"] = sum(len(rows) for of_group in data for rows in of_group)
+    if versions:
+        metrics |= {"rollout/outrider/version_min": min(versions), "rollout/outrider/version_max": max(versions)}
+    return importlib.import_module("slime.rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=metrics)
+
+
+async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
+    """Run all evaluation sets at once. Every session has the same seeds each time. Failed sessions are left out and
+    counted."""
+    main = settings.model_copy(update={"rows": "main"})
+    data: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    sets = getattr(args, "eval_datasets", None) or []
+    asked = [_evaluation_set(args, main, config) for config in sets]
+    async with shared_client(settings.url, settings.token) as client:
+        done = iter(await client.run_all(group for of_set in asked for _, group in of_set))
+    key = _reward_key(args, evaluation=True)
+    for config, of_set in zip(sets, asked, strict=True):
+        samples: list[SlimeSample] = []
+        errors: list[OutriderError] = []
+        index = 0
+        for (prompt, _), group in zip(of_set, done, strict=False):
+            filled: list[SlimeSample] = []
+            for trajectory in trajectories_of(group, main, logprobs=False):
+                sample = copy.deepcopy(prompt)
+                sample.index, index = index, index + 1
+                if trajectory.error is None:
+                    filled += _filled(args, main, sample, trajectory, evaluation=True)
+                else:
+                    errors.append(trajectory.error)
+            # For pass rates slime takes each n consecutive samples as those of one prompt.
+            samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
+        if not samples:
+            raise errors[0]
+        data[config.name] = {
+            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
+            "truncated": [sample.status == type(sample).Status.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
+        metrics[f"eval/{config.name}/outrider_failed"] = len(errors)
+    return importlib.import_module("slime.rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
+
+
+def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
+    """Return copies of the prompts of an evaluation set, with the group of each. Raises InvalidField for a set without
+    prompts or with images, and for unsupported sampling parameters."""
+    if getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None):
+        raise InvalidField(
+            f"the evaluation set {config.name!r} has images, which this bridge does not hand over",
+            field="multimodal_keys",
+        )
+    dataset = importlib.import_module("slime.utils.data").Dataset(
+        path=config.path,
+        tokenizer=None,
+        processor=None,
+        max_length=None,
+        prompt_key=config.input_key,
+        label_key=config.label_key,
+        multimodal_keys=None,
+        metadata_key=config.metadata_key,
+        tool_key=config.tool_key,
+        apply_chat_template=False,
+    )
+    sampling = {"max_new_tokens": config.max_response_len, "seed": args.rollout_seed}
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        sampling[name] = getattr(config, name, None)
+    for name, otherwise in {
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "min_new_tokens": getattr(args, "eval_min_new_tokens", None),
+    }.items():
+        own = getattr(config, name, None)
+        sampling[name] = otherwise if own is None else own
+    made = []
+    for prompt in copy.deepcopy(list(dataset.samples)):
+        prompt.metadata = config.inject_metadata(prompt.metadata)
+        group = {
+            "task": _task_of(settings, prompt, sampling, {EVALUATION_LABEL: config.name}),
+            "n": config.n_samples_per_eval_prompt,
+            "priority": settings.evaluation_priority,
+            "idempotency_key": secrets.token_hex(16),
+        }
+        made.append((prompt, group))
+    if not made:
+        raise InvalidField(f"the evaluation set {config.name!r} ({config.path}) has no rows", field="eval_config")
+    return made
+
+
+def _task_of(
+    settings: SlimeSettings, sample: SlimeSample, sampling: Mapping[str, Any], labels: Mapping[str, Any]
+) -> dict[str, Any]:
+    if sample.multimodal_inputs:
+        raise InvalidField("the prompt has images, which this bridge does not hand over", field="multimodal_keys")
+    row = {"prompt": sample.prompt, "label": sample.label, **(sample.metadata or {})}
+    return task_for(
+        settings, row, prompt=sample.prompt, sampling=sampling, labels={"slime.group": sample.group_index, **labels}
+    )
+
+
+def _filled(
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
+) -> list[SlimeSample]:
+    """Return a copy of slime's sample for each row of the session."""
+    return [_filled_row(args, settings, sample, trajectory, row, evaluation) for row in trajectory.rows]
+
+
+def _filled_row(
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, row: TrainingRow, evaluation: bool
+) -> SlimeSample:
+    filled = copy.deepcopy(sample)
+    filled.tokens = row.ids
+    filled.response_length = len(row.ids) - row.start
+    filled.loss_mask = row.mask[row.start :]
+    filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
+    filled.weight_versions = [str(version) for version in row.trained_versions()]
+    filled.reward = _reward(args, settings, trajectory, row.reward, _reward_key(args, evaluation=evaluation))
+    filled.status = _status(sample, trajectory)
+    filled.remove_sample = False
+    filled.session_id = trajectory.session.id
+    filled.rollout_id = _rollout_id(sample)
+    filled.metadata = dict(filled.metadata or {}) | {
+        "outrider": {
+            "group_id": trajectory.session.group_id,
+            "row": row.sample.row,
+            "kind": row.sample.kind.value,
+            "stop_reason": trajectory.result.stop_reason.value,
+            "turns": trajectory.result.turns,
+            "cut_tokens": row.cut,
+        }
+    }
+    return filled
+
+
+def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
+    """Return a stand-in that does not train, for a session without a row. Its reward is 0 unless the session was
+    graded."""
+    removed = copy.deepcopy(sample)
+    removed.tokens = [0, 0]
+    removed.response_length = 1
+    removed.loss_mask = [0]
+    removed.rollout_log_probs = [0.0] if settings.logprobs else None
+    removed.weight_versions = []
+    key = _reward_key(args, evaluation=False)
+    graded = trajectory.session.result is not None and trajectory.session.result.verdict is not None
+    removed.reward = (
+        _reward(args, settings, trajectory, trajectory.reward, key) if graded else {key: 0.0} if key else 0.0
+    )
+    removed.status = type(sample).Status.FAILED
+    removed.remove_sample = True
+    removed.rollout_id = _rollout_id(sample)
+    assert trajectory.error is not None
+    removed.metadata = dict(removed.metadata or {}) | {"outrider": {"error": trajectory.error.message}}
+    return removed
+
+
+def _reward(
+    args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
+) -> float | dict[str, float]:
+    """Return the reward, or, with a reward key, all values that the key may name."""
+    if not key:
+        return reward
+    assert trajectory.result.verdict is not None
+    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    if key not in named:
+        raise InvalidField(
+            f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"
+            f" {', '.join(sorted(named))}",
+            field="reward_key",
+            hint="have the evaluator give that metric, or unset --reward-key",
+        )
+    return named
+
+
+def _reward_key(args: Any, *, evaluation: bool) -> str | None:
+    key = getattr(args, "reward_key", None)
+    return (getattr(args, "eval_reward_key", None) or key) if evaluation else key
+
+
+def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
+    status = type(sample).Status
+    return status.TRUNCATED if trajectory.truncated else status.COMPLETED
+
+
+def _rollout_id(sample: SlimeSample) -> Any:
+    """Return the id that the samples of a rollout share. Older versions of slime do not set `rollout_id`."""
+    given = getattr(sample, "rollout_id", None)
+    return sample.index if given is None else given
+
+
+def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
+    """Read the settings. Raises InvalidField for wrong settings, and for an unsupported option of slime that is set."""
+    for option, why in unsupported.items():
+        if getattr(args, option, None):
+            raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
+    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+        raise InvalidField(
+            "slime replays the ids that top-p sampling kept, and these are not recorded",
+            field="rollout_top_p",
+            hint="set --rollout-top-p 1.0",
+        )
+    return read_settings(
+        SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
+    )
+
+
+def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
+    """Raise InvalidField if slime would normalise the rewards of the batch as one group. slime does so unless the batch
+    has exactly n samples for each prompt."""
+    exact = settings.rows == "main" and settings.complete == "all"
+    own = getattr(args, "custom_reward_post_process_path", None) or getattr(
+        args, "custom_convert_samples_to_train_data_path", None
+    )
+    if not exact and not own and args.advantage_estimator in NORMALISED and args.rewards_normalization:
+        raise InvalidField(
+            "sessions may give several rows, and slime would normalise the rewards of the batch as one group",
+            field="custom_reward_post_process_path",
+            hint=f"add --custom-reward-post-process-path {POST_PROCESS}, or set rows to main in the bridge's settings",
+        )
+
+
+def _load_function(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,155 @@
+"""The output side that bridges share: what a trainer may train on in a finished group.
+
+Nothing here awaits or depends on a trainer. Invariant: a session without a verdict, or without a token to train on, has
+an error and no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, OutriderError, ServiceError
+from outrider.errors import error_from as raised_by
+from outrider.lifecycle import StopReason
+from outrider.schemas import GroupView, SessionView
+from outrider.trainers.shared_settings import BridgeSettings
+from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
+
+ENDED_BY_A_LIMIT = frozenset(
+    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
+)
+"""Stop reasons of an agent that did not end by itself. Trainers call such a trajectory truncated."""
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """A training row with a reward. The four columns have equal length, and at least one token has mask 1.
+
+    `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens lost to
+    `max_row_tokens`.
+    """
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    start: int
+    cut: int
+    sample: Sample
+
+    @property
+    def reward(self) -> float:
+        assert self.sample.reward is not None
+        return self.sample.reward
+
+    def trained_versions(self) -> list[int]:
+        """The policy versions of trained tokens, each once, in their order in the row."""
+        pairs = zip(self.versions, self.mask, strict=True)
+        return list(dict.fromkeys(version for version, trains in pairs if trains))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A finished session: its `rows`, the main conversation's first, or the `error` if it has none."""
+
+    session: SessionView
+    rows: list[TrainingRow]
+    error: OutriderError | None
+
+    @property
+    def result(self) -> SessionResult:
+        assert self.session.result is not None
+        return self.session.result
+
+    @property
+    def reward(self) -> float:
+        assert self.result.verdict is not None
+        return self.result.verdict.reward
+
+    @property
+    def truncated(self) -> bool:
+        return self.result.stop_reason in ENDED_BY_A_LIMIT or any(row.cut for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the agent ran."""
+        return self.result.seconds.run
+
+
+def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
+    """Return the sessions of a group that was read with its samples, in sample order. With `logprobs`, a row without
+    log-probabilities is an error of its session."""
+    found = []
+    for session in group.sessions:
+        samples = [sample for sample in group.samples or () if sample.session_id == session.id]
+        try:
+            found.append(Trajectory(session, _rows_of(session, samples, settings, logprobs), None))
+        except OutriderError as error:
+            found.append(Trajectory(session, [], error))
+    return found
+
+
+def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
+    """Return the verdict's metrics that the settings name. Raises EvaluatorError for a verdict that lacks one: trainers
+    put metrics in columns, which every row must have."""
+    verdict = trajectory.result.verdict
+    assert verdict is not None
+    for name in settings.metrics:
+        if name not in verdict.metrics:
+            raise EvaluatorError(
+                f"the verdict of session {trajectory.session.id} has no metric {name!r}, only"
+                f" {', '.join(sorted(verdict.metrics)) or 'the reward'}",
+                hint="have the evaluator give it, or take it out of the bridge's setting `metrics`",
+            )
+    return {name: float(verdict.metrics[name]) for name in settings.metrics}
+
+
+def _rows_of(
+    session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool
+) -> list[TrainingRow]:
+    result = session.result
+    if result is None:
+        raise ServiceError(f"session {session.id} is {session.state}, not done")
+    if result.error is not None:
+        raise raised_by(msgspec.structs.replace(result.error, message=f"session {session.id}: {result.error.message}"))
+    if result.verdict is None:
+        kind = ServiceError if result.stop_reason is StopReason.CANCELLED else HarnessError
+        raise kind(f"session {session.id} ended with {result.stop_reason} and was not graded")
+    train = [sample for sample in samples if sample.reward is not None]
+    if settings.rows == "main":
+        train = [sample for sample in train if sample.kind is BranchKind.MAIN][:1]
+    rows = [_row(sample, settings.max_row_tokens, logprobs) for sample in train]
+    rows = [row for row in rows if any(row.mask)]
+    if not rows:
+        raise EngineError(
+            f"session {session.id} ({result.stop_reason}) has no token to train on in {len(samples)} rows",
+            hint=f"see `outrider show {session.id}`; an engine must report token ids, and its prompt must leave room in"
+            " max_row_tokens",
+        )
+    return rows
+
+
+def _row(sample: Sample, longest: int | None, logprobs: bool) -> TrainingRow:
+    if sample.images:
+        raise InvalidField(
+            f"session {sample.session_id} has images, which this bridge does not hand over",
+            field="task",
+            hint="use tasks without images",
+        )
+    if logprobs and sample.logprob_kind is LogprobKind.NONE:
+        raise EngineError(
+            f"session {sample.session_id} has no log-probabilities, and the trainer asks for them",
+            hint="use an engine that reports them, or turn off the trainer's off-policy correction",
+        )
+    return TrainingRow(
+        ids=sample.ids[:longest],
+        mask=sample.loss_mask[:longest],
+        logprobs=sample.logprobs[:longest],
+        versions=sample.versions[:longest],
+        start=sample.prompt_length,
+        cut=sum(sample.loss_mask[longest:]) if longest is not None else 0,
+        sample=sample,
+    )

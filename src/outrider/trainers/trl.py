@@ -1,0 +1,669 @@
+"""Trains with TRL on rollouts of a service: `GRPOTrainer` with `Rollouts`, `AsyncGRPOTrainer` with `RolloutWorker`.
+
+    class Trainer(ServiceLogprobs, GRPOTrainer):
+        pass
+
+    with Client() as client, PolicyWeights(client) as weights, Rollouts(client, tasks, weights) as rollouts:
+        Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
+
+Which rows train: a session is one attempt at a task and has one row for each of its branches. Each sampled token trains
+in one row at most. GRPOTrainer takes exactly one row of each session: the first that trains, which is the main branch.
+The others are left out and counted. AsyncGRPOTrainer takes all of them, each with the advantage of its session. A
+session that failed has no reward and counts in no mean. If GRPOTrainer needs a row for it all the same, that row has
+one token with mask 0.
+
+Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer gets was sampled by the
+service, comes with the log-probability it was sampled with, and is handed over once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+import numpy as np
+
+from outrider.client.client import Client
+from outrider.client.pass_rate import evaluation_task
+from outrider.client.sampling import (
+    Batch,
+    Choice,
+    Counts,
+    DynamicSampler,
+    Refill,
+    SamplerState,
+    Source,
+    Surplus,
+    group_advantages,
+    rewards_differ,
+    rewards_of,
+)
+from outrider.errors import InvalidField, ServiceError
+from outrider.schemas import GroupView, SessionView
+from outrider.trainers.shared_settings import BridgeSettings
+from outrider.trainers.trajectories import TrainingRow, Trajectory, trajectories_of
+from outrider.trainers.weights import PolicyWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TESTED = "1.16"
+SETTINGS = BridgeSettings()
+"""The default settings: all rows of a session that train."""
+STATE_FILE = "outrider_sampler.json"
+"""Name of the file with the sampler's state in a checkpoint of the trainer."""
+PROMPT_COLUMN = "prompt"
+REWARD_COLUMN = "outrider_reward"
+
+
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row for GRPOTrainer. The four lists after the prompt have equal length; `versions` is -1 where `mask` is 0.
+    `reward` is None for a session that was not graded."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float | None
+
+
+class StepStats(msgspec.Struct, kw_only=True):
+    """The statistics of one batch.
+
+    reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
+        batch, kept or not. kept_reward: mean reward of the groups in the batch.
+    staleness_mean, staleness_max: by how many versions the tokens that train are older than the policy in training.
+    waited: seconds for which the trainer waited for the batch.
+    left_out_rows, left_out_tokens: rows that train and are not in the batch, which has one row for each session.
+    empty_rows: rows without a token that trains.
+    errors: sessions of the batch that failed. drift_tokens: ids that an engine reported differently.
+    logprob_gap: largest difference between a token's recorded log-probability and the trainer's, computed with the
+        weights that the token was sampled from, over `compared_tokens` tokens; None if it was not measured.
+    """
+
+    step: int
+    version: int
+    reward: float
+    spread: float
+    kept_reward: float
+    staleness_mean: float
+    staleness_max: int
+    waited: float
+    groups: Counts
+    left_out_rows: int
+    left_out_tokens: int
+    empty_rows: int
+    errors: int
+    drift_tokens: int
+    logprob_gap: float | None = None
+    compared_tokens: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics that TRL logs, by name."""
+        found = {
+            "reward_all_groups": self.reward,
+            "group_spread": self.spread,
+            "staleness/mean": self.staleness_mean,
+            "staleness/max": float(self.staleness_max),
+            "waited_seconds": self.waited,
+            "groups/informative": float(self.groups.informative),
+            "groups/uninformative": float(self.groups.uninformative),
+            "groups/retried": float(self.groups.retried),
+            "groups/given_up": float(self.groups.given_up),
+            "groups/stale": float(self.groups.stale),
+            "left_out_rows": float(self.left_out_rows),
+            "empty_rows": float(self.empty_rows),
+            "drift_tokens": float(self.drift_tokens),
+        }
+        if self.logprob_gap is not None:
+            found["logprob_gap"] = self.logprob_gap
+        return {f"outrider/{name}": value for name, value in found.items()}
+
+
+def steps_dataset(groups: int) -> Any:
+    """Return a dataset for GRPOTrainer that only counts groups. `Rollouts` decides which tasks are rolled out, because
+    a group that teaches nothing is replaced by a group of another task. The dataset must hold at least one batch of
+    groups."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
+
+
+def service_reward(*, outrider_reward: list[float | None], **columns: Any) -> list[float | None]:
+    """The reward function for GRPOTrainer: return the rewards of the service's evaluator. A session without a verdict
+    has None, and TRL leaves it out of the group's mean."""
+    return outrider_reward
+
+
+class Rollouts:
+    """The `rollout_func` of a GRPOTrainer: `with Rollouts(client, tasks, weights) as rollouts`.
+
+    Each call publishes the trainer's weights if they have changed, and returns the next batch of a `DynamicSampler`
+    (see there for the other arguments). `max_age` bounds how many versions old a token may be. The groups that run
+    while the trainer trains are at least one version old when they are used.
+
+    `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first tasks for the first batch of an
+    evaluation, and so on. `measure` compares the recorded log-probabilities with the trainer's own, at the weights that
+    each token was sampled from (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch,
+    and `weights.keep` should be at least `max_age` + 1. `state`: from `sampler_state(checkpoint)`, to continue from a
+    checkpoint.
+
+    Leaving the block cancels the groups that still run. After an error they run on, for a trainer that continues.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tasks: Source,
+        weights: PolicyWeights,
+        *,
+        eval_tasks: Source | None = None,
+        inflight: int | None = None,
+        informative: Callable[[GroupView], Choice] = rewards_differ,
+        refill: Refill = "asynchronous",
+        surplus: Surplus = "carry",
+        max_age: int | None = 1,
+        priority: int = 0,
+        measure: bool = False,
+        state: SamplerState | None = None,
+    ) -> None:
+        self.history: list[StepStats] = []
+        """One entry for each batch that was trained on."""
+        self.weights = weights
+        self.measure = measure
+        self.versions: list[list[int]] = []
+        """The versions of the tokens of the last batch, one list for each completion."""
+        self._client = client
+        self._tasks = tasks
+        self._eval_tasks = eval_tasks
+        self._informative = informative
+        self._settings: dict[str, Any] = {
+            "inflight": inflight,
+            "refill": refill,
+            "surplus": surplus,
+            "max_age": max_age,
+            "priority": priority,
+            "state": state,
+        }
+        if state is not None:
+            weights.begin_above(state.version)
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and its next task
+        self._graded: list[list[float]] = []
+        self._sampler: DynamicSampler | None = None
+        self._shape = (0, 0)
+        self._published_at = -1
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._sampler is not None and error is None:
+                self._client.run(self._sampler.stop())
+        finally:
+            self._sampler = None
+            self._stack.close()
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the rows of len(prompts) sessions, the rows of a group adjacent, as TRL's `rollout_func` does. The
+        prompts are only counted.
+
+        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if the
+        tasks are used up or the service is gone.
+        """
+        _check_trainer(trainer)
+        training = bool(trainer.model.training)
+        n = trainer.num_generations if training else trainer.num_generations_eval
+        target, odd = divmod(len(prompts), n)
+        if odd:
+            raise InvalidField(
+                f"a batch of {len(prompts)} rows has no whole groups of {n}",
+                field="per_device_train_batch_size" if training else "per_device_eval_batch_size",
+                hint=f"make it a multiple of num_generations, {n}",
+            )
+        if trainer.state.global_step != self._published_at:
+            self.publish(trainer)
+        if training:
+            batch = self._next_batch(n, target)
+        elif self._eval_tasks is not None:
+            batch = self._evaluation_batch(self._eval_tasks, n, target, trainer.state.global_step)
+        else:
+            raise InvalidField("the trainer evaluates, and there are no tasks for it", field="eval_tasks")
+        if batch is None or len(batch.groups) < target:
+            raise ServiceError(
+                f"the tasks are used up: {len(batch.groups) if batch else 0} of {target} groups are left for a batch",
+                hint="give the tasks as a sequence, which is gone through again and again, or lower max_steps",
+            )
+        groups = [rows_of(group) for group in batch.groups]
+        rows = [row for group in groups for row in group.rows]
+        self.versions = [row.versions for row in rows]
+        if training:
+            self.history.append(self._stats(trainer.state.global_step, batch, groups))
+        return {
+            "prompt_ids": [row.prompt_ids for row in rows],
+            "completion_ids": [row.completion_ids for row in rows],
+            "logprobs": [row.logprobs for row in rows],
+            "env_mask": [row.mask for row in rows],
+            REWARD_COLUMN: [row.reward for row in rows],
+        }
+
+    def publish(self, trainer: Any) -> None:
+        """Publish the trainer's current weights to the engines."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        version = self.weights.publish(model.named_parameters())
+        if self._sampler is not None:
+            self._client.run(self._sampler.set_version(version))
+        self._published_at = trainer.state.global_step
+
+    def state(self) -> SamplerState | None:
+        """The sampler's state, None before the first batch."""
+        return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
+
+    def _next_batch(self, n: int, target: int) -> Batch | None:
+        if self._sampler is None:
+            self._shape = (n, target)
+            sampler = DynamicSampler(
+                self._client.asynchronous,
+                self._tasks,
+                n=n,
+                target=target,
+                informative=self._noted,
+                **self._settings,
+            )
+            self._sampler = self._stack.enter_context(self._client.open(sampler))
+            self._client.run(self._sampler.set_version(self.weights.version))
+        elif self._shape != (n, target):
+            raise InvalidField(f"batches of {target} groups of {n} after such of {self._shape}", field="prompts")
+        return self._client.run(self._sampler.batch())
+
+    def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
+        """Return the next groups of the evaluation at this step. Each batch continues after the tasks of the previous
+        batch."""
+        begin = self._evaluated[1] if self._evaluated[0] == step else 0
+        state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
+
+        def marked(number: int) -> dict[str, Any]:
+            return evaluation_task(tasks(number) if callable(tasks) else tasks[number % len(tasks)])
+
+        sampler = DynamicSampler(
+            self._client.asynchronous, marked, n=n, target=target, refill="static", priority=1, state=state
+        )
+        with self._client.open(sampler) as opened:
+            batch = self._client.run(opened.batch())
+            self._evaluated = (step, self._client.run(_state_of(opened)).next)
+        return batch
+
+    def _noted(self, group: GroupView) -> Choice:
+        """The sampler's filter. It also records the rewards of each graded group, because dropped groups appear nowhere
+        else."""
+        self._graded.append(rewards_of(group))
+        return self._informative(group)
+
+    def _stats(self, step: int, batch: Batch, groups: Sequence[GroupRows]) -> StepStats:
+        graded, self._graded = self._graded, []
+        ages = [
+            self.weights.version - version
+            for group in groups
+            for row in group.rows
+            for version in row.versions
+            if version >= 0
+        ]
+        kept = [reward for group in batch.groups for reward in rewards_of(group)]
+        graded = graded or [rewards_of(group) for group in batch.groups]  # all were ready at the previous batch
+        results = [session.result for group in batch.groups for session in group.sessions if session.result]
+        return StepStats(
+            step=step,
+            version=self.weights.version,
+            reward=fmean(reward for rewards in graded for reward in rewards),
+            spread=fmean(pstdev(rewards) for rewards in graded),
+            kept_reward=fmean(kept),
+            staleness_mean=fmean(ages),
+            staleness_max=max(ages),
+            waited=batch.waited,
+            groups=batch.counts,
+            left_out_rows=sum(len(group.left_out) for group in groups),
+            left_out_tokens=sum(sum(row.mask) for group in groups for row in group.left_out),
+            empty_rows=sum(not any(row.mask) for group in groups for row in group.rows),
+            errors=sum(result.error is not None for result in results),
+            drift_tokens=sum(result.tokens.drift for result in results),
+        )
+
+
+class ServiceLogprobs:
+    """Mixin for GRPOTrainer, placed before it: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+
+    Unless vLLM generates, TRL uses the trainer's own log-probabilities as the sampler's, so that tokens of an older
+    policy would count as sampled by the current one. With the mixin, the importance ratio and its clipping use the
+    log-probabilities that the tokens were sampled with. The mixin also logs `StepStats` as `outrider/...`, and writes
+    the sampler's state into checkpoints.
+    """
+
+    def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin
+        rollouts = self.rollout_func
+        if not isinstance(rollouts, Rollouts):
+            return output
+        sampled = output.get("sampling_per_token_logps")
+        if sampled is None:
+            raise InvalidField(
+                "this TRL gives no sampling_per_token_logps",
+                field="trl",
+                hint=f"the bridge is tested with TRL {TESTED}: pip install 'outrider[trl]'",
+            )
+        output["old_per_token_logps"] = sampled
+        if self.model.training:
+            stats = rollouts.history[-1]
+            if rollouts.measure:
+                stats.logprob_gap, stats.compared_tokens = _logprob_gap(self, rollouts, output)
+            for name, value in stats.metrics().items():
+                self._metrics["train"][name].append(value)
+        return output
+
+    def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+        forward = self.accelerator.unwrap_model(self.model).forward
+        if "position_ids" in inspect.signature(forward).parameters:
+            model = _counting_from_first_token(model)
+        return super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]  # a mixin
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin: TRL has it
+        rollouts = self.rollout_func
+        if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+
+def sampler_state(checkpoint: Path | str) -> SamplerState:
+    """Return the sampler's state in a checkpoint. Raises InvalidField if there is none."""
+    try:
+        return msgspec.json.decode((Path(checkpoint) / STATE_FILE).read_bytes(), type=SamplerState)
+    except (OSError, msgspec.DecodeError) as error:
+        hint = "name the folder of a checkpoint that a trainer with ServiceLogprobs has written"
+        raise InvalidField(f"no sampler's state in {checkpoint}: {error}", field="checkpoint", hint=hint) from error
+
+
+class RolloutWorker:
+    """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
+
+    A `DynamicSampler` keeps `inflight` groups of `n` sessions running, and every row that trains goes into
+    `rollout_buffer` with the advantage of its session, of the kind `advantages`. While `buffered` rows wait, no group
+    is submitted. `max_age` should be the trainer's max_staleness: older groups are replaced before the trainer would
+    drop them.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tasks: Source,
+        weights: PolicyWeights,
+        *,
+        n: int,
+        inflight: int = 16,
+        buffered: int = 256,
+        advantages: Literal["grpo", "mean", "leave_one_out"] = "grpo",
+        informative: Callable[[GroupView], Choice] = rewards_differ,
+        max_age: int | None = 4,
+        priority: int = 0,
+        state: SamplerState | None = None,
+    ) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffered)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        if state is not None:
+            weights.begin_above(state.version)
+        self._client = client
+        self._weights = weights
+        self._advantages = advantages
+        self._sampler = DynamicSampler(
+            client.asynchronous,
+            tasks,
+            n=n,
+            target=1,
+            inflight=inflight,
+            informative=informative,
+            max_age=max_age,
+            priority=priority,
+            state=state,
+        )
+        self._running = ExitStack()
+        self._started = False
+        self._behind = 0  # the service's version minus the trainer's
+        self._failure: Exception | None = None
+        self._last_row = time.monotonic()
+
+    def start(self) -> None:
+        self._last_row = time.monotonic()
+        self._running.enter_context(self._client.open(self._rolling_out()))
+        self._started = True
+
+    def stop(self) -> None:
+        """Cancel the groups that run. Does nothing if the worker was not started, or is stopped already."""
+        self._started = False
+        self._running.close()
+
+    def update_model_version(self, model_version: int) -> None:
+        self._behind = self._weights.version - model_version
+        if self._started:
+            self._client.run(self._sampler.set_version(self._weights.version))
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise the error that ended the worker, and ServiceError if no row came for `stale_after_s` seconds."""
+        if self._failure is not None:
+            raise self._failure
+        if self._started and time.monotonic() - self._last_row > stale_after_s:
+            raise ServiceError(
+                f"no group was done within {stale_after_s:.0f} s",
+                hint="see whether sessions run: outrider status; slow tasks need a larger heartbeat_stale_after_s",
+            )
+
+    def state(self) -> SamplerState:
+        """The sampler's state. Rows in `rollout_buffer` count as trained on."""
+        if not self._started:  # nothing changes the state, and the client may be closed
+            return self._sampler.state()
+        return self._client.run(_state_of(self._sampler))
+
+    @asynccontextmanager
+    async def _rolling_out(self) -> AsyncIterator[None]:
+        async with self._sampler as sampler, asyncio.TaskGroup() as tasks:
+            await sampler.set_version(max(self._weights.version, sampler.version))
+            filling = tasks.create_task(self._fill(sampler), name="rollout worker")
+            try:
+                yield
+            finally:
+                filling.cancel()
+                if self._failure is None:  # else the service may be out of reach, and the groups are of use later
+                    await sampler.stop()
+
+    async def _fill(self, sampler: DynamicSampler) -> None:
+        try:
+            async for batch in sampler:
+                for group in batch.groups:
+                    for row in self._rows(group, batch.number):
+                        while self.rollout_buffer.full():  # noqa: ASYNC110  # the trainer's thread empties it
+                            await asyncio.sleep(0.02)
+                        row.enqueued_at = time.time()
+                        self.rollout_buffer.put_nowait(row)
+                        self._last_row = time.monotonic()
+                for name, value in batch.counts.flat().items():
+                    self.metrics_queue.put({f"outrider/groups_{name}_total": float(value)})
+            raise ServiceError(
+                "the tasks are used up", hint="give them as a sequence, which is gone through again and again"
+            )
+        except Exception as error:  # any error: the trainer must not wait for ever
+            self._failure = error
+
+    def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
+        """Yield a RolloutSample for every row that trains."""
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        rewards = {session.id: reward for session in group.sessions if (reward := _reward_of(session)) is not None}
+        worth = group_advantages(list(rewards.values()), self._advantages)
+        advantages = dict(zip(rewards, worth, strict=True))
+        metrics = {"reward_std": pstdev(rewards.values())}
+        for trajectory in trajectories_of(group, SETTINGS, logprobs=True):
+            for row in trajectory.rows:
+                yield RolloutSample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=np.asarray(row.ids, dtype=np.int64),
+                    completion_mask=np.asarray(row.mask, dtype=np.int64),
+                    old_log_probs=np.asarray(row.logprobs, dtype=np.float32),
+                    advantage=advantages[trajectory.session.id],
+                    model_version=min(row.trained_versions()) - self._behind,
+                    group_id=number,
+                    metrics=metrics | {"reward": trajectory.reward},
+                )
+
+
+async def _state_of(sampler: DynamicSampler) -> SamplerState:
+    """Return the sampler's state. Runs on the sampler's event loop, so that nothing changes meanwhile."""
+    return sampler.state()
+
+
+class ServiceWeights:
+    """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol): publishes `weights`.
+
+    One call to the service pauses, loads and resumes, so `pause` and `resume` do nothing.
+    """
+
+    def __init__(self, weights: PolicyWeights) -> None:
+        self._weights = weights
+
+    def init_weight_transfer(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights.publish(iterator)
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class GroupRows(msgspec.Struct, frozen=True):
+    """One row for each session of a group, in sample order, and the other rows that train."""
+
+    rows: list[BatchRow]
+    left_out: list[TrainingRow]
+
+
+def rows_of(group: GroupView) -> GroupRows:
+    """Return the rows of a group. If no session has a row, raises the first session's error."""
+    trajectories = trajectories_of(group, SETTINGS, logprobs=True)
+    some = next((each.rows[0] for each in trajectories if each.rows), None)
+    if some is None:
+        raise next((each.error for each in trajectories if each.error), ServiceError(f"group {group.id} is empty"))
+    rows = [_batch_row(each, some) for each in trajectories]
+    return GroupRows(rows, [row for each in trajectories for row in each.rows[1:]])
+
+
+def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
+    """Return the first row of a session; for a session without rows, a row with the prompt of `other` that does not
+    train."""
+    row = trajectory.rows[0] if trajectory.rows else None
+    if row is not None:
+        return BatchRow(
+            prompt_ids=row.ids[: row.start],
+            completion_ids=row.ids[row.start :],
+            mask=row.mask[row.start :],
+            logprobs=row.logprobs[row.start :],
+            versions=row.versions[row.start :],
+            reward=row.reward,
+        )
+    return BatchRow(
+        prompt_ids=other.ids[: other.start],
+        completion_ids=other.ids[-1:],
+        mask=[0],
+        logprobs=[0.0],
+        versions=[-1],
+        reward=_reward_of(trajectory.session),
+    )
+
+
+def _reward_of(session: SessionView) -> float | None:
+    verdict = session.result.verdict if session.result else None
+    return verdict.reward if verdict else None
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise InvalidField for a trainer that would silently train on other data than the service's samples."""
+    if not isinstance(trainer, ServiceLogprobs):
+        raise InvalidField(
+            f"{type(trainer).__name__} would not use the log-probabilities that tokens were sampled with",
+            field="trainer",
+            hint="class Trainer(ServiceLogprobs, GRPOTrainer): pass",
+        )
+    trl: Any = trainer
+    if trl.use_vllm:
+        raise InvalidField("the service generates", field="use_vllm", hint="GRPOConfig(use_vllm=False)")
+    if trl.accelerator.num_processes > 1:
+        raise InvalidField(
+            f"{trl.accelerator.num_processes} processes would each take batches of their own",
+            field="num_processes",
+            hint="run the trainer in one process, or use AsyncGRPOTrainer, which has one worker for all",
+        )
+
+
+def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
+    """Return the largest difference over tokens whose version's weights are still stored, and the number of these
+    tokens."""
+    import torch
+
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+    width = output["completion_ids"].size(1)
+    versions = torch.full_like(output["completion_ids"], -1)
+    for row, own in enumerate(rollouts.versions):
+        versions[row, : len(own)] = torch.tensor(own)
+    gap, compared = None, 0
+    for version in versions.unique().tolist():
+        state = None if version < 0 else rollouts.weights.read(version)
+        if state is None:
+            continue
+        model = _with_weights(trainer.accelerator.unwrap_model(trainer.model), state)
+        rows = (versions == version).any(dim=1)
+        with torch.no_grad():
+            computed, *_ = trainer._get_per_token_logps_and_entropies(model, ids[rows], attention[rows], width)
+        here = versions[rows] == version
+        worst = float((computed - output["sampling_per_token_logps"][rows]).abs()[here].max())
+        gap = max(worst, gap or 0.0)
+        compared += int(here.sum())
+    return gap, compared
+
+
+def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the model in a function that gives a row's first token position 0, as the engine did.
+
+    TRL pads prompts on the left and counts the padding. Rotary positions are relative, but their angles are rounded to
+    float32: where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5.
+    """
+
+    def call(**inputs: Any) -> Any:
+        positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+        return model(**inputs, position_ids=positions)
+
+    return call
+
+
+def _with_weights(model: Any, state: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """Wrap the model in a function that uses other parameters."""
+    from torch.func import functional_call
+
+    def call(**inputs: Any) -> Any:
+        return functional_call(model, dict(state), (), inputs)
+
+    return call

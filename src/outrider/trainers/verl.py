@@ -1,0 +1,462 @@
+"""The bridge to verl (0.9.1): an agent loop that runs each trajectory as a session of an Outrider service, and an
+agent-loop manager for the V1 trainer that runs each prompt as a group.
+
+    # agent_loop_config_path: a file with
+    - name: outrider
+      _target_: outrider.trainers.verl.RemoteAgentLoop
+
+Settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address is $OUTRIDER_URL, or comes
+from the named Ray actor that `start_service` makes, or from the setting `url`. With the setting `relay`, verl's own
+servers generate: a Ray actor attaches them to the service.
+
+The service is used over HTTP only. Invariant: a session that cannot be trained on raises, so that verl replaces its
+group; no sample is made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+try:
+    import transfer_queue as tq
+    from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+except ImportError as error:
+    raise ImportError(f"outrider.trainers.verl needs verl 0.9.1 (pip install 'outrider[verl]'): {error}") from error
+
+from outrider.client.pass_rate import evaluation_task
+from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.environment import environment, variables
+from outrider.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    InvalidField,
+    OutriderError,
+    ServiceError,
+)
+from outrider.relay import Worker
+from outrider.schemas import GroupView
+from outrider.trainers.shared_client import shared_client
+from outrider.trainers.trajectories import Trajectory, trajectories_of
+from outrider.trainers.verl_rows import (
+    SETTINGS,
+    Terms,
+    VerlSettings,
+    columns_of,
+    give_own_seed,
+    verl_settings,
+    verl_task,
+)
+from outrider.trajectory import FinishReason, VersionSpan
+
+log = logging.getLogger("outrider.verl")
+
+START_SECONDS = 120.0
+"""Seconds for the service of `start_service` to become ready."""
+READY = b"outrider is ready at "
+"""The text that `outrider serve` prints before its address."""
+ABORTED = ("aborted", "abort")
+ABORT_PAUSE = 1.0
+"""Seconds before an aborted generation goes on, as in verl's own client: its servers load weights meanwhile."""
+SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+
+
+class Address(NamedTuple):
+    url: str
+    token: str | None
+
+
+class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+    """An output with a reward for each of its response ids. Otherwise the V1 trainer would give the score of a
+    session's last output to all outputs of the session, at their last ids, as the V0 trainer still does."""
+
+    token_rewards: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().as_dict()
+        output["rm_scores"] = torch.tensor(output.pop("token_rewards"), dtype=torch.float32)
+        return output
+
+
+class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
+    """Runs one trajectory as a group of one session.
+
+    In the V1 trainer it returns an AgentLoopOutput for each row of the session, the main conversation's last. The V0
+    trainer takes exactly one output.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run one session. `row` is the dataset's row. Raises the failure: an OutriderError that names its boundary."""
+        settings = settings_of(self.config)
+        terms = terms_of(self.config, sampling_params)
+        task = verl_task(settings, row, terms)
+        number = row.get("session_id")  # only V1 counts the sessions of a prompt
+        give_own_seed(task, number, self.rollout_config.n)
+        body = {"task": task, "priority": settings.priority}
+        group = await run_group(body, settings, self.server_manager)
+        [trajectory] = trajectories_of(group, settings, logprobs=terms.logprobs)
+        outputs = outputs_of(trajectory, settings, terms, step=_step(row))
+        if number is not None:
+            return outputs
+        if len(outputs) > 1:
+            raise InvalidField(
+                f"session {trajectory.session.id} has {len(outputs)} rows, and verl's V0 trainer takes one",
+                field=f"{SETTINGS}.rows",
+                hint=f"set trainer.use_v1=True, or {SETTINGS}.rows=main",
+            )
+        return outputs[0]
+
+
+class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # as above
+    """verl's V1 worker, except that a prompt is one group of n sessions: one submission, with the seeds, the priority
+    and the cancellation of a group."""
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        uid, validate = prompt["uid"], bool(trajectory["validate"])
+        partition = "val" if validate else "train"
+        await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
+        status = "failure"
+        try:
+            await self._roll_out(prompt, dict(sampling_params), validate)
+            status = "finished"
+        except OutriderError as error:  # verl replaces the group, whatever the reason
+            log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
+        except Exception:  # a bug or a setting: verl waits for ever for a prompt that is neither finished nor failed
+            log.exception("the group of prompt %s failed", uid)
+        await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
+
+    async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
+        """Run the group and store its rows. Nothing is stored of a group that fails (see the setting `complete`)."""
+        settings = settings_of(self.config)
+        rollout = self.config.actor_rollout_ref.rollout
+        prompt.pop("agent_name", None)  # names an agent loop; this worker has none
+        n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
+        if not prompt.pop("__do_sample__", True) and not validate:
+            apply_greedy_sampling_params(sampling)
+        terms = terms_of(self.config, sampling)
+        task = verl_task(settings, prompt, terms)
+        body = {
+            "task": evaluation_task(task, "verl") if validate else task,
+            "n": n,
+            "priority": settings.evaluation_priority if validate else settings.priority,
+        }
+        group = await run_group(body, settings, self.llm_client)
+        outputs: dict[int, list[AgentLoopOutput]] = {}
+        failures: list[OutriderError] = []
+        for trajectory in trajectories_of(group, settings, logprobs=terms.logprobs):
+            try:
+                outputs[trajectory.session.sample_index] = outputs_of(trajectory, settings, terms, step=_step(prompt))
+            except OutriderError as error:
+                failures.append(error)
+        if failures and (settings.complete == "all" or not outputs):
+            raise failures[0]
+        for number, rows in outputs.items():
+            await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
+
+
+class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types
+    """`rollout.agent.agent_loop_manager_class` of the V1 trainer: verl's manager with `OutriderWorker`s."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        settings_of(self.config)  # a wrong setting ends the start, not every rollout
+        self.agent_loop_workers_class = ray.remote(OutriderWorker)
+
+
+def settings_of(config: Any) -> VerlSettings:
+    """Return the settings in verl's whole config. Raises InvalidField."""
+    custom = config.actor_rollout_ref.rollout.get("custom")
+    return verl_settings(OmegaConf.to_container(custom, resolve=True) if OmegaConf.is_config(custom) else custom)
+
+
+def terms_of(config: Any, sampling: Mapping[str, Any]) -> Terms:
+    rollout = config.actor_rollout_ref.rollout
+    return Terms(
+        prompt_length=int(rollout.prompt_length),
+        response_length=int(rollout.response_length),
+        logprobs=bool(rollout.calculate_log_probs),
+        sampling=sampling,
+    )
+
+
+async def run_group(body: Mapping[str, Any], settings: VerlSettings, llm_client: Any) -> GroupView:
+    """Run a group and return it with its samples. With the setting `relay`, verl's servers are attached first."""
+    url, token = await address_of(settings)
+    if settings.relay is not None:
+        await attach_servers(llm_client, url, token, settings.relay)
+    async with shared_client(url, token) as client:
+        return await client.run({**body, "idempotency_key": f"verl/{secrets.token_hex(16)}"})
+
+
+async def address_of(settings: VerlSettings) -> Address:
+    """Return the service's address: $OUTRIDER_URL, else from the setting's Ray actor, else the setting `url`. Raises
+    InvalidField."""
+    if settings.actor is None or environment("OUTRIDER_URL"):
+        return Address(settings.url, settings.token)
+    try:
+        actor = ray.get_actor(settings.actor)
+    except ValueError as error:
+        raise InvalidField(
+            f"{SETTINGS}.actor is {settings.actor!r}, and this Ray job has no such actor",
+            field=f"{SETTINGS}.actor",
+            hint="call outrider.trainers.verl.start_service before training, or set OUTRIDER_URL in"
+            " ray_kwargs.ray_init.runtime_env.env_vars",
+        ) from error
+    return Address(*await actor.address.remote())
+
+
+def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
+    """Return verl's outputs of one session. Raises like `columns_of`."""
+    return [
+        RowOutput(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.response_mask,
+            response_logprobs=row.response_logprobs,
+            reward_score=row.reward,
+            token_rewards=row.token_rewards,
+            num_turns=row.num_turns,
+            metrics=AgentLoopMetrics(
+                generate_sequences=trajectory.seconds, compute_score=trajectory.result.seconds.eval
+            ),
+            extra_fields={
+                "reward_extra_info": row.reward_extra_info,
+                "min_global_steps": row.min_version,
+                "max_global_steps": row.max_version,
+                "turn_scores": row.turn_rewards,
+                "tool_rewards": [],
+                "outrider": row.about,
+            },
+        )
+        for row in columns_of(trajectory, settings, terms, step=step)
+    ]
+
+
+def _step(row: Mapping[str, Any]) -> int:
+    """The trainer's step in V1, else 0."""
+    return int(row.get("global_steps", 0))
+
+
+class VerlGenerate:
+    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, like the client that it
+    holds.
+
+    A generation that verl aborts to load new weights goes on with the ids it has, so that each chunk has one version.
+    The tokens of an attempt come in one chunk, because verl does not stream.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Generate. Raises ContextOverflow, EngineRejected, and EngineUnavailable for errors of verl's server."""
+        prompt = [int(token) for token in request.input_ids]
+        rollout = self._client.config.actor_rollout_ref.rollout
+        context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
+        if len(prompt) >= context:
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens, and verl's servers take {context} with the reply"
+            )
+        most = min(request.sampling.max_tokens, context - len(prompt))
+        params = _verl_sampling(request.sampling, rollout.name)
+        ids: list[int] = []
+        spans: list[VersionSpan] = []
+        while True:
+            output = await self._attempt(request.session_key, prompt + ids, {**params, "max_tokens": most - len(ids)})
+            new = [int(token) for token in output.token_ids][: most - len(ids)]
+            logprobs = [float(value) for value in output.log_probs or ()][: len(new)]
+            if len(logprobs) != len(new):
+                raise EngineError(
+                    f"verl's server gave {len(logprobs)} log-probabilities for {len(new)} tokens",
+                    hint="set actor_rollout_ref.rollout.calculate_log_probs=True",
+                )
+            version = output.extra_fields.get("global_steps")
+            if new and version is not None:
+                spans.append(VersionSpan(version=int(version), start=len(ids), end=len(ids) + len(new)))
+            ids += new
+            aborted = output.stop_reason in ABORTED
+            if aborted and len(ids) < most:
+                if new:
+                    yield Chunk(ids=new, logprobs=logprobs)
+                await asyncio.sleep(ABORT_PAUSE)
+                continue
+            yield Chunk(
+                ids=new,
+                logprobs=logprobs,
+                finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
+                # No versions if a server did not report its version: then the spans do not cover all tokens.
+                versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
+                cached_tokens=output.extra_fields.get("num_cached_tokens"),
+            )
+            return
+
+    async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
+        client = self._client
+        # The client of verl's asynchronous trainers goes on after an abort, too, but does not report the position.
+        generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
+        try:
+            return await generate(client, session, prompt_ids=prompt, sampling_params=params)
+        except (ray.exceptions.RayError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise EngineUnavailable(f"verl's server failed: {reason[0][:500]}") from error
+
+
+def verl_generate(llm_client: Any) -> VerlGenerate:
+    """Return the function that `outrider.relay.Worker` calls, for an LLMServerClient of verl."""
+    return VerlGenerate(llm_client)
+
+
+def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
+    """Return the sampling parameters for vLLM or SGLang. verl passes them on unchanged, so each has its server's own
+    name. Neutral ones are left out, because not every backend has them. Raises EngineRejected."""
+    if sampling.constraint is not None:
+        raise EngineRejected("verl's servers cannot hold a reply to a form")
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": True,
+    }
+    optional = {
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "min_tokens": sampling.min_tokens,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": dict(sampling.logit_bias),
+    }
+    names = SGLANG_NAMES if backend == "sglang" else {}
+    given = {name: value for name, value in optional.items() if value is not None and (value or name == "seed")}
+    return params | {names.get(name, name): value for name, value in given.items()}
+
+
+class RelayActor:
+    """Holds the connection through which verl's servers generate for the relay engine `engine` of a service."""
+
+    def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
+        worker = Worker(url, verl_generate(llm_client), engine=engine, token=token, name="verl")
+        self._held = ExitStack()
+        self._held.enter_context(worker.in_thread())
+
+    def attached(self) -> bool:
+        """Return once the service has accepted the worker."""
+        return True
+
+
+async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
+    """Attach verl's servers to the service. One actor does so for the whole Ray job. It ends with the worker that made
+    it, and the next rollout makes another. Raises EngineUnavailable."""
+    actor = _RELAYS.get((url, engine))
+    if actor is None:
+        options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
+        actor = _RELAYS[url, engine] = ray.remote(RelayActor).options(**options).remote(url, token, engine, llm_client)
+    try:
+        await actor.attached.remote()
+    except ray.exceptions.RayError as error:
+        _RELAYS.pop((url, engine), None)
+        raise EngineUnavailable(
+            f"verl's servers cannot be attached to {url}: {error}",
+            hint="is its token in OUTRIDER_TOKEN, and can this node reach the address?",
+        ) from error
+
+
+_RELAYS: dict[tuple[str, str], Any] = {}
+"""The relay actors of this process. Ray ends an actor with its maker's last handle, and no object of verl lives long
+enough to hold one."""
+
+
+class ServiceActor:
+    """Runs `outrider serve` in its own process, and ends that process with itself."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._token = secrets.token_urlsafe(32)
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-verl-")
+        self._log = Path(self._folder.name) / "log"
+        own = {
+            "data": f"{self._folder.name}/data",
+            "port": 0,
+            "host": ray.util.get_node_ip_address(),
+            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless its cluster is configured so
+            "plugins": {"allow": ["*"]},  # nobody but the trainer has the token
+        }
+        settings = {**own, **config, "token": self._token}
+        env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}
+        for name, value in settings.items():
+            env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+        command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
+        # The shell ends the service when the shell's input ends, however this process exits.
+        watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
+        with self._log.open("wb") as log_file:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", watch, "sh", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=env,
+            )
+        self._url = self._wait_until_ready()
+
+    def _wait_until_ready(self) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        limit = threading.Timer(START_SECONDS, self._process.stdin.close)
+        limit.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(READY):
+                    return line.removeprefix(READY).decode().strip()
+        finally:
+            limit.cancel()
+        raise ServiceError(
+            "the service of the Ray actor did not start",
+            log_tail=self._log.read_bytes()[-4096:].decode(errors="replace"),
+            hint="start it by hand with the same settings: `outrider serve`",
+        )
+
+    def address(self) -> tuple[str, str]:
+        """Return the URL and the token, for AsyncClient."""
+        return self._url, self._token
+
+    def stop(self) -> None:
+        """End the service. Its data folder is removed, unless `config` named another."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
+    """Run a service in a named Ray actor on this node, where `RemoteAgentLoop`s of the same Ray job find it. `config`
+    has the settings of `outrider serve`, such as model and engines. Returns the actor: keep it, because the service
+    ends with it. Raises ServiceError, with the end of the service's log, if it does not start."""
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
+    try:
+        ray.get(actor.address.remote())
+    except ray.exceptions.RayActorError as error:
+        raise ServiceError(f"the Ray actor {name!r} did not start: {error}") from error
+    return actor

@@ -1,0 +1,34 @@
+"""The service's end of an open WebSocket."""
+
+from __future__ import annotations
+
+from fastapi import WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from outrider.wire.link import Disconnected
+
+
+class AsgiSocket:
+    """`engines.relay.link.Socket` over an accepted WebSocket of an ASGI server."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._websocket.send_bytes(frame)
+        except (WebSocketDisconnect, OSError) as error:
+            raise Disconnected(1006) from error
+
+    async def receive(self) -> bytes:
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise Disconnected(message.get("code", 1006), message.get("reason") or "")
+        # A text frame is not a valid message either, and is refused later.
+        return message.get("bytes") or (message.get("text") or "").encode()
+
+    async def close(self, code: int, reason: str) -> None:
+        try:
+            await self._websocket.close(code, reason)
+        except (WebSocketDisconnect, OSError, RuntimeError):  # closed already
+            return

@@ -1,0 +1,39 @@
+"""The frames that every link has, whatever its protocol: close codes and reasons, heartbeats, and MessagePack."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+MAX_REASON = 120
+"""Maximum bytes of a close reason; WebSocket allows 123."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+encode = _ENCODER.encode
+
+
+class Close(IntEnum):
+    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After any
+    other code the same worker would be refused again."""
+
+    LEFT = 1000  # the worker is done: nothing is resumed
+    REPLACED = 4001  # the same worker has connected again
+    NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
+    SILENT = 4408  # no message arrived for too long
+    CONFLICT = 4409  # a worker of another model, or the engine of that name is not a relay
+    REMOVED = 4410  # the engine was removed from the service
+    PROTOCOL = 4426  # the peer uses another version of the protocol
+
+
+class Nonsense(Exception):
+    """The peer sent a message that the protocol does not allow. The text becomes the close reason."""
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """A heartbeat, sent by a side that has sent no other message for a while."""
+
+
+def close_reason(text: str) -> str:
+    """The text, cut to the size of a close frame."""
+    return text.encode()[:MAX_REASON].decode(errors="ignore")

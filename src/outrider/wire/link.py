@@ -1,0 +1,202 @@
+"""One connection of a relay, for both ends: ordered sending, receiving message by message, and heartbeats.
+
+The module does not interpret messages and does not depend on the transport. Invariants: `run` returns when the
+connection has ended, closed by either end or by silence, and leaves no task. Nothing is sent after a close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from outrider.errors import UNREADABLE
+from outrider.wire.decoding import SMALL, check_cost
+from outrider.wire.frames import Beat, Close, Nonsense, close_reason, encode
+
+In = TypeVar("In")
+
+CROWDED = 16 << 20
+"""Bytes. `room` does not return while more bytes wait to be sent."""
+MAX_WAITING = 256 << 20
+"""Bytes that may wait to be sent, besides the last message. A peer that reads too slowly is given up."""
+
+
+class Disconnected(Exception):
+    """The connection has ended. `code` is WebSocket's close code; 1006 if there was no close frame."""
+
+    def __init__(self, code: int, reason: str = "") -> None:
+        super().__init__(f"{reason or 'connection lost'} ({code})")
+        self.code = code
+        self.reason = reason
+
+
+class Socket(Protocol):
+    """Whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
+
+    async def send(self, frame: bytes) -> None: ...
+    async def receive(self) -> bytes: ...
+    async def close(self, code: int, reason: str) -> None: ...
+
+
+class Link(Generic[In]):
+    """A connection's queues, heartbeats and watch.
+
+    `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
+    may be changed while the link runs. `heard` returns the time, by the event loop's clock, of the last sign of the
+    peer at the socket, such as part of a message. `taken` returns the time at which the peer last accepted part of the
+    data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is counted first
+    (`decoding.py`).
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        decoder: msgspec.msgpack.Decoder[In],
+        *,
+        heartbeat: float,
+        silence: float,
+        heard: Callable[[], float] = lambda: 0.0,
+        taken: Callable[[], float] = lambda: 0.0,
+        stranger: bool = False,
+    ) -> None:
+        self._socket = socket
+        self._decoder = decoder
+        self._heartbeat = heartbeat
+        self._socket_heard = heard
+        self._socket_taken = taken
+        self._stranger = stranger
+        self.silence = silence
+        self.size = 0
+        """Bytes of the message being handled."""
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._wake = asyncio.Event()
+        self._spacious = asyncio.Event()
+        self._spacious.set()
+        self._held = False
+        """Whether reading is suspended until the work of earlier messages allows the next one (`ready`)."""
+        self._close: Disconnected | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._heard = self._sent = self._clock()
+        self._sending_since: float | None = None
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, frame: bytes) -> None:
+        if self._close is not None:
+            return
+        if self._waiting_bytes > MAX_WAITING:
+            self.close(Close.SILENT, f"the peer leaves {self._waiting_bytes} bytes unread")
+            return
+        self._waiting.append(frame)
+        self._waiting_bytes += len(frame)
+        if self._waiting_bytes > CROWDED:
+            self._spacious.clear()
+        self._wake.set()
+
+    async def room(self) -> None:
+        """Wait until few bytes wait to be sent, or the connection is to end."""
+        await self._spacious.wait()
+
+    def close(self, code: Close, reason: str) -> None:
+        """End the connection. Messages not sent yet are dropped."""
+        if self._close is None:
+            self._close = Disconnected(code, close_reason(reason))
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._wake.set()
+            self._spacious.set()
+
+    async def run(
+        self, handle: Callable[[In], None], *, ready: Callable[[], Awaitable[object]] | None = None
+    ) -> Disconnected:
+        """Send and receive until the connection ends, and return how it ended. `handle` is called with each message
+        except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
+        read: until `ready` returns, the peer must wait, and its silence does not count."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._write(), name="relay writer"),
+                group.create_task(self._read(handle, ready), name="relay reader"),
+                group.create_task(self._watch(), name="relay watch"),
+            ]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+        if self._close is not None:
+            return self._close
+        return next(task for task in tasks if task in ended).result()
+
+    async def _write(self) -> Disconnected:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                while self._waiting:
+                    self._sending_since = self._sent = self._clock()
+                    frame = self._waiting.popleft()
+                    self._waiting_bytes -= len(frame)
+                    await self._socket.send(frame)
+                    if self._waiting_bytes <= CROWDED:
+                        self._spacious.set()
+                if self._close is not None:
+                    await self._socket.close(self._close.code, self._close.reason)
+                    return self._close
+            except Disconnected as end:
+                return end
+            self._sending_since = None
+
+    async def _read(self, handle: Callable[[In], None], ready: Callable[[], Awaitable[object]] | None) -> Disconnected:
+        while True:
+            if ready is not None:
+                self._held = True
+                await ready()
+                self._held, self._heard = False, self._clock()
+            try:
+                frame = await self._socket.receive()
+            except Disconnected as end:
+                return end
+            self._heard = self._clock()
+            try:
+                if self._stranger and len(frame) > SMALL:
+                    await asyncio.to_thread(check_cost, frame)
+                message = self._decoded(frame)
+                self.size = len(frame)
+                if self._close is None and not isinstance(message, Beat):
+                    handle(message)
+            except Nonsense as error:
+                self.close(Close.NONSENSE, str(error))
+            if self._close is not None:
+                return await self._written()
+
+    async def _watch(self) -> Disconnected:
+        """Send heartbeats, and end a connection that receives nothing, or cannot send. One task checks at intervals: a
+        timeout for each message would be a sixth of the message's cost."""
+        while True:
+            pause = min(self._heartbeat / 2, self.silence / 4)
+            due = self._clock() + pause
+            await asyncio.sleep(pause)
+            now = self._clock()
+            if now - due > pause:  # this process was blocked: messages may have arrived that are still to be read
+                self._heard = now
+            if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
+                return Disconnected(Close.SILENT, "the peer reads nothing")
+            if not self._held and now - max(self._heard, self._socket_heard()) >= self.silence:
+                self.close(Close.SILENT, f"nothing came for {self.silence:g} s")
+            elif now - self._sent >= self._heartbeat / 2:
+                self.send(Beat())
+
+    async def _written(self) -> Disconnected:
+        """Wait forever: the writer ends the connection after it has sent the close frame."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def _decoded(self, frame: bytes) -> In:
+        try:
+            return self._decoder.decode(frame)
+        except UNREADABLE as error:
+            raise Nonsense(f"no message of this protocol: {error}") from error

@@ -1,0 +1,186 @@
+"""A socket that outlives its connections: frames that have not arrived are sent again over the next connection.
+
+`dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame arrives whole, once and in
+order, however often the connection breaks. Memory stays bounded when a peer acknowledges nothing, or sends without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from outrider.wire.frames import Close
+from outrider.wire.link import Disconnected, Socket
+
+PIECE = 256 << 10
+"""Bytes. Frames are sent in pieces: a frame may be longer than a message of the connection, and each piece shows that a
+slow connection is alive."""
+HEADER = 9
+"""Bytes at the start of each piece: one byte, 1 where more of the frame follows, and the number of pieces received
+(uint64, little-endian). Only frames carry acknowledgements, so both ends must send now and then."""
+
+MAX_UNACKNOWLEDGED = 64 << 20
+"""Maximum bytes not yet acknowledged by the peer. Above the maximum `send` waits."""
+MAX_UNREAD = 64 << 20
+"""Maximum bytes of whole frames not yet returned by `receive`. Above the maximum the connection is not read."""
+FRAME_COST = 256
+"""Bytes counted for an unread frame in addition to its length."""
+
+REPLACED = Disconnected(1006, "another connection has taken its place")
+NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
+NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
+
+
+class ResumableSocket:
+    """An `engines.relay.link.Socket`. `received` is the number of pieces received over all connections, to be sent to
+    the peer when the next connection begins. A frame from the peer has `most` bytes at most."""
+
+    def __init__(self, most: int) -> None:
+        self.received = 0
+        self.heard = 0.0
+        """The event loop's time when the last piece came."""
+        self.taken = 0.0
+        """The event loop's time when the peer last acknowledged a piece."""
+        self._most = most
+        self._unacknowledged: deque[tuple[bool, bytes]] = deque()
+        """Pieces that the peer may not have, from piece `_acknowledged` on: whether more of the frame follows, and the
+        bytes."""
+        self._unacknowledged_bytes = 0
+        self._acknowledged = 0
+        self._written = 0
+        """Number of the first pieces that are written to the present connection, or have arrived over an earlier
+        one."""
+        self._ever_written = 0
+        """Number of pieces written to any connection: the peer cannot have more."""
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+        self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
+        self._unread_bytes = 0
+        self._changed = asyncio.Event()
+        """Set when the peer acknowledged a piece, when `receive` returned a frame, and at the end."""
+        self._ended = False
+        self._to_write = asyncio.Event()
+        self._replaced = asyncio.Event()
+        """Set when another connection takes the place of the present connection."""
+        self._close: tuple[int, str] | None = None
+
+    async def send(self, frame: bytes) -> None:
+        """Queue a frame, to be sent again until acknowledged. Waits while too many bytes are unacknowledged."""
+        while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        for start in range(0, len(frame), PIECE):
+            self._unacknowledged.append((start + PIECE < len(frame), frame[start : start + PIECE]))
+        self._unacknowledged_bytes += len(frame)
+        self._to_write.set()
+
+    async def receive(self) -> bytes:
+        frame = await self._frames.get()
+        if isinstance(frame, Disconnected):
+            raise frame
+        self._unread_bytes -= len(frame) + FRAME_COST
+        self._changed.set()
+        return frame
+
+    async def close(self, code: int, reason: str) -> None:
+        """Close for good. Frames not yet written are dropped."""
+        self._close = code, reason
+        self._to_write.set()
+
+    def end(self, how: Disconnected) -> None:
+        """End the socket: no other connection follows, and `receive` raises `how`."""
+        self._ended = True
+        self._changed.set()
+        self._frames.put_nowait(how)
+
+    def take_over(self) -> asyncio.Event:
+        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. Before
+        the call of `carry`, the peer must be sent `received`."""
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+        return self._replaced
+
+    async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
+        """Send and receive over a connection until it ends, or is `replaced`. Returns the reason for the end. `arrived`
+        is the number of pieces received by the peer."""
+        if replaced.is_set():
+            return REPLACED
+        if not self._acknowledge(arrived):
+            return NOT_SENT
+        self._written = self._acknowledged
+        self._to_write.set()
+        async with asyncio.TaskGroup() as tasks:
+            both = [
+                tasks.create_task(self._write(socket, replaced)),
+                tasks.create_task(self._read(socket, replaced)),
+            ]
+            waiting = tasks.create_task(replaced.wait())
+            await asyncio.wait([*both, waiting], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*both, waiting):
+                task.cancel()
+        return next((task.result() for task in both if not task.cancelled()), REPLACED)
+
+    async def _write(self, socket: Socket, replaced: asyncio.Event) -> Disconnected:
+        try:
+            while True:
+                await self._to_write.wait()
+                if replaced.is_set():  # the new connection writes the remaining pieces
+                    return REPLACED
+                self._to_write.clear()
+                while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
+                    more, piece = self._unacknowledged[self._written - self._acknowledged]
+                    self._written += 1
+                    self._ever_written = max(self._ever_written, self._written)
+                    await socket.send(bytes([more]) + self.received.to_bytes(8, "little") + piece)
+                    if replaced.is_set():
+                        return REPLACED
+                if self._close is not None:
+                    await socket.close(*self._close)
+                    return Disconnected(*self._close)
+        except Disconnected as end:
+            return end
+
+    async def _read(self, socket: Socket, replaced: asyncio.Event) -> Disconnected:
+        while True:
+            try:
+                piece = await socket.receive()
+            except Disconnected as end:
+                return end
+            if replaced.is_set():
+                return REPLACED
+            # Only the last piece of a frame may be shorter: many tiny pieces would take far more memory than their
+            # bytes.
+            more = len(piece) >= HEADER and piece[0] != 0
+            if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
+                return NO_PIECE
+            if self._parts_bytes + len(piece) - HEADER > self._most:
+                return Disconnected(Close.NONSENSE, f"a message of more than {self._most} bytes")
+            self.heard = asyncio.get_running_loop().time()
+            self.received += 1
+            if not self._acknowledge(int.from_bytes(piece[1:HEADER], "little")):
+                return NOT_SENT
+            self._parts.append(piece[HEADER:])
+            self._parts_bytes += len(piece) - HEADER
+            if not more:
+                frame = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts, self._parts_bytes = [], 0
+                self._unread_bytes += len(frame) + FRAME_COST
+                self._frames.put_nowait(frame)
+            while self._unread_bytes > MAX_UNREAD and not self._ended:
+                self._changed.clear()
+                await self._changed.wait()
+                self.heard = asyncio.get_running_loop().time()
+
+    def _acknowledge(self, arrived: int) -> bool:
+        """Record that the peer has received `arrived` pieces. Returns False if fewer were ever written."""
+        if arrived > self._ever_written:
+            return False
+        before = self._acknowledged
+        while self._acknowledged < min(arrived, self._written):
+            _, piece = self._unacknowledged.popleft()
+            self._unacknowledged_bytes -= len(piece)
+            self._acknowledged += 1
+        if self._acknowledged > before:
+            self.taken = asyncio.get_running_loop().time()
+            self._changed.set()
+        return True
