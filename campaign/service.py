@@ -24,7 +24,7 @@ from outrider.service.retry_store import retry_store
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 
-TOKENIZER = Path(__file__).parent.parent / "src" / "outrider" / "demo" / "policy"
+TOKENIZER = Path(__file__).parent.parent / "src" / "outrider" / "lab" / "demo" / "policy"
 LANES = LanesConfig(init=6, run=32, eval=8)
 HASTY = RetryPolicy(first=0.1, longest=0.5)
 """Waits between a session's failed attempts: a run has seconds."""

@@ -29,7 +29,7 @@ from outrider.client.client import AsyncClient
 from outrider.schemas import GroupView
 
 ROOT = Path(__file__).parent.parent
-POLICY = ROOT / "src" / "outrider" / "demo" / "policy"
+POLICY = ROOT / "src" / "outrider" / "lab" / "demo" / "policy"
 CONSUMER = "soak"
 SHARE = 0.8
 GROUP_SIZE = 8

@@ -27,6 +27,7 @@ LAYERS = (
         "environment",
         "plugins",
         "schemas",
+        "callbacks",
         "text_files",
         "printable",
         "concurrency",
@@ -252,7 +253,7 @@ def test_folders_of_a_layer_meet_in_their_base_modules() -> None:
     assert not broken("outrider.sandbox.runtimes.base")
     assert not broken("outrider.harnesses.command")
     assert not broken("outrider.trajectory")
-    assert broken("outrider.sandbox.runtimes.host_process.process")
+    assert broken("outrider.engines.pool.pool")
     assert broken("outrider")
 
 

@@ -9,7 +9,7 @@ import hmac
 import msgspec
 import pytest
 
-from outrider.client.callbacks import check_secret, signed_headers, verify
+from outrider.callbacks import check_secret, signed_headers, verify
 from outrider.config import load_config
 from outrider.errors import InvalidField, RequestError, Unauthorized
 from outrider.lifecycle import GroupState

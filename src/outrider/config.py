@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 
-from outrider.client.callbacks import check_secret
+from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec, Seconds, fault_text
@@ -185,7 +185,7 @@ class PluginsConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key for signing them (see client/callbacks.py); without a key, callbacks are not signed.
+    """Callbacks. `secret`: the key for signing them (see callbacks.py); without a key, callbacks are not signed.
 
     `allow`: permitted destinations: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own

@@ -47,7 +47,7 @@ def test_each_row_is_a_task(trainer: str) -> None:
 @pytest.mark.parametrize("trainer", ["openrlhf", "slime"])
 def test_what_the_script_names_of_ours_is_there(trainer: str) -> None:
     script = (EXAMPLES / trainer / "train.sh").read_text()
-    for path in re.findall(r"outrider\.bridges\.[\w.]+", script):
+    for path in re.findall(r"outrider\.trainers\.[\w.]+", script):
         module, _, name = path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), name))
     for file in re.findall(r'\$here/([\w.]+)"', script):

@@ -274,7 +274,7 @@ def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
 
 
 def test_what_the_example_names_of_ours_is_there() -> None:
-    source = (EXAMPLES.parents[1] / "src" / "outrider" / "bridges" / "verl.py").read_text()
+    source = (EXAMPLES.parents[1] / "src" / "outrider" / "trainers" / "verl.py").read_text()
     for file in ("loops.yaml", "train.sh"):
-        [name] = re.findall(r"outrider\.bridges\.verl\.(\w+)", (EXAMPLES / file).read_text())
+        [name] = re.findall(r"outrider\.trainers\.verl\.(\w+)", (EXAMPLES / file).read_text())
         assert f"\nclass {name}(" in source

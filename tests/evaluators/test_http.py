@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from api.test_tls import OPENSSL, made
-from outrider.client.callbacks import check_signature
+from outrider.callbacks import check_signature
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import GraderConfig, TlsConfig
 from outrider.errors import EvaluatorError, InvalidField, Unauthorized

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from outrider.client.callbacks import verify
+from outrider.callbacks import verify
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import CallbacksConfig, Config
 from outrider.errors import NotFound

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import Field
 
-from outrider.client.callbacks import signed_headers
+from outrider.callbacks import signed_headers
 from outrider.errors import EvaluatorError
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import Outcome

@@ -18,7 +18,7 @@ from functools import partial
 import aiohttp
 import msgspec
 
-from outrider.client.callbacks import signed_headers
+from outrider.callbacks import signed_headers
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
 from outrider.concurrency.retries import RetryPolicy

@@ -45,7 +45,7 @@ async def certify(
     Raises the errors of admission, for a harness that is not installed or a runtime that does not work here.
     """
     started = time.monotonic()
-    tokenizer_folder = files("outrider").joinpath("demo", "policy")
+    tokenizer_folder = files("outrider").joinpath("lab", "demo", "policy")
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer_folder) as policy:
         config = Config(

@@ -53,7 +53,7 @@ async def check_tasks(
 ) -> list[TaskReport]:
     """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
     of the service for which the tasks are meant. `watch` is called with each report as it comes."""
-    tokenizer = files("outrider").joinpath("demo", "policy")
+    tokenizer = files("outrider").joinpath("lab", "demo", "policy")
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}

@@ -175,7 +175,7 @@ def _example(page: Path, seed: int) -> Example:
 
 
 def _script(name: str) -> str:
-    return files("outrider").joinpath("miniwob", name).read_text("utf-8")
+    return files("outrider.tasks.miniwob").joinpath(name).read_text("utf-8")
 
 
 def _with_script(html: str, script: str) -> str:

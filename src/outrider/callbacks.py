@@ -1,6 +1,6 @@
 """Signatures of callbacks and of requests to external graders: the service makes them, the receiver verifies them.
 
-    group = outrider.client.callbacks.verify(request.headers, body, secret)
+    group = outrider.callbacks.verify(request.headers, body, secret)
 
 The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
 other languages. The module does no transport. Invariant: `verify` returns only bodies signed by the holder of the
