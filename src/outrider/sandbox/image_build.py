@@ -19,19 +19,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-from outrider.concurrency.cancellation import opened_in_thread
-from outrider.concurrency.chores import Chores, Failures
-from outrider.errors import OutriderError, RuntimeFailure
-from outrider.sandbox.host_paths import HostPaths
-from outrider.sandbox.node_folder import NodeFolder
+from outrider.errors import RuntimeFailure
 from outrider.sandbox.pythons.portable import PORTABLE_AT
 from outrider.sandbox.rootfs.dockerfile import BuildPlan, BuildStep, Copy, MakeFolder, RunInstruction, read_dockerfile
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
 from outrider.sandbox.runtimes.guest.filesystem.layers import OPAQUE_HEADER
-from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.sandbox import Sandboxes
+from outrider.sandbox.standalone import open_sandbox
 from outrider.spec import RuntimeSpec
 
 RUN_SECONDS = 600.0
@@ -86,32 +81,15 @@ def build_image(
 
 async def save_build(plan: BuildPlan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
     """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
-    failure: OutriderError | None = None
-    async with (
-        opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
-        Host(folder.path) as host,
-        Chores(Failures()) as background,
-    ):
-        socket = folder.path / "gateway.sock"
-        socket.touch()  # no server listens: a build has no model
-        sandboxes = Sandboxes(host=host, background=background, paths=HostPaths(), gateway_socket=socket)
-        sandbox = await sandboxes.make(RuntimeSpec(image=plan.base_name, workdir="/"), "build", 1)
-        try:
-            await sandbox.ready()
-            for number, step in enumerate(plan.steps, 1):
-                note(f"{plan.file}, line {step.line}: step {number} of {len(plan.steps)}")
-                try:
-                    await carry_out(sandbox.runtime, step, seconds=seconds)
-                except RuntimeFailure as error:
-                    message = f"{plan.file}, line {step.line}: {error.message}"
-                    raise BadImage(message, hint=error.hint, log_tail=error.log_tail) from error
-            await cast(SavesLayers, sandbox.runtime).save_layer(target)
-        except OutriderError as error:  # raised after the task group, which would wrap the error in a group
-            failure = error
-        finally:
-            await sandbox.stop()
-    if failure is not None:
-        raise failure
+    async with open_sandbox(RuntimeSpec(image=plan.base_name, workdir="/")) as runtime:
+        for number, step in enumerate(plan.steps, 1):
+            note(f"{plan.file}, line {step.line}: step {number} of {len(plan.steps)}")
+            try:
+                await carry_out(runtime, step, seconds=seconds)
+            except RuntimeFailure as error:
+                message = f"{plan.file}, line {step.line}: {error.message}"
+                raise BadImage(message, hint=error.hint, log_tail=error.log_tail) from error
+        await cast(SavesLayers, runtime).save_layer(target)
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, seconds: float) -> None:

@@ -1,0 +1,47 @@
+"""One sandbox without a service: `open_sandbox`.
+
+Invariant: when the block ends, the sandbox is stopped, and nothing of it is left on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from outrider.concurrency.cancellation import opened_in_thread, shielded
+from outrider.concurrency.chores import Chores, Failures
+from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.node_folder import NodeFolder
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import Sandboxes
+from outrider.spec import RuntimeSpec
+
+
+@asynccontextmanager
+async def open_sandbox(spec: RuntimeSpec, *, paths: HostPaths | None = None) -> AsyncIterator[Runtime]:
+    """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends. The sandbox has no
+    model endpoint. `paths` are the files of this machine that `spec` may name; by default none.
+
+    Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
+    prepare step, and whatever the block raises.
+    """
+    failure: Exception | None = None
+    async with (
+        opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
+        Host(folder.path) as host,
+        Chores(Failures()) as background,
+    ):
+        socket = folder.path / "gateway.sock"
+        socket.touch()  # no server listens
+        sandboxes = Sandboxes(host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket)
+        sandbox = await sandboxes.make(spec, "alone", 1)
+        try:
+            await sandbox.ready()
+            yield sandbox.runtime
+        except Exception as error:  # raised after the task group, which would wrap the error in a group
+            failure = error
+        finally:
+            await shielded(sandbox.stop)
+    if failure is not None:
+        raise failure
