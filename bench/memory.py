@@ -27,7 +27,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.trajectory import Turn
 
@@ -101,7 +101,7 @@ async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, n
         endpoint,
         session_key=name,
         limits=Limits(),
-        sampling=Sampling(),
+        sampling=SamplingSpec(),
         history="recorded",
         record=_not_stored,
     )

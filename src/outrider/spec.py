@@ -75,7 +75,7 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Sampling(Spec):
+class SamplingSpec(Spec):
     """The sampling parameters fixed by a task. A field that is left out comes from the harness's request, else from the
     default.
 
@@ -416,7 +416,7 @@ class TaskSpec(Spec):
     runtime: RuntimeSpec = RuntimeSpec()
     evaluator: EvaluatorSpec
     limits: Limits = Limits()
-    sampling: Sampling = Sampling()
+    sampling: SamplingSpec = SamplingSpec()
     history: Literal["recorded", "template"] = "recorded"
     branches: Branches = Branches()
     filters: Annotated[list[Filter], Field(max_length=16, fail_fast=True)] = []

@@ -180,7 +180,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     timings: TurnTimings
 
 
-class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
+class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are as in `Turn`; `kind`, `label` and
     `depth` describe its branch. `row` is the number of the training row that trains its tokens, None without one."""
 

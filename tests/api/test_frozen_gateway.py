@@ -27,7 +27,7 @@ from outrider.sessions.calls.body_limits import LARGE
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import InProcessClient, SessionModels
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Turn
@@ -74,7 +74,7 @@ async def a_pair(folder: Path, reply: Any = f"{SAID['judge']}<|im_end|>", **limi
             ModelBackend(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="judge"),
             session_key="s-1-1-judge",
             limits=Limits(**limits),
-            sampling=Sampling(),
+            sampling=SamplingSpec(),
             history="recorded",
             record=record,
             frozen="judge",

@@ -24,7 +24,7 @@ from outrider.schemas import PolicyEngine, PolicyStatus
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
@@ -73,7 +73,7 @@ async def live(folder: Path, server: str) -> AsyncIterator[Live]:
             ModelBackend(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=Limits(),
-            sampling=Sampling(),
+            sampling=SamplingSpec(),
             history="recorded",
             record=record,
         )

@@ -18,7 +18,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.trajectory import JoinKind, Turn, unpack_ids
 
@@ -103,7 +103,7 @@ async def conversation(corpus: Corpus, turns: list[Turn]) -> AsyncIterator[Conve
             ModelBackend(renderer=make_renderer(corpus.tokenizer, "qwen3"), pool=pool, model="policy"),
             session_key="talk",
             limits=Limits(),
-            sampling=Sampling(),
+            sampling=SamplingSpec(),
             history="recorded",
             record=record,
         )

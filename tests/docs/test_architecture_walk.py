@@ -1,4 +1,6 @@
-"""The walk in docs/architecture.md: its names are in its files, and each is called by the row that says so."""
+"""docs/architecture.md: the names of its walk are in their files and are called by the row that says so; each word of its
+glossary has the one class that the page names.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +74,18 @@ def test_a_name_that_is_not_there_would_be_seen() -> None:
     assert defined(tree, "A.b")
     assert not defined(tree, "A.d")
     assert not defined(tree, "b.A")
+
+
+def test_each_word_has_one_class() -> None:
+    [words] = page("docs/architecture.md").tables("Word")
+    kinds = [
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    named = {row[0]: row[2].strip("`") for row in words.rows}
+    assert {kind: kinds.count(kind) for kind in named.values()} == dict.fromkeys(named.values(), 1)
+    for word, kind in named.items():
+        own = "".join(part.capitalize() for part in word.split())
+        assert own == kind or own not in kinds, f"{own} is not what the page calls a {word}"

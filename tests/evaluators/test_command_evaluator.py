@@ -10,7 +10,7 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.messages import Message, Role, Text, image_from_bytes
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
-from outrider.trajectory import BranchKind, ModelCall, Verdict
+from outrider.trajectory import BranchKind, GradedTurn, Verdict
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def test_exit_codes_and_written_numbers(grade: Any, sandbox: Runtime, run:
 async def test_turns_are_listed_in_a_file_for_a_command_that_names_it(outcome: Any, sandbox: Runtime) -> None:
     picture = image_from_bytes("image/png", b"bytes")
     asked = Message(role=Role.USER, content="look", parts=(Text("look"), picture))
-    first = ModelCall(
+    first = GradedTurn(
         index=0,
         parent=None,
         kind=BranchKind.MAIN,
@@ -66,7 +66,7 @@ async def test_turns_are_listed_in_a_file_for_a_command_that_names_it(outcome: A
     assert graded == Verdict(reward=1.0, turns={0: 0.5}, rows={0: 2.0})
     lines = (await sandbox.read("copy")).splitlines()
     shown = replace(first, messages=(replace(asked, parts=(Text("look"), replace(picture, data=b""))),))
-    assert [msgspec.json.decode(line, type=ModelCall) for line in lines] == [shown, title]
+    assert [msgspec.json.decode(line, type=GradedTurn) for line in lines] == [shown, title]
     assert (await sandbox.exec(f"ls {sandbox.scratch}", seconds=5)).stdout == b""
 
 

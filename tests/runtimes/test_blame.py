@@ -14,7 +14,7 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.apptainer.command_line import in_groups
 from outrider.sandbox.runtimes.base import Runtime, TellsCause
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies, find, settings
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup, Hierarchies, find, settings
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, ToolPart
 from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
@@ -190,7 +190,7 @@ V1 = {"memory.oom_control": "under_oom 0\noom_kill 1\n", "memory.limit_in_bytes"
     ],
 )
 def test_what_either_version_counts(tmp_path: Path, files: dict[str, str], own: bool) -> None:
-    group = Group((tmp_path,))
+    group = ControlGroup((tmp_path,))
     assert (group.ran_out(), group.starved()) == (False, False)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -203,7 +203,7 @@ async def test_what_is_killed_while_the_host_starves_has_failed(world: World, ki
     assert isinstance(sandbox, ToolServerSandbox)
     assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137
     (tmp_path / "memory.events").write_text("oom 0\noom_kill 1\n")
-    sandbox._server = replace(sandbox.server, group=Group((tmp_path,)))
+    sandbox._server = replace(sandbox.server, group=ControlGroup((tmp_path,)))
     assert (await sandbox.exec("kill -15 $$; exit 3", seconds=20)).exit_code == 143
     with pytest.raises(RuntimeFailure, match="the host has run out of memory") as caught:
         await sandbox.exec("kill -9 $$", seconds=20)

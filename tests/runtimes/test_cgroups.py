@@ -15,7 +15,7 @@ from outrider.sandbox.runtimes import limits
 from outrider.sandbox.runtimes.apptainer import runtime as apptainer
 from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup, Hierarchies
 from outrider.sandbox.runtimes.kernel.child import Child
 from outrider.sandbox.runtimes.kernel.process_marks import started
 from outrider.sandbox.runtimes.node_host import Host
@@ -42,7 +42,7 @@ async def test_a_sandbox_that_is_taken_over_has_the_groups_of_its_handle(tmp_pat
     for folder in folders:
         folder.mkdir(parents=True)
     me = Child.found(os.getpid(), started(os.getpid()))
-    running = apptainer._running(cast(Any, None), Group(folders), me)
+    running = apptainer._running(cast(Any, None), ControlGroup(folders), me)
     me.close()
     handle = {**running.handle, apptainer.PID: "4194305"}  # no process has that number
     context = SandboxContext(

@@ -18,7 +18,7 @@ from outrider.messages import Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.on_message_engine import CapturedTurns
 from outrider.sessions.conversation import Conversation
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples, count_session
@@ -95,7 +95,7 @@ async def told(
                 backend,
                 session_key="s-1-1",
                 limits=Limits(),
-                sampling=Sampling(),
+                sampling=SamplingSpec(),
                 history="recorded",
                 record=record,
             )

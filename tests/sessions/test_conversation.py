@@ -18,7 +18,7 @@ from outrider.lifecycle import StopReason
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
 
 from .world import BASH, a_world, call_markup, chat_request, echoed, picture, text_of
@@ -92,7 +92,7 @@ async def test_a_rewritten_history_is_a_named_fork(tmp_path: Path) -> None:
 
 
 async def test_the_tasks_sampling_wins_and_is_recorded(tmp_path: Path) -> None:
-    async with a_world(tmp_path, ["x<|im_end|>"], sampling=Sampling(temperature=0.5, max_tokens=50)) as world:
+    async with a_world(tmp_path, ["x<|im_end|>"], sampling=SamplingSpec(temperature=0.5, max_tokens=50)) as world:
         await world.ask(USER, temperature=2.0, top_p=0.9, max_tokens=10)
         used = world.turns[0].sampling
         assert (used["temperature"], used["top_p"], used["max_tokens"]) == (0.5, 0.9, 50)

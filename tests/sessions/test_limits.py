@@ -21,7 +21,7 @@ from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.on_token_engine import PROMISED_TOKENS
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Conversation
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, Turn, unpack_ids
@@ -239,7 +239,7 @@ async def test_captured_replies_keep_the_limit_too(tmp_path: Path) -> None:
             ModelBackend(renderer=make_renderer(Tokenizer.load(tmp_path), "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=Limits(response_tokens=45),
-            sampling=Sampling(),
+            sampling=SamplingSpec(),
             history="recorded",
             record=record,
         )

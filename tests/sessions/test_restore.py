@@ -13,7 +13,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import image_from_bytes
 from outrider.sessions.calls.request_settings import MAX_SEEDED_CALLS, calls_seeded, derived_seed
 from outrider.sessions.calls.token_allowance import Allowance, LimitReached
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.store.sqlite import sqlite_store
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, TokenMode, Turn, unpack_ids
 from store.world import group_row, start, submit
@@ -98,7 +98,7 @@ async def test_what_was_sampled_is_not_promised_again() -> None:
 
 async def test_seeds_go_on_behind_those_of_calls_that_failed(tmp_path: Path) -> None:
     replies = ["x<|im_end|>", {"reply": "x", "fail": "rejected", "after": 0}, "x<|im_end|>"]
-    async with a_world(tmp_path, replies, sampling=Sampling(seed=7), sample_index=3) as world:
+    async with a_world(tmp_path, replies, sampling=SamplingSpec(seed=7), sample_index=3) as world:
         await world.ask(USER)
         with pytest.raises(EngineRejected):
             await world.ask(USER)
@@ -129,7 +129,7 @@ async def test_a_prompt_with_thinking_switched_is_known_again(tmp_path: Path) ->
 
 
 async def test_a_session_without_turns_begins(tmp_path: Path) -> None:
-    async with a_world(tmp_path, ["x<|im_end|>"], sampling=Sampling(seed=7)) as world:
+    async with a_world(tmp_path, ["x<|im_end|>"], sampling=SamplingSpec(seed=7)) as world:
         await world.restart()
         await world.ask(USER)
         assert (world.turns[0].index, world.turns[0].sampling["seed"]) == (0, derived_seed(7, 0, 1))
@@ -146,7 +146,7 @@ async def test_a_session_without_turns_begins(tmp_path: Path) -> None:
     ],
 )
 async def test_what_cannot_go_on_is_said(tmp_path: Path, change: Callable[[Turn], Turn], why: str) -> None:
-    async with a_world(tmp_path, ["x<|im_end|>"], sampling=Sampling(seed=7)) as world:
+    async with a_world(tmp_path, ["x<|im_end|>"], sampling=SamplingSpec(seed=7)) as world:
         await world.ask(USER)
         await world.ask(USER)
         world.turns[1] = change(world.turns[1])

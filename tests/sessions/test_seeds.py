@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.sessions.calls.request_settings import derived_seed
-from outrider.spec import Sampling
+from outrider.spec import SamplingSpec
 
 from .world import a_world
 
 USER = {"role": "user", "content": "hello there"}
-SEEDED = Sampling(seed=(1 << 63) - 1)
+SEEDED = SamplingSpec(seed=(1 << 63) - 1)
 
 
-async def seeds(folder: Path, *asked: int | None, sample_index: int = 0, sampling: Sampling = SEEDED) -> list[Any]:
+async def seeds(folder: Path, *asked: int | None, sample_index: int = 0, sampling: SamplingSpec = SEEDED) -> list[Any]:
     """The seeds of a session's calls, one for each of `asked`, as the engine received them and as the turns have
     them."""
     async with a_world(folder, ["hi<|im_end|>"], sampling=sampling, sample_index=sample_index) as world:
@@ -33,7 +33,7 @@ async def test_each_call_of_each_sample_has_its_own(tmp_path: Path) -> None:
     of_samples = [await seeds(tmp_path, None, None, None, sample_index=index) for index in range(3)]
     assert len({seed for given in of_samples for seed in given}) == 9
     assert await seeds(tmp_path, None, None, None, sample_index=1) == of_samples[1]
-    assert await seeds(tmp_path, None, sampling=Sampling(seed=1)) != of_samples[0][:1]
+    assert await seeds(tmp_path, None, sampling=SamplingSpec(seed=1)) != of_samples[0][:1]
 
 
 async def test_calls_side_by_side_have_their_own(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ async def test_calls_side_by_side_have_their_own(tmp_path: Path) -> None:
 
 async def test_the_tasks_seed_wins_and_without_one_the_clients_is_each_samples_own(tmp_path: Path) -> None:
     assert await seeds(tmp_path, 7, 7) == await seeds(tmp_path, None, None)
-    silent = Sampling()
+    silent = SamplingSpec()
     one, two, negative = await seeds(tmp_path, 7, 7, -(1 << 63), sampling=silent)
     assert one == two != negative
     assert one not in await seeds(tmp_path, 7, sampling=silent, sample_index=1)

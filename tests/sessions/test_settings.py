@@ -11,7 +11,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import EngineRejected, RequestError
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
-from outrider.spec import Sampling
+from outrider.spec import SamplingSpec
 from outrider.tokens.samples import MAX_IGNORED_NAMES, OTHER_IGNORED, build_samples, count_session
 from outrider.trajectory import SessionResult
 
@@ -40,7 +40,7 @@ async def test_what_alters_sampling_reaches_the_engine_and_is_recorded(tmp_path:
 
 
 async def test_the_tasks_penalties_and_thinking_win(tmp_path: Path) -> None:
-    task = Sampling(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, thinking=False)
+    task = SamplingSpec(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, thinking=False)
     asked = {"repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 1, "enable_thinking": True}
     async with a_world(tmp_path, ["x<|im_end|>"], sampling=task) as world:
         await world.ask(USER, **asked)

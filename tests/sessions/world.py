@@ -21,7 +21,7 @@ from outrider.messages import Delta
 from outrider.sessions.calls.call import ModelBackend, Step
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.store.rows import pack, turn_from
 from outrider.tokens.rendering.renderer import History, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ async def a_world(
     replies: Sequence[Any],
     *,
     limits: Limits | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingSpec | None = None,
     history: History = "recorded",
     patience: float = 5.0,
     sample_index: int = 0,
@@ -141,7 +141,7 @@ async def a_world(
                 backend,
                 session_key="s-1-1",
                 limits=limits or Limits(),
-                sampling=sampling or Sampling(),
+                sampling=sampling or SamplingSpec(),
                 history=history,
                 record=record,
                 sample_index=sample_index,

@@ -19,7 +19,7 @@ from outrider.messages import Message
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import TaskSpec
-from outrider.trajectory import ModelCall, Verdict
+from outrider.trajectory import GradedTurn, Verdict
 
 OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
 """Type of `Outcome.off_the_clock`."""
@@ -87,7 +87,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     harness: HarnessOutcome
     transcript: tuple[Message, ...]
     turns: int
-    calls: tuple[ModelCall, ...] = ()
+    calls: tuple[GradedTurn, ...] = ()
     patch: bytes | None = None
     beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
     ask_frozen: AskFrozen = no_model

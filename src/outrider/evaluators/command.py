@@ -34,7 +34,7 @@ UNWRITTEN = b" " * 31 + b"\n"
 class CommandEvaluator:
     """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file elsewhere, to which the
     command may write a number, or a JSON object with the fields of a Verdict. If the command mentions $OUTRIDER_TURNS,
-    this variable names a file with a JSON object for each model call, with the fields of a ModelCall."""
+    this variable names a file with a JSON object for each model call, with the fields of a GradedTurn."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:

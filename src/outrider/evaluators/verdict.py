@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from outrider.errors import storable
-from outrider.trajectory import ModelCall, Verdict
+from outrider.trajectory import GradedTurn, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
@@ -50,7 +50,7 @@ def read_verdict(value: Any) -> Verdict:
     )
 
 
-def check_indexes(verdict: Verdict, calls: Collection[ModelCall]) -> None:
+def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
     """Raise ValueError for a reward of a turn that is not among `calls`, or of a row that is not trained on."""
     turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
     for index in verdict.turns.keys() - turns:

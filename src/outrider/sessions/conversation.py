@@ -47,7 +47,7 @@ from outrider.sessions.calls.request_settings import (
     sampling_for,
 )
 from outrider.sessions.calls.token_allowance import Allowance, LimitReached
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.request_index import parse_messages
@@ -98,7 +98,7 @@ class Conversation:
         *,
         session_key: str,
         limits: Limits,
-        sampling: Sampling,
+        sampling: SamplingSpec,
         history: History,
         record: Callable[[Turn], Awaitable[None]],
         sample_index: int = 0,

@@ -66,7 +66,7 @@ from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, Sampling, evaluator_field, steps_of
+from outrider.spec import Limits, SamplingSpec, evaluator_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
@@ -650,7 +650,7 @@ class Rollout:
             frozen.backend,
             session_key=f"{self._attempt.name}-{model}-grading-{next(self._gradings)}",
             limits=Limits(turns=1, response_tokens=max_tokens),
-            sampling=Sampling(temperature=temperature, seed=seed),
+            sampling=SamplingSpec(temperature=temperature, seed=seed),
             history="recorded",
             record=forget,
             frozen=model,
@@ -696,7 +696,7 @@ def _frozen_conversation(
         session_key=f"{attempt.name}-{name}",
         sample_index=session.sample_index,
         limits=model.limits,
-        sampling=Sampling(),
+        sampling=SamplingSpec(),
         history=attempt.task.history,
         record=partial(store.add_turn, session.id, session.attempt, model=name),
         frozen=name,

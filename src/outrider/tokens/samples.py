@@ -35,8 +35,8 @@ from outrider.tokens.branches.segments import reached_agent
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
+    GradedTurn,
     LogprobKind,
-    ModelCall,
     Sample,
     SampleImage,
     SessionResult,
@@ -123,12 +123,12 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     return samples
 
 
-def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCall, ...]:
+def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedTurn, ...]:
     """The turns in the form for evaluators. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     trained_in = _trained_in(turns, lines, policy, _row_leaves(turns, lines, policy))
     return tuple(
-        ModelCall(
+        GradedTurn(
             index=turn.index,
             parent=turn.parent,
             kind=line.kind,

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from outrider.client.client import DEFAULT_URL
 from outrider.environment import environment
 from outrider.errors import InvalidField
-from outrider.spec import Name, Sampling, Spec
+from outrider.spec import Name, SamplingSpec, Spec
 from outrider.tasks.datasets import filled, known_columns
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 from outrider.trainers.shared_client import checked_url
@@ -166,7 +166,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
         ours, value = OTHER_NAMES.get(name, name), plain(value)
         if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
             continue
-        if ours in Sampling.model_fields:
+        if ours in SamplingSpec.model_fields:
             # A trainer's configuration may have 1 where a task has 1.0.
             try:
                 found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value

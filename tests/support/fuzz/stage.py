@@ -19,7 +19,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
-from outrider.spec import Limits, Sampling
+from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History, Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn
@@ -92,7 +92,7 @@ async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
             ModelBackend(renderer=ground.renderer, pool=pool, model=MODEL),
             session_key="fuzz-1-1",
             limits=Limits(turns=9, response_tokens=500) if small else Limits(turns=10_000),
-            sampling=Sampling(max_tokens=dice.choice((None, None, None, 12, 300))),
+            sampling=SamplingSpec(max_tokens=dice.choice((None, None, None, 12, 300))),
             history=history,
             record=record,
         )

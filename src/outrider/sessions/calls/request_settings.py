@@ -16,7 +16,7 @@ from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.affinity import ServingEngine
 from outrider.errors import RequestError
-from outrider.spec import Sampling
+from outrider.spec import SamplingSpec
 from outrider.trajectory import TokenMode
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ UNNAMED_TOKENS = 32_768
 
 
 def sampling_for(
-    task: Sampling,
+    task: SamplingSpec,
     client: AskedSampling,
     *,
     room: int,

@@ -29,7 +29,7 @@ from outrider.sandbox.runtimes.apptainer.command_line import (
 )
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup
 from outrider.sandbox.runtimes.kernel.child import Child, Descendants
 from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
 from outrider.sandbox.runtimes.kernel.process_marks import kill_marked, mark_of, started
@@ -167,7 +167,7 @@ async def take_over(
     """Continue a sandbox that has outlived its node. See tool_server/launch.py."""
     name = context.directory.name
     async with AsyncExitStack() as undo:
-        group = Group(tuple(map(Path, filter(None, handle[GROUP].split("\n")))))
+        group = ControlGroup(tuple(map(Path, filter(None, handle[GROUP].split("\n")))))
         undo.push_async_callback(undone, name, group.remove)
         child = Child.found(int(handle[PID]), handle[STARTED])
         descendants = Descendants(child)
@@ -184,7 +184,7 @@ async def take_over(
         yield _running(tools, group, child)
 
 
-def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
+def _running(tools: ToolClient, group: ControlGroup, child: Child) -> RunningServer:
     async def ended_inside() -> bool:
         """The log is not considered, because Apptainer and the tool server both write to it."""
         return group.ran_out()

@@ -14,7 +14,7 @@ from functools import partial
 
 from outrider.errors import InvalidField, RuntimeFailure
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup
 from outrider.sandbox.runtimes.kernel.child import Child
 from outrider.sandbox.runtimes.kernel.process_marks import kill_marked, mark_of
 from outrider.sandbox.runtimes.limits import counted_memory, rlimits
@@ -126,7 +126,7 @@ async def launch(
 
 @asynccontextmanager
 async def server_process(
-    name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: Group | None = None
+    name: str, command: Sequence[str], code: bytes, setup: ToolServerSetup, *, group: ControlGroup | None = None
 ) -> AsyncIterator[RunningServer]:
     """Start a tool server for the sandbox `name` as a child of this process: `command`, in `group`, with `code` on its
     standard input. After the context, every process that was ever below the server has exited. Raises RuntimeFailure,

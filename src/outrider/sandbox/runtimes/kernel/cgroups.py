@@ -112,7 +112,7 @@ OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.
 """Files that are missing if the kernel does not account for swap, or for sockets separately."""
 
 
-class Group:
+class ControlGroup:
     """The groups of one sandbox, one in each hierarchy. The methods block for a few system calls."""
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
@@ -210,7 +210,7 @@ class Cgroups:
         for name in {self._name} | {name for name in names if same_folder(name, self._name)}:
             await asyncio.to_thread(_remove_node, parents, name)
 
-    def make(self, sandbox: str, resources: Resources) -> Group:
+    def make(self, sandbox: str, resources: Resources) -> ControlGroup:
         """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
@@ -228,7 +228,7 @@ class Cgroups:
                 with contextlib.suppress(OSError):
                     _removed(folder)
             raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
-        return Group(tuple(folders))
+        return ControlGroup(tuple(folders))
 
     def _open(self) -> None:
         try:

@@ -23,7 +23,7 @@ from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, por
 from outrider.sandbox.rootfs.store import ImageStore, known_image
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup
 from outrider.sandbox.runtimes.kernel.child import Child
 from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
 from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
@@ -169,7 +169,7 @@ def _plan(
     inner: tuple[tuple[str, str], ...],
     shown: tuple[tuple[str, str], ...],
     groups: Cgroups,
-    group: Group,
+    group: ControlGroup,
 ) -> Plan:
     controllers = groups.hierarchies.folders
     most_bytes, most_files = writable_bounds(spec.resources)
@@ -226,7 +226,7 @@ def _has_python(root: Root) -> bool:
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
 
 
-async def _end(child: Child, group: Group) -> None:
+async def _end(child: Child, group: ControlGroup) -> None:
     """Kill the first process, which kills all others with it, and wait for its exit.
 
     The first process exits only after all others. Many processes with little processor time take long to exit. They are

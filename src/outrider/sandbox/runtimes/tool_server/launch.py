@@ -21,7 +21,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import SandboxContext
-from outrider.sandbox.runtimes.kernel.cgroups import Group
+from outrider.sandbox.runtimes.kernel.cgroups import ControlGroup
 from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE, mark_of
 from outrider.sandbox.runtimes.nvidia import variables
 from outrider.sandbox.runtimes.tool_server.client import Done, ToolClient
@@ -60,7 +60,7 @@ class RunningServer:
     """
 
     tools: ToolClient
-    group: Group | None = None
+    group: ControlGroup | None = None
     ended_inside: Callable[[], Awaitable[bool]] = never
     stopped_inside: Callable[[], bool] = lambda: False
     image_is_current: Callable[[], Awaitable[bool]] = always
@@ -77,7 +77,7 @@ class RunningServer:
 Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[RunningServer]]
 
 
-def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = False) -> bool:
+def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool = False) -> bool:
     """Return whether a tool server that has exited was ended by the programs beside it, judged by its group and log.
 
     The first process of a pid namespace receives no signals from inside. So either the server's log holds the reason

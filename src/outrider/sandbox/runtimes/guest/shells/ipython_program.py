@@ -14,7 +14,7 @@ import sys
 import warnings
 from typing import Any
 
-from outrider.sandbox.runtimes.guest.shells.python_program import Session, flush, left_with
+from outrider.sandbox.runtimes.guest.shells.python_program import InputResults, flush, left_with
 
 try:
     from IPython.core import interactiveshell
@@ -58,7 +58,7 @@ def plain_data(mime: str, value: Any) -> Any:
 class Gallery:
     """Collects the displays of one input within the limits."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: InputResults) -> None:
         self.session = session
         self.size = 0
 
@@ -166,7 +166,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     """IPython's shell without its files in the home folder. IPython makes the single instance itself, so the session
     and the gallery are set on the class."""
 
-    session: Session
+    session: InputResults
     gallery: Gallery
     source = ""
     profile_dir = NoProfile()
@@ -210,7 +210,7 @@ class RichEngine:
     """Runs inputs through IPython's own steps, and skips steps that would change nothing: they take most of the time of
     a short input."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: InputResults) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
         NotebookShell.session = session

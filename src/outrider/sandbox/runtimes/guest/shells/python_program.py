@@ -25,7 +25,7 @@ ECHO_MAX = 1 << 15
 output in the middle, but not frames."""
 
 
-class Session:
+class InputResults:
     """The results of the running input so far, besides its printed output."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Session:
 class PlainEngine:
     """Runs inputs like Python's own prompt."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: InputResults) -> None:
         self.session = session
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -144,7 +144,7 @@ def packed(displays: list[dict[str, Any]]) -> bytes:
     return out
 
 
-def answer(number: int, status: int, session: Session) -> None:
+def answer(number: int, status: int, session: InputResults) -> None:
     echo = session.echo.encode("utf-8", "backslashreplace")
     shown = packed(session.displays)
     session.echo, session.displays = "", []
@@ -167,7 +167,7 @@ def serve(engine: type) -> None:
         os.set_inheritable(fd, False)  # an input's programs must neither read inputs nor write results
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # text streams
-    session = Session()
+    session = InputResults()
     session.watch_interrupts()
     runner = engine(session)
     inputs = Inputs(INPUTS)
