@@ -23,7 +23,7 @@ from rich.console import Console
 from campaign.checks import Harm
 from campaign.faults import SILENT
 from campaign.fleet import Fleet, fleet_of
-from campaign.processes import Nursery, a_nursery
+from campaign.processes import ProgramStarter, program_starter
 from campaign.run import GROUPS, Run, RunReport
 from campaign.stores import Cluster, a_cluster
 
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _campaign(runs: int, seed: int, cluster: Cluster | None, console: Console, *, json: bool) -> list[RunReport]:
     reports = []
-    async with a_nursery() as nursery:
+    async with program_starter() as starter:
         for number in range(seed, seed + runs):
             with console.status(f"run {number - seed + 1} of {runs}, seed {number}"):
-                report = await one_run(nursery, number, cluster=cluster)
+                report = await one_run(starter, number, cluster=cluster)
             if json:
                 print(msgspec.json.encode(report).decode(), flush=True)
             show(report, console)
@@ -62,7 +62,7 @@ async def _campaign(runs: int, seed: int, cluster: Cluster | None, console: Cons
 
 
 async def one_run(
-    nursery: Nursery,
+    starter: ProgramStarter,
     seed: int,
     *,
     groups: int = GROUPS,
@@ -75,7 +75,7 @@ async def one_run(
     used. The folder is removed unless there is a finding or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fleet = fleet_of(seed) if fleet is None else fleet
-    run = Run(nursery, seed, folder, groups=groups, program=program, fleet=fleet, silent=silent, cluster=cluster)
+    run = Run(starter, seed, folder, groups=groups, program=program, fleet=fleet, silent=silent, cluster=cluster)
     report = await run.run()
     if report.findings:
         return msgspec.structs.replace(report, folder=str(folder))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from campaign.nursery import descendants
-from campaign.processes import Nursery, Program
-from campaign.way import Way
+from campaign.processes import Program, ProgramStarter
+from campaign.proxy import FaultyProxy
+from campaign.starter import descendants
 
 MACHINES = (1, 2)
 """The number of processes of each machine that joins."""
@@ -49,10 +49,10 @@ def fleet_of(seed: int) -> Fleet:
 class Machine:
     """A machine that joins under `name`. `program` keeps it joined."""
 
-    def __init__(self, name: str, processes: int, way: Way, program: Program, temporary: Path) -> None:
+    def __init__(self, name: str, processes: int, proxy: FaultyProxy, program: Program, temporary: Path) -> None:
         self.name = name
         self.processes = processes
-        self.way = way
+        self.proxy = proxy
         self.program = program
         self.temporary = temporary
 
@@ -90,19 +90,19 @@ class Machine:
 
 
 @asynccontextmanager
-async def machines_of(fleet: Fleet, nursery: Nursery, folder: Path, port: int) -> AsyncIterator[list[Machine]]:
+async def machines_of(fleet: Fleet, starter: ProgramStarter, folder: Path, port: int) -> AsyncIterator[list[Machine]]:
     """The machines of a run, in `folder`, not yet started. Their proxies to the service at `port` are open during the
     block."""
-    async with AsyncExitStack() as ways:
+    async with AsyncExitStack() as directions:
         machines = []
         for number, processes in enumerate(fleet.machines):
             name = f"far{number}"
             temporary = folder / name
             temporary.mkdir()
-            way = Way(port)
-            await ways.enter_async_context(way.open())
-            arguments = (way.url, name, str(processes))
+            proxy = FaultyProxy(port)
+            await directions.enter_async_context(proxy.open())
+            arguments = (proxy.url, name, str(processes))
             log = folder / f"{name}.log"
-            program = Program(nursery, "campaign.machine", arguments, log=log, temporary=temporary)
-            machines.append(Machine(name, processes, way, program, temporary))
+            program = Program(starter, "campaign.machine", arguments, log=log, temporary=temporary)
+            machines.append(Machine(name, processes, proxy, program, temporary))
         yield machines

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from campaign.checks import Finding, Harm
-from campaign.nursery import descendants
+from campaign.starter import descendants
 from outrider.client.client import AsyncClient
 from outrider.errors import OutriderError
 from outrider.nodes import joined_settings
@@ -97,15 +97,15 @@ def _sandboxes(home: Home) -> list[str]:
     return found
 
 
-async def left_behind(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[Finding]:
+async def left_behind(starter: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[Finding]:
     """List the remains after all programs of a run have ended: processes, mounts, control groups, folders, sockets.
     `hosts` are all processes that have run sessions."""
-    left = await _settled(lambda: asyncio.to_thread(_left, nursery, folder, homes, hosts))
+    left = await _settled(lambda: asyncio.to_thread(_left, starter, folder, homes, hosts))
     return [Finding(Harm.LEAKED, f"left behind: {what}") for what in left]
 
 
-def _left(nursery: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[str]:
-    left = [f"process {pid} ({command})" for pid, command in descendants(nursery).items()]
+def _left(starter: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[str]:
+    left = [f"process {pid} ({command})" for pid, command in descendants(starter).items()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     for home in homes:
         left += [f"folder {path}" for path in home.temporary.iterdir()]

@@ -20,7 +20,7 @@ SHORT_LIFE = 1.0
 PAUSE_SECONDS = 0.2
 
 
-class Nursery:
+class ProgramStarter:
     """`pid` is the process whose descendants are all processes of the campaign's programs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -58,7 +58,7 @@ class Nursery:
 
 
 @asynccontextmanager
-async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
+async def program_starter(module: str = "campaign.starter") -> AsyncIterator[ProgramStarter]:
     """A nursery. All that its programs have left is killed at the end."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, cwd=ROOT)
@@ -67,11 +67,11 @@ async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
     try:
         if not await process.stdout.readline():
             raise RuntimeError("the campaign's nursery ended before it was ready")
-        nursery = Nursery(process)
+        starter = ProgramStarter(process)
         async with asyncio.TaskGroup() as tasks:
-            listening = tasks.create_task(nursery.listen())
+            listening = tasks.create_task(starter.listen())
             try:
-                yield nursery
+                yield starter
             finally:
                 listening.cancel()
     finally:
@@ -83,10 +83,12 @@ class Program:
     """A program that is kept running from `start` to `stop`. `pids` are its processes so far; `statuses` are the exit
     statuses of the processes that have ended."""
 
-    def __init__(self, nursery: Nursery, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> None:
+    def __init__(
+        self, starter: ProgramStarter, module: str, arguments: Sequence[str], *, log: Path, temporary: Path
+    ) -> None:
         self.pids: list[int] = []
         self.statuses: list[int] = []
-        self._nursery = nursery
+        self._starter = starter
         self._module = module
         self._arguments = arguments
         self._log = log
@@ -105,7 +107,7 @@ class Program:
 
     @property
     def alive(self) -> bool:
-        return self._nursery.alive(self.pid)
+        return self._starter.alive(self.pid)
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to the present process. Returns whether there was one."""
@@ -121,10 +123,10 @@ class Program:
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._nursery.ended(self.pid)
+                await self._starter.ended(self.pid)
         except TimeoutError:
             self.signal(signal.SIGKILL)
-            await self._nursery.ended(self.pid)
+            await self._starter.ended(self.pid)
             return False
         return True
 
@@ -133,18 +135,18 @@ class Program:
         """Kill the program, and restart it only at the end of the block. Yields whether a process was killed."""
         async with self._may_start:
             killed = self.signal(signal.SIGKILL)
-            await self._nursery.ended(self.pid)
+            await self._starter.ended(self.pid)
             yield killed
 
     async def _start(self) -> None:
         self.pids.append(
-            await self._nursery.start(self._module, self._arguments, log=self._log, temporary=self._temporary)
+            await self._starter.start(self._module, self._arguments, log=self._log, temporary=self._temporary)
         )
 
     async def _keep(self) -> None:
         while True:
             started = time.monotonic()
-            self.statuses.append(await self._nursery.ended(self.pid))
+            self.statuses.append(await self._starter.ended(self.pid))
             if time.monotonic() - started < SHORT_LIFE:
                 await asyncio.sleep(PAUSE_SECONDS)
             async with self._may_start:

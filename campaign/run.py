@@ -32,13 +32,13 @@ from campaign.faults import (
     draw_faults,
 )
 from campaign.fleet import Fleet, Machine, machines_of
-from campaign.processes import Nursery, Program
+from campaign.processes import Program, ProgramStarter
+from campaign.proxy import Direction, FaultyProxy
 from campaign.reader import Reader
 from campaign.receiver import receiving
 from campaign.seams import Knobs
 from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
 from campaign.tasks import draw_groups
-from campaign.way import Direction, Way
 from outrider.client.client import AsyncClient
 from outrider.errors import NotFound, OutriderError, ServiceError
 from outrider.lifecycle import GroupState, SessionState
@@ -75,7 +75,7 @@ SLOW = 8
 SILENT_SECONDS = 22.0
 """Minimum length of a silence. After twenty seconds the service declares a node lost, after thirty the node the
 service."""
-WAYS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
+DIRECTIONS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """The directions in which a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
 """Seconds within which all nodes have (re)joined: the service first declares killed machines lost."""
@@ -139,7 +139,7 @@ class Run:
 
     def __init__(
         self,
-        nursery: Nursery,
+        starter: ProgramStarter,
         seed: int,
         folder: Path,
         *,
@@ -149,7 +149,7 @@ class Run:
         silent: int = SILENT,
         cluster: Cluster | None = None,
     ) -> None:
-        self._nursery = nursery
+        self._starter = starter
         self._rng = random.Random(seed)
         self._seed = seed
         self._folder = folder
@@ -185,11 +185,11 @@ class Run:
         findings: list[Finding] = []
         with a_disk(self._folder / "data", DISK_MIB) as self._disk:
             service, engine = free_port(), free_port()
-            self._way = Way(engine)
+            self._proxy = FaultyProxy(engine)
             async with (
                 receiving(self._rng) as self._receiver,
-                self._way.open(),
-                machines_of(self._fleet, self._nursery, self._folder, service) as self._machines,
+                self._proxy.open(),
+                machines_of(self._fleet, self._starter, self._folder, service) as self._machines,
                 asyncio.TaskGroup() as tasks,
             ):
                 await self._start(service, engine, tasks)
@@ -237,7 +237,7 @@ class Run:
         knobs = str(self._folder / "knobs")
         self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine), knobs)
         processes, elsewhere = str(self._fleet.processes), "elsewhere" * self._fleet.elsewhere
-        arguments = (str(self._folder), str(service), self._way.url, self._store.url, processes, elsewhere)
+        arguments = (str(self._folder), str(service), self._proxy.url, self._store.url, processes, elsewhere)
         self._service = self._a_program(self._program, *arguments)
         crashing = self._folder / f"{READERS[1]}.sqlite3"
         self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
@@ -253,7 +253,7 @@ class Run:
     def _a_program(self, module: str, *arguments: str) -> Program:
         name = "service" if module == self._program else module.rpartition(".")[2]
         log = self._folder / f"{name}.log"
-        return Program(self._nursery, module, arguments, log=log, temporary=self._temporary)
+        return Program(self._starter, module, arguments, log=log, temporary=self._temporary)
 
     async def _drive(self, tasks: asyncio.TaskGroup) -> list[Finding]:
         """Submit, inject faults, cancel and read until all groups are delivered and all faults are over."""
@@ -375,7 +375,7 @@ class Run:
         self._progress.moved = time.monotonic()  # from now on there is nothing to wait for
 
     async def _break_machine(self, fault: Fault) -> None:
-        number, ways = divmod(int(fault.share * len(self._machines) * len(WAYS)), len(WAYS))
+        number, directions = divmod(int(fault.share * len(self._machines) * len(DIRECTIONS)), len(DIRECTIONS))
         machine = self._machines[number]
         await self._until_busy(machine)
         match fault.kind:
@@ -387,12 +387,12 @@ class Run:
                 await asyncio.to_thread(machine.end)
             case FaultKind.CONNECTION_CUT:
                 for _ in range(1 + int(fault.share * MOST_CUTS)):
-                    machine.way.cut()
+                    machine.proxy.cut()
                     await asyncio.sleep(CUT_PAUSE_SECONDS * fault.seconds)
             case FaultKind.CONNECTION_SLOW:
-                await machine.way.hold(SLOW * fault.seconds, WAYS[ways])
+                await machine.proxy.hold(SLOW * fault.seconds, DIRECTIONS[directions])
             case FaultKind.CONNECTION_SILENT:
-                await machine.way.hold(SILENT_SECONDS + SLOW * fault.seconds, WAYS[ways])
+                await machine.proxy.hold(SILENT_SECONDS + SLOW * fault.seconds, DIRECTIONS[directions])
 
     async def _silence(self, fault: Fault) -> None:
         match fault.kind:
@@ -409,9 +409,9 @@ class Run:
                 await asyncio.sleep(fault.long)
                 self._knobs.chunk_seconds = 0.0
             case FaultKind.ENGINE_LOST:
-                self._way.lose()
+                self._proxy.lose()
             case FaultKind.ENGINE_ODD:
-                await self._way.answer(fault.seconds)
+                await self._proxy.answer(fault.seconds)
             case FaultKind.STORE_SILENT if self._cluster is None:
                 self._knobs.commit_seconds = fault.outage
                 await asyncio.sleep(FIRST_COMMIT_SECONDS)
@@ -541,7 +541,7 @@ class Run:
         for program in (self._crashing, self._engine):
             await program.stop()
         pids = {*self._service.pids, *self._nodes}
-        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._homes(), pids)
+        return findings + await leaks.left_behind(self._starter.pid, self._folder, self._homes(), pids)
 
     async def _until_complete(self) -> set[str]:
         """Wait for the service and for all nodes, its own and those of machines, and return the missing ones. Only a

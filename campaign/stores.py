@@ -16,7 +16,7 @@ import asyncpg
 from tests.support.postgresql import PostgresqlServer, programs
 
 from campaign.checks import Finding, Harm
-from campaign.nursery import descendants
+from campaign.starter import descendants
 from outrider.store.postgresql import postgresql_store
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store

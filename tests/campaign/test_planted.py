@@ -10,7 +10,7 @@ from campaign.__main__ import one_run
 from campaign.checks import Finding, Harm
 from campaign.faults import SILENT
 from campaign.fleet import MACHINES, Fleet
-from campaign.processes import a_nursery
+from campaign.processes import program_starter
 from campaign.run import GROUPS, RunReport
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
@@ -27,8 +27,8 @@ JOINED = Fleet(processes=0, machines=MACHINES)
 
 
 async def reported(program: str, seed: int, fleet: Fleet = ONE, *, silent: int = 0) -> RunReport:
-    async with a_nursery() as nursery:
-        report = await one_run(nursery, seed, program=program, fleet=fleet, silent=silent)
+    async with program_starter() as starter:
+        report = await one_run(starter, seed, program=program, fleet=fleet, silent=silent)
     print(report)
     if report.folder is not None:
         shutil.rmtree(report.folder)

@@ -1,4 +1,4 @@
-"""docs/architecture.md: the names of its walk are in their files and are called by the row that says so; each word of its
+"""docs/architecture.md: the names of its walk are in their files, and the row that says so calls them; each word of its
 glossary has the one class that the page names.
 """
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
-from campaign.way import Direction, Way
+from campaign.proxy import Direction, FaultyProxy
 
 LONG = bytes(range(256)) * 4096
 HELD_SECONDS = 0.5
@@ -35,18 +35,18 @@ class Echo:
 
 
 @asynccontextmanager
-async def reached() -> AsyncIterator[tuple[Echo, Way, asyncio.StreamReader, asyncio.StreamWriter]]:
+async def reached() -> AsyncIterator[tuple[Echo, FaultyProxy, asyncio.StreamReader, asyncio.StreamWriter]]:
     """A server, the way to it, and a connection over that."""
     echo = Echo()
     server = await asyncio.start_server(echo.serve, "127.0.0.1", 0)
-    way = Way(server.sockets[0].getsockname()[1])
-    async with server, asyncio.timeout(30), way.open():
-        parts = urlsplit(way.url)
+    proxy = FaultyProxy(server.sockets[0].getsockname()[1])
+    async with server, asyncio.timeout(30), proxy.open():
+        parts = urlsplit(proxy.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"hello"
         try:
-            yield echo, way, reader, writer
+            yield echo, proxy, reader, writer
         finally:
             writer.transport.abort()
 
@@ -69,11 +69,11 @@ async def test_what_is_sent_arrives_and_so_does_the_end() -> None:
 
 
 async def test_a_cut_ends_the_connection_at_both_ends_and_not_the_next_one() -> None:
-    async with reached() as (echo, way, reader, _):
-        assert way.cut() == 1
+    async with reached() as (echo, proxy, reader, _):
+        assert proxy.cut() == 1
         await echo.ended.wait()
         assert await rest_of(reader) == b""
-        _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(way.url).port)
+        _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(proxy.url).port)
         writer.write(b"again")
         while not echo.heard.endswith(b"again"):  # noqa: ASYNC110  # the server says nothing when it hears
             await asyncio.sleep(0)
@@ -84,10 +84,10 @@ async def test_a_cut_ends_the_connection_at_both_ends_and_not_the_next_one() -> 
 async def test_what_is_held_back_arrives_late_whole_and_in_order_though_its_sender_is_gone(
     direction: Direction,
 ) -> None:
-    async with reached() as (echo, way, reader, writer), asyncio.TaskGroup() as tasks:
+    async with reached() as (echo, proxy, reader, writer), asyncio.TaskGroup() as tasks:
         clock = asyncio.get_running_loop().time
         began = clock()
-        tasks.create_task(way.hold(HELD_SECONDS, (direction,)))
+        tasks.create_task(proxy.hold(HELD_SECONDS, (direction,)))
         await asyncio.sleep(0)
         for part in (b"one", b"two"):
             writer.write(part)
@@ -101,23 +101,23 @@ async def test_what_is_held_back_arrives_late_whole_and_in_order_though_its_send
 
 
 async def test_a_connection_to_a_service_that_is_down_is_closed() -> None:
-    way = Way(1)
-    async with asyncio.timeout(30), way.open():
-        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(way.url).port)
+    proxy = FaultyProxy(1)
+    async with asyncio.timeout(30), proxy.open():
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(proxy.url).port)
         assert await rest_of(reader) == b""
         writer.transport.abort()
 
 
 async def test_a_lost_connection_carries_nothing_more_and_new_ones_do() -> None:
-    async with reached() as (echo, way, reader, writer):
-        assert way.lose() == 1
+    async with reached() as (echo, proxy, reader, writer):
+        assert proxy.lose() == 1
         writer.write(b"more")
         await writer.drain()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(HELD_SECONDS):
                 await reader.read(1)
         assert echo.heard == b"hello"
-        parts = urlsplit(way.url)
+        parts = urlsplit(proxy.url)
         other, sink = await asyncio.open_connection(parts.hostname, parts.port)
         sink.write(b"again")
         assert await other.readexactly(5) == b"again"
@@ -125,11 +125,11 @@ async def test_a_lost_connection_carries_nothing_more_and_new_ones_do() -> None:
 
 
 async def test_it_answers_in_its_servers_place() -> None:
-    async with reached() as (echo, way, reader, _):
-        answering = asyncio.create_task(way.answer(HELD_SECONDS))
+    async with reached() as (echo, proxy, reader, _):
+        answering = asyncio.create_task(proxy.answer(HELD_SECONDS))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1)
-        parts = urlsplit(way.url)
+        parts = urlsplit(proxy.url)
         other, sink = await asyncio.open_connection(parts.hostname, parts.port)
         sink.write(b"POST / HTTP/1.1\r\n\r\n")
         said = await other.read()

@@ -1,8 +1,8 @@
-"""`python -m campaign.nursery`: starts the programs of a campaign as its own children, by fork.
+"""`python -m campaign.starter`: starts the programs of a campaign as its own children, by fork.
 
 The programs' imports are done once, so that a killed service is up again after a tenth of a second instead of two.
 Requests arrive on standard input, one line of JSON each: `{"module", "arguments", "log", "temporary"}` runs
-`main(arguments)` of a module in a new process. The nursery writes `{"started": pid}` in reply, and `{"ended": pid,
+`main(arguments)` of a module in a new process. The starter writes `{"started": pid}` in reply, and `{"ended": pid,
 "status": number}` whenever a program ends. Orphans below it become its children, so its descendants are all that its
 programs have left. When its input ends, it kills them and exits.
 """

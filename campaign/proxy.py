@@ -25,7 +25,7 @@ class Direction(StrEnum):
     FROM_SERVICE = "from the service"
 
 
-class Way:
+class FaultyProxy:
     """The proxy to the server at that port of this machine. `url` is the proxy's own address while the block of `open`
     runs."""
 
