@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.constraint import ConstraintKind
-from outrider.dialects.base import AskedSampling, ModelRequest, WireCall
+from outrider.dialects.base import ModelRequest, RequestedSampling, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.dialects.field_policy import TABLES, FieldRule, Treatment
 from outrider.dialects.gemini import GeminiDialect
@@ -238,7 +238,7 @@ def test_every_word_for_structured_output(
     ],
 )
 def test_text_is_no_form(dialect: str, fields: dict[str, Any]) -> None:
-    assert read(dialect, **fields).sampling == AskedSampling()
+    assert read(dialect, **fields).sampling == RequestedSampling()
 
 
 DEEP: dict[str, Any] = {}

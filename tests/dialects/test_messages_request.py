@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.base import Action, AskedSampling, Caller, ModelRequest, WireCall
+from outrider.dialects.base import Action, Caller, ModelRequest, RequestedSampling, WireCall
 from outrider.dialects.messages import COUNT_TOKENS, MESSAGES, MessagesDialect
 from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
@@ -254,8 +254,8 @@ def test_a_message_is_read_when_it_is_parsed() -> None:
 
 def test_sampling() -> None:
     asked = read(temperature=0, top_p=0.5, top_k=0, max_tokens=1 << 40, stop_sequences=["A"])
-    assert asked.sampling == AskedSampling(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=MAX_TOKENS, stop=("A",))
-    assert read(max_tokens=None).sampling == AskedSampling()
+    assert asked.sampling == RequestedSampling(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=MAX_TOKENS, stop=("A",))
+    assert read(max_tokens=None).sampling == RequestedSampling()
 
 
 def test_tolerated_fields() -> None:

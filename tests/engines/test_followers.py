@@ -161,7 +161,7 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
         )
 
         def say(closings: int, paused: Literal["abort"] | None, version: int) -> None:
-            known = msgspec.structs.replace(state, version=version, versions=old.told(version))
+            known = msgspec.structs.replace(state, version=version, versions=old.with_version(version))
             follower.follow(PoolState(closings=closings, paused=paused, policy_version=version, engines=(known,)))
 
         async def asked() -> Any:

@@ -15,7 +15,7 @@ from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
 from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
-from outrider.nodes.claims import believed_uses
+from outrider.nodes.claims import checked_uses
 from support.clock import pass_time
 
 from .test_silence import Call, Dripping, engine_of, known, request, until
@@ -250,7 +250,7 @@ async def test_a_follower_takes_the_pace_over_unless_it_knows_it() -> None:
 
 def test_the_pace_that_a_node_of_somebody_elses_reports_is_not_believed() -> None:
     uses = {"a": EngineUse(pace=SLOW, suspect="x" * 100_000, in_flight=3)}
-    own, strange = (believed_uses(uses, stranger=stranger)["a"] for stranger in (False, True))
+    own, strange = (checked_uses(uses, stranger=stranger)["a"] for stranger in (False, True))
     assert own.pace == SLOW
     assert strange.pace is None
     assert strange.in_flight == 3

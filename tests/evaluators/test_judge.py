@@ -210,9 +210,9 @@ async def test_the_same_question_is_asked_once() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     endpoints = Endpoints()
     for number in range(CACHED + 10):
-        endpoints.remember(b"%d" % number, number)
-    assert endpoints.remembered(b"9") is None
-    assert endpoints.remembered(b"10") == 10
+        endpoints.cache(b"%d" % number, number)
+    assert endpoints.cached(b"9") is None
+    assert endpoints.cached(b"10") == 10
 
 
 async def test_a_template_of_the_tasks_own() -> None:
@@ -238,8 +238,8 @@ async def test_a_frozen_model_judges() -> None:
     spec = EvaluatorSpec(kind="judge", options={"frozen": "judge", **REFERENCE})
     evaluator = make_evaluator(spec, Endpoints(frozen=["judge"]))
     with pytest.raises(EvaluatorError, match="the judge 'judge' failed: gone"):
-        await evaluator.evaluate(an_outcome(spec, "42", ask_frozen=ask))
-    verdict = await evaluator.evaluate(an_outcome(spec, "42", ask_frozen=ask))
+        await evaluator.evaluate(an_outcome(spec, "42", call_frozen=ask))
+    verdict = await evaluator.evaluate(an_outcome(spec, "42", call_frozen=ask))
     assert (verdict.reward, verdict.metrics["judge_prompt_tokens"]) == (1.0, 9)
     assert asked[-1] == ("judge", {"max_tokens": 2048, "temperature": 0.0, "seed": None})
 
@@ -278,11 +278,11 @@ async def test_an_answer_that_is_too_long_for_a_frozen_judge_is_worth_nothing() 
 
     spec = EvaluatorSpec(kind="judge", options={"frozen": "judge", **REFERENCE})
     evaluator = make_evaluator(spec, Endpoints(frozen=["judge"]))
-    verdict = await evaluator.evaluate(an_outcome(spec, "42 " * 1000, ask_frozen=ask))
+    verdict = await evaluator.evaluate(an_outcome(spec, "42 " * 1000, call_frozen=ask))
     assert (verdict.reward, verdict.reason) == (0.0, "the answer does not fit into the judge's context")
     room = 10
     with pytest.raises(EvaluatorError, match="the judge 'judge' failed: too long"):
-        await evaluator.evaluate(an_outcome(spec, "42", ask_frozen=ask))
+        await evaluator.evaluate(an_outcome(spec, "42", call_frozen=ask))
 
 
 async def test_what_cannot_be_encoded_is_judged_all_the_same() -> None:

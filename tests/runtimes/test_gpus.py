@@ -25,7 +25,7 @@ from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.runtimes.apptainer import runtime as apptainer
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest, HostMount
-from outrider.sandbox.runtimes.containers.daemon import ask
+from outrider.sandbox.runtimes.containers.daemon import get
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
 from outrider.sandbox.runtimes.namespace import runtime as namespace
 from outrider.sandbox.runtimes.nvidia import NvidiaDriver, driver_libraries
@@ -323,7 +323,7 @@ def device(name: str, kind: str) -> dict[str, Any]:
 @pytest.fixture
 def maker(kind: str) -> Iterator[str]:
     """What comes before the names of three devices that the engine knows."""
-    if kind == "docker" and not msgspec.json.decode(ask(engines.engine(kind), "/info").body).get("CDISpecDirs"):
+    if kind == "docker" and not msgspec.json.decode(get(engines.engine(kind), "/info").body).get("CDISpecDirs"):
         pytest.skip("this docker does not know the Container Device Interface: 25 or newer does, with its feature cdi")
     if os.geteuid():
         pytest.skip(f"only root may write to {DESCRIBED}")

@@ -111,7 +111,7 @@ class AccessControl:
         try:
             caller = await self._tokens.caller(_token(headers))
             if caller is LOCAL:
-                check_place(headers)
+                check_local(headers)
         except OutriderError as error:
             # Not in the audit log: a refused call changes nothing, and any program could fill the log with refused
             # calls. Starlette replies to a WebSocket request that is not accepted yet as to any other request.
@@ -235,7 +235,7 @@ def _token(headers: dict[bytes, bytes]) -> bytes | None:
     return token.strip() if scheme.lower() == b"bearer" else given
 
 
-def check_place(headers: dict[bytes, bytes]) -> None:
+def check_local(headers: dict[bytes, bytes]) -> None:
     """Raises Unauthorized if a request without a token is for, or from, another machine."""
     for name in (b"host", b"origin"):
         place = headers.get(name, b"localhost").decode("latin-1")

@@ -66,7 +66,7 @@ class Failures:
             while len(book) > MOST_NAMES:
                 book.popitem(last=False)
 
-    def forget(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """Drop the record of `name`, because the work has been abandoned."""
         self._failing.pop(name, None)
 
@@ -154,7 +154,7 @@ class Chores:
                 await asyncio.sleep(self._pauses.wait(failures))
                 failures += 1
         except asyncio.CancelledError:
-            self.failures.forget(name)
+            self.failures.drop(name)
             raise
 
     async def _succeeds(self, work: Callable[[], Awaitable[object]], name: str) -> bool:

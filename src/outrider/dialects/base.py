@@ -56,7 +56,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str | None = None
 
 
-class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters in the client's request; None for a parameter left open."""
 
     temperature: float | None = None
@@ -87,7 +87,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: WireMessages
     tools: tuple[ToolSpec, ...] = ()
     tools_raw: bytes = b""
-    sampling: AskedSampling = AskedSampling()
+    sampling: RequestedSampling = RequestedSampling()
     ignored: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False

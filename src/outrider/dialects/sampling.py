@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.dialects.base import AskedSampling
+from outrider.dialects.base import RequestedSampling
 from outrider.dialects.field_policy import UNKNOWN
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 
@@ -79,17 +79,17 @@ _TEMPLATE_VARIABLES: msgspec.json.Decoder[JsonObject | None] = msgspec.json.Deco
 _REGEX_SPECIAL = frozenset(r"\.^$|?*+()[]{}")
 
 
-def asked_sampling(
+def read_sampling(
     body: SamplingFields,
     *,
     max_tokens: int | None,
     stop: str | list[str] | None,
     thinking: bool | None,
     constraint: Constraint | None,
-) -> AskedSampling:
+) -> RequestedSampling:
     """All sampling parameters of a body. `constraint` is the form of the reply from the dialect's own field. Raises
     RequestError."""
-    return AskedSampling(
+    return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
         # vLLM's clients write 0 or -1 for "all tokens"; everywhere else in Outrider the value is -1.
@@ -109,7 +109,7 @@ def asked_sampling(
     )
 
 
-def asked_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
+def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
     """Return True or False if the request turns thinking on or off, None if it leaves thinking to the model.
 
     `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),

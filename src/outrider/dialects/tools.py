@@ -41,7 +41,7 @@ class _FromBytes(Protocol):
 ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
-def remembered_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
+def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
     """Return the tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes, so
     `read` is called only if `raw` differs from the session's last call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)

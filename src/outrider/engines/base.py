@@ -199,7 +199,7 @@ class KnownVersions(msgspec.Struct, frozen=True):
     def of_new_run(cls) -> KnownVersions:
         return cls(run=secrets.token_hex(8))
 
-    def told(self, served: int, unlabelled: int | None = None) -> KnownVersions:
+    def with_version(self, served: int, unlabelled: int | None = None) -> KnownVersions:
         """A copy with another version. A lower version also gets a new `run`, because the number may come again with
         other weights."""
         run = self.run if served >= self.served else secrets.token_hex(8)

@@ -33,7 +33,7 @@ class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-class AskFrozen(Protocol):
+class CallFrozen(Protocol):
     """Calls a frozen model of the service by name, once, in a conversation separate from the agent's. Raises the errors
     of a model call: EngineError, ContextOverflow, RequestError."""
 
@@ -73,7 +73,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of its
     block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
-    resources. Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` belongs to the node: evaluators share
+    resources. Raises RuntimeFailure. `call_frozen` calls a frozen model. `host` belongs to the node: evaluators share
     its parts.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). Where evaluations wait for each other, tenants
@@ -90,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[GradedTurn, ...] = ()
     patch: bytes | None = None
     beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
-    ask_frozen: AskFrozen = no_model
+    call_frozen: CallFrozen = no_model
     host: Host | None = None
     bucket: str = ""
     off_the_clock: OffTheClock = nullcontext

@@ -75,13 +75,13 @@ class Endpoints:
         lifetime of this object."""
         return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
 
-    def remembered(self, key: bytes) -> Any:
+    def cached(self, key: bytes) -> Any:
         """Return the value cached under `key`, or None."""
         if key in self._cache:
             self._cache.move_to_end(key)
         return self._cache.get(key)
 
-    def remember(self, key: bytes, value: Any) -> None:
+    def cache(self, key: bytes, value: Any) -> None:
         self._cache[key] = value
         while len(self._cache) > CACHED:
             self._cache.popitem(last=False)

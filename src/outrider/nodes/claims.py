@@ -375,7 +375,7 @@ def checked_stats(name: str, report: Report) -> NodeStats:
     return msgspec.structs.replace(stats, name=name, drained=False, failing=failing)
 
 
-def believed_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
+def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
     """Return a node's use of the engines, with texts cut to the length shown in the status. The pace reported by a
     `stranger`, a node on another machine, is left out, because sessions of other nodes are judged by the pace."""
     return {

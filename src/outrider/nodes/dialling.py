@@ -99,14 +99,14 @@ class Dialled:
         PATIENCE_SECONDS."""
         failed = 0
         while True:
-            before = self.socket.heard
+            before = self.socket.last_arrival
             end = await self._one_connection(session, taken_up)
-            failed = 0 if self.socket.heard > before else failed + 1
+            failed = 0 if self.socket.last_arrival > before else failed + 1
             if not taken_up.is_set():
                 if (refusal := REFUSALS.get(end.code)) is not None:
                     kind, hint = refusal
                     return kind(f"{self.url} refuses this node: {end.reason or end}", hint=hint)
-            elif end.code in FINAL or self._clock() - self.socket.heard >= PATIENCE_SECONDS:
+            elif end.code in FINAL or self._clock() - self.socket.last_arrival >= PATIENCE_SECONDS:
                 self.socket.end(end)
                 return None
             log.warning("no connection to %s: %s", self.url, end)
@@ -137,7 +137,7 @@ class Dialled:
                     await socket.send(encode(hello))
                     welcome = WELCOME.decode(await socket.receive())
                 taken_up.set()
-                self.socket.heard = self._clock()
+                self.socket.last_arrival = self._clock()
                 return await self._carry(socket, welcome.received, replaced)
             except asyncio.CancelledError:
                 code = Close.LEFT
@@ -153,7 +153,7 @@ class Dialled:
         """Exchange messages over a connection until it ends, or has been quiet for QUIET_SECONDS."""
         async with asyncio.TaskGroup() as tasks:
             carrying = tasks.create_task(self.socket.carry(socket, arrived, replaced))
-            while (quiet := self._clock() - self.socket.heard) < QUIET_SECONDS:
+            while (quiet := self._clock() - self.socket.last_arrival) < QUIET_SECONDS:
                 await asyncio.wait([carrying], timeout=QUIET_SECONDS - quiet)
                 if carrying.done():
                     return carrying.result()

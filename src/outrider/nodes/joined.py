@@ -168,7 +168,7 @@ class JoinedNodes:
                 setup,
                 ready=ready,
                 ended=ended,
-                heard=lambda: socket.heard,
+                last_arrival=lambda: socket.last_arrival,
                 taken=lambda: socket.taken,
             )
             how = end

@@ -42,9 +42,9 @@ from outrider.nodes.claims import (
     RESULT_RULES,
     TURN_RULES,
     Given,
-    believed_uses,
     check,
     checked_stats,
+    checked_uses,
     shortened,
 )
 from outrider.nodes.messages import (
@@ -155,20 +155,20 @@ class RemoteNode:
         *,
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
-        heard: Callable[[], float] = lambda: 0.0,
+        last_arrival: Callable[[], float] = lambda: 0.0,
         taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
         is called with None when the node is ready to run attempts, or with its error. `ended` is awaited at the end,
-        and returns when the node has stopped using its resources: only then are the resources given back. `heard`,
-        `taken`: see `Link`."""
+        and returns when the node has stopped using its resources: only then are the resources given back.
+        `last_arrival`, `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
                 TO_SERVICE,
                 heartbeat=HEARTBEAT_SECONDS,
                 silence=START_SECONDS,
-                heard=heard,
+                last_arrival=last_arrival,
                 taken=taken,
                 stranger=self._dialled,
             )
@@ -420,7 +420,7 @@ class NodeConnection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    self._pool(used.model).note_uses(self._name, believed_uses(used.engines, stranger=self._dialled))
+                    self._pool(used.model).note_uses(self._name, checked_uses(used.engines, stranger=self._dialled))
             case Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # the node has only begun to follow the pool

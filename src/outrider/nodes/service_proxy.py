@@ -122,7 +122,7 @@ class ServiceProxy:
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
         """What messages are applied to; None before the node is ready."""
         self._reported: Report | None = None
-        self._heard: float | None = None
+        self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
         """True once new attempts are ignored."""
@@ -142,7 +142,7 @@ class ServiceProxy:
 
     def silence(self) -> float:
         """Return the seconds since the service's last message, or 0 below SILENT_SECONDS."""
-        silent = 0.0 if self._heard is None else time.monotonic() - self._heard
+        silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 
     async def run(self, node: LocalNode, pools: Followers) -> None:
@@ -160,7 +160,7 @@ class ServiceProxy:
 
         async with Chores(node.failures) as attempts:
             self._ready = node, pools, attempts
-            self._heard = time.monotonic()
+            self._last_arrival = time.monotonic()
             for message in self._early:
                 self._receive(message)
             self._link.send(Ready(outlived=node.outlived()))
@@ -249,7 +249,7 @@ class ServiceProxy:
     def _apply(self, node: LocalNode, pools: Followers, attempts: Chores, message: ToNode) -> None:
         if silent := self.silence():
             node.note_stall(silent)
-        self._heard = time.monotonic()
+        self._last_arrival = time.monotonic()
         match message:
             case CallReply():
                 if (call := self._calls.get(message.call)) is not None and not call.done():

@@ -97,7 +97,7 @@ def outlived(folder: Path, directories: Sequence[Path]) -> dict[str, Outlived]:
     return found
 
 
-def forget(directory: Path) -> None:
+def remove_record(directory: Path) -> None:
     """Remove the record: the sandbox of this folder must not outlive its node any more. Blocks."""
     (directory / RUN_FILE).unlink(missing_ok=True)
 

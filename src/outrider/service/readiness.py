@@ -26,21 +26,21 @@ class StoreReadiness:
         self._store = store
         self._seconds = seconds
         self._fresh = fresh
-        self._asking = asyncio.Lock()
+        self._probing = asyncio.Lock()
         self._answered = -1.0
         self._fault: str | None = None
 
     async def check(self) -> None:
         """Raises StoreUnavailable while nothing can be stored."""
         clock = asyncio.get_running_loop().time
-        async with self._asking:
+        async with self._probing:
             if self._answered < 0 or clock() - self._answered >= self._fresh:
-                self._fault = await self._ask()
+                self._fault = await self._probe()
                 self._answered = clock()
         if self._fault is not None:
             raise StoreUnavailable(f"the store cannot be used: {self._fault}", hint=HINT)
 
-    async def _ask(self) -> str | None:
+    async def _probe(self) -> str | None:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._store.probe()

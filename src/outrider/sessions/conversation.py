@@ -17,7 +17,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.offload import Steps
 from outrider.concurrency.overdue import Overdue
-from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
+from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.affinity import ServingEngine
 from outrider.errors import (
@@ -318,7 +318,7 @@ class Conversation:
     def begin_step(self) -> None:
         """Accept the calls of the task's next step, after `close`, unless the record is broken."""
         self._open = self.broken is None
-        self._failed.forget()
+        self._failed.clear()
         self.limit, self.hung_up = None, False
         self.step += 1
         self.step_turns = 0
@@ -464,7 +464,7 @@ class Conversation:
                 hint="ask without structured output",
             )
 
-    def _sampling_for(self, client: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
+    def _sampling_for(self, client: RequestedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """Return the sampling of a call. Raises ContextOverflow for a prompt that fills the context."""
         room = self._allowance.unsampled
         if context is not None:

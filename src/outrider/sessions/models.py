@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outrider.concurrency.offload import Steps
-from outrider.dialects.base import AskedSampling, Completion, Dialect, ModelRequest, WireCall
+from outrider.dialects.base import Completion, Dialect, ModelRequest, RequestedSampling, WireCall
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError, ServiceError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
@@ -171,7 +171,7 @@ async def completed(
         messages=ParsedMessages(tuple(messages)),
         tools=tuple(tools),
         tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
-        sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
+        sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
     )
     async with aclosing(conversation.call(request, dialect="inprocess")) as batches:
         async for steps in batches:

@@ -104,7 +104,7 @@ class PrioritySemaphore:
                 line.waiters.remove(entry)
                 heapq.heapify(line.waiters)
             self._serve()  # the next in line may fit where this request did not
-            self._forget(owner)
+            self._drop_idle_owner(owner)
             raise
         self.served += 1
         self.waited_seconds += time.monotonic() - started
@@ -156,9 +156,9 @@ class PrioritySemaphore:
         known = self._owners[owner]
         known.taken = tuple(map(sub, known.taken, quantities))
         self._serve()
-        self._forget(owner)
+        self._drop_idle_owner(owner)
 
-    def _forget(self, owner: str) -> None:
+    def _drop_idle_owner(self, owner: str) -> None:
         """Drop an owner that neither holds nor waits for anything: the number of owners is unbounded."""
         known = self._owners.get(owner)
         if known is not None and not known.waiters and not any(known.taken):

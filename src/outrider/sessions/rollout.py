@@ -47,7 +47,7 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code, resolve
-from outrider.sandbox.kept_run import KeptRun, Outlived, Pulse, forget
+from outrider.sandbox.kept_run import KeptRun, Outlived, Pulse, remove_record
 from outrider.sandbox.runtimes.base import Outlives, Runtime, TakesOver
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
@@ -436,7 +436,7 @@ class Rollout:
         try:
             yield AGENT
         finally:
-            await shielded(partial(asyncio.to_thread, forget, sandbox.directory))
+            await shielded(partial(asyncio.to_thread, remove_record, sandbox.directory))
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Run the agent and collect its artifacts, also after a failure: then they are needed most.
@@ -630,16 +630,16 @@ class Rollout:
             transcript=said,
             turns=len(turns),
             calls=calls,
-            ask_frozen=self._ask_frozen,
+            call_frozen=self._call_frozen,
             host=self._node.sandboxes.host,
             bucket=self._session.bucket,
             off_the_clock=off_the_clock,
         )
 
-    async def _ask_frozen(
+    async def _call_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. The judged
+        """See `evaluators.base.CallFrozen`. Each call is a conversation of its own, and is stored nowhere. The judged
         text cannot open or end a turn, because its special tokens are removed."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 

@@ -46,8 +46,8 @@ class Link(Generic[In]):
     """A connection's queues, heartbeats and watch.
 
     `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
-    may be changed while the link runs. `heard` returns the time, by the event loop's clock, of the last sign of the
-    peer at the socket, such as part of a message. `taken` returns the time at which the peer last accepted part of the
+    may be changed while the link runs. `last_arrival` returns the time, by the event loop's clock, of the peer's last
+    sign at the socket, such as part of a message. `taken` returns the time at which the peer last accepted part of the
     data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is counted first
     (`decoding.py`).
     """
@@ -59,14 +59,14 @@ class Link(Generic[In]):
         *,
         heartbeat: float,
         silence: float,
-        heard: Callable[[], float] = lambda: 0.0,
+        last_arrival: Callable[[], float] = lambda: 0.0,
         taken: Callable[[], float] = lambda: 0.0,
         stranger: bool = False,
     ) -> None:
         self._socket = socket
         self._decoder = decoder
         self._heartbeat = heartbeat
-        self._socket_heard = heard
+        self._socket_arrival = last_arrival
         self._socket_taken = taken
         self._stranger = stranger
         self.silence = silence
@@ -81,7 +81,7 @@ class Link(Generic[In]):
         """Whether reading is suspended until the work of earlier messages allows the next one (`ready`)."""
         self._close: Disconnected | None = None
         self._clock = asyncio.get_running_loop().time
-        self._heard = self._sent = self._clock()
+        self._last_arrival = self._sent = self._clock()
         self._sending_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
@@ -155,12 +155,12 @@ class Link(Generic[In]):
             if ready is not None:
                 self._held = True
                 await ready()
-                self._held, self._heard = False, self._clock()
+                self._held, self._last_arrival = False, self._clock()
             try:
                 frame = await self._socket.receive()
             except Disconnected as end:
                 return end
-            self._heard = self._clock()
+            self._last_arrival = self._clock()
             try:
                 if self._stranger and len(frame) > SMALL:
                     await asyncio.to_thread(check_cost, frame)
@@ -182,10 +182,10 @@ class Link(Generic[In]):
             await asyncio.sleep(pause)
             now = self._clock()
             if now - due > pause:  # this process was blocked: messages may have arrived that are still to be read
-                self._heard = now
+                self._last_arrival = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
-            if not self._held and now - max(self._heard, self._socket_heard()) >= self.silence:
+            if not self._held and now - max(self._last_arrival, self._socket_arrival()) >= self.silence:
                 self.close(Close.SILENT, f"nothing came for {self.silence:g} s")
             elif now - self._sent >= self._heartbeat / 2:
                 self.send(Beat())

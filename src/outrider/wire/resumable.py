@@ -37,7 +37,7 @@ class ResumableSocket:
 
     def __init__(self, most: int) -> None:
         self.received = 0
-        self.heard = 0.0
+        self.last_arrival = 0.0
         """The event loop's time when the last piece came."""
         self.taken = 0.0
         """The event loop's time when the peer last acknowledged a piece."""
@@ -155,7 +155,7 @@ class ResumableSocket:
                 return NO_PIECE
             if self._parts_bytes + len(piece) - HEADER > self._most:
                 return Disconnected(Close.NONSENSE, f"a message of more than {self._most} bytes")
-            self.heard = asyncio.get_running_loop().time()
+            self.last_arrival = asyncio.get_running_loop().time()
             self.received += 1
             if not self._acknowledge(int.from_bytes(piece[1:HEADER], "little")):
                 return NOT_SENT
@@ -169,7 +169,7 @@ class ResumableSocket:
             while self._unread_bytes > MAX_UNREAD and not self._ended:
                 self._changed.clear()
                 await self._changed.wait()
-                self.heard = asyncio.get_running_loop().time()
+                self.last_arrival = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
         """Record that the peer has received `arrived` pieces. Returns False if fewer were ever written."""

@@ -26,12 +26,12 @@ from outrider.dialects.sampling import (
     SamplingFields,
     StopString,
     StopStrings,
-    asked_sampling,
-    asked_thinking,
     note_unknown,
+    read_sampling,
+    read_thinking,
     response_format,
 )
-from outrider.dialects.tools import DeclaredTools, arguments_from_text, check_function, remembered_tools
+from outrider.dialects.tools import DeclaredTools, arguments_from_text, cached_tools, check_function
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec
 
 
@@ -115,13 +115,13 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     wire = _BODY.read(body, notes)
     if not wire.messages:
         refuse("messages", "must not be empty")
-    tools = remembered_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
+    tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
     # Thinking can be switched in any of the clients' spellings: `reasoning.enabled` wins over an effort of `none`,
     # which wins over `thinking` and the template's variables.
-    thinking = asked_thinking(wire, wire.thinking, notes)
+    thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
     for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
@@ -135,7 +135,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         thinking = enabled
     # `max_tokens` is deprecated; clients that send both mean the newer field.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
-    sampling = asked_sampling(
+    sampling = read_sampling(
         wire,
         max_tokens=limit,
         stop=wire.stop,

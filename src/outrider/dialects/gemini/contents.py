@@ -222,7 +222,7 @@ def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,
-        content=said_text(parts),
+        content=reply_text(parts),
         reasoning="".join([part.text for part in parts if part.thought and part.text]) or None,
         tool_calls=tuple(
             ToolCall(id, call.name, arguments_from_wire(call.args)) for id, call in zip(ids, calls, strict=True)
@@ -230,7 +230,7 @@ def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
     )
 
 
-def said_text(parts: Sequence[WirePart]) -> str:
+def reply_text(parts: Sequence[WirePart]) -> str:
     """The text of a model's parts, without its thoughts."""
     return "".join([part.text for part in parts if part.text and not part.thought])
 

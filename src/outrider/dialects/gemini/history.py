@@ -39,8 +39,8 @@ from outrider.dialects.gemini.contents import (
     check_model_parts,
     model_message,
     parts_of,
+    reply_text,
     role_of,
-    said_text,
     signed_id,
     system_message,
     tool_message,
@@ -97,14 +97,14 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
 
 
 class HistoryMemory:
-    """The history of one session: the ids of its calls (`given_ids`, `ids_by_place`, `ids_by_said`), every decoded
+    """The history of one session: the ids of its calls (`given_ids`, `ids_by_path`, `ids_by_reply`), every decoded
     content by its digest, and the readers of the latest requests by the digest of their contents."""
 
     def __init__(self) -> None:
         self.contents: dict[bytes, _ReadContent] = {}
         self.given_ids: set[str] = set()
-        self.ids_by_place: dict[bytes, tuple[str, ...]] = {}
-        self.ids_by_said: dict[bytes, list[tuple[str, ...]]] = {}
+        self.ids_by_path: dict[bytes, tuple[str, ...]] = {}
+        self.ids_by_reply: dict[bytes, list[tuple[str, ...]]] = {}
         self.readers: dict[bytes, _HistoryReader] = {}
 
 
@@ -180,10 +180,10 @@ class GeminiHistory:
             (call.name, _one_spelling(Raw(arguments_on_wire(call.arguments)), "functionCall.args"))
             for call in reply.tool_calls
         ]
-        said = _digest_of_said(reply.content, calls)
+        said = _reply_digest(reply.content, calls)
         self._memory.given_ids.update(ids)
-        self._memory.ids_by_place[digest(self._place + said)] = ids
-        self._memory.ids_by_said.setdefault(said, []).append(ids)
+        self._memory.ids_by_path[digest(self._place + said)] = ids
+        self._memory.ids_by_reply.setdefault(said, []).append(ids)
 
 
 class _WaitingCall(msgspec.Struct, gc=False):
@@ -257,7 +257,7 @@ class _HistoryReader:
         if len(run) > 1:
             calls = [call for content in run for call in content.calls]
             text = "".join([content.text for content in run])
-            said = _digest_of_said(text, [(call.name, call.arguments) for call in calls])
+            said = _reply_digest(text, [(call.name, call.arguments) for call in calls])
         self.place = digest(self.place + said)
         ids = self._ids_of(calls, said) if calls else ()
         if calls:
@@ -277,9 +277,9 @@ class _HistoryReader:
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
-        recorded = memory.ids_by_place.get(self.place)
+        recorded = memory.ids_by_path.get(self.place)
         if recorded is None and not any(call.id for call in calls):
-            recorded = next((ids for ids in memory.ids_by_said.get(said, ()) if ids not in self._used), None)
+            recorded = next((ids for ids in memory.ids_by_reply.get(said, ()) if ids not in self._used), None)
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
@@ -289,7 +289,7 @@ class _HistoryReader:
                     number += 1
                 found = f"call_{number}"
             ids.append(found)
-        memory.ids_by_place.setdefault(self.place, tuple(ids))
+        memory.ids_by_path.setdefault(self.place, tuple(ids))
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
@@ -338,18 +338,18 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         if (call := part.function_call) is not None:
             arguments = _one_spelling(call.args, f"{where}.parts[{index}].functionCall.args")
             calls.append(_Call(call.name, call.id or None, signed_id(part.thought_signature), arguments))
-    text = said_text(parts)
+    text = reply_text(parts)
     return _ReadContent(
         Role.ASSISTANT,
         key,
         text=text,
         calls=tuple(calls),
-        said=_digest_of_said(text, [(call.name, call.arguments) for call in calls]),
+        said=_reply_digest(text, [(call.name, call.arguments) for call in calls]),
         hosted=tuple([name for part in parts for name in part.hosted]),
     )
 
 
-def _digest_of_said(text: str, calls: Sequence[tuple[str, bytes]]) -> bytes:
+def _reply_digest(text: str, calls: Sequence[tuple[str, bytes]]) -> bytes:
     """The digest of the model's text and calls, without ids and thoughts; `calls` are names and arguments."""
     return digest(msgspec.json.encode([text.strip(), [[name, Raw(arguments)] for name, arguments in calls]]))
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint
-from outrider.dialects.base import AskedSampling, Memory, ModelRequest, WireCall, opencode_caller
+from outrider.dialects.base import Memory, ModelRequest, RequestedSampling, WireCall, opencode_caller
 from outrider.dialects.field_policy import (
     GEMINI_BODY,
     GEMINI_GENERATION,
@@ -30,7 +30,7 @@ from outrider.dialects.field_policy import (
 from outrider.dialects.gemini.contents import role_of
 from outrider.dialects.gemini.history import GeminiHistory
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
-from outrider.dialects.gemini.tools import asked_tools, from_google_schema
+from outrider.dialects.gemini.tools import from_google_schema, read_tools
 from outrider.dialects.json import check_depth, is_absent, refuse
 from outrider.dialects.sampling import (
     JSON_OBJECT,
@@ -100,11 +100,11 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     apply_rules(wire, _BODY_RULES, _BODY_FIELDS, "", notes)
     generation = _read_generation(wire, notes)
     history = GeminiHistory(wire.get("systemInstruction", Raw()), contents, memory)
-    tools = asked_tools(wire, memory, notes)
+    tools = read_tools(wire, memory, notes)
     notes += [HISTORY + name for name in history.hosted]
     thinking = _read_thinking(generation, notes)
     limit, top_k = generation.max_output_tokens, generation.top_k
-    sampling = AskedSampling(
+    sampling = RequestedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which is -1 everywhere else
@@ -140,14 +140,14 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
     notes: list[str] = []  # a count has no turn for these notes
-    tools = asked_tools(wire, memory, notes)
+    tools = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
         model=model,
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,
-        sampling=AskedSampling(thinking=_thinking_switch(thinking)),
+        sampling=RequestedSampling(thinking=_thinking_switch(thinking)),
         caller=opencode_caller(call),
         reply_context=GeminiContext(history),
     )

@@ -22,7 +22,7 @@ from outrider.dialects.base import Memory
 from outrider.dialects.field_policy import TOOL
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
 from outrider.dialects.json import camel_case, check_depth, is_absent, quoted, refuse
-from outrider.dialects.tools import DeclaredTools, remembered_tools
+from outrider.dialects.tools import DeclaredTools, cached_tools
 from outrider.messages import ToolSpec
 
 _DECLARATIONS = "functionDeclarations"
@@ -53,10 +53,10 @@ _DECLARATION = msgspec.json.Decoder(_Declaration)
 _CALLING = msgspec.json.Decoder(_Calling)
 
 
-def asked_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
+def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
     """The tools that the model sees. Raises RequestError."""
     raw = bytes(body.get("tools", b""))
-    tools = remembered_tools(memory, raw, lambda: _read_tools(raw))
+    tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
     config = body.get("toolConfig", Raw())
     sent = Raw() if is_absent(config) else fields(config, "toolConfig").get("functionCallingConfig", Raw())

@@ -26,12 +26,12 @@ from outrider.dialects.sampling import (
     OutputLimit,
     SamplingFields,
     StopStrings,
-    asked_sampling,
-    asked_thinking,
     note_unknown,
+    read_sampling,
+    read_thinking,
     response_format,
 )
-from outrider.dialects.tools import DeclaredTools, remembered_tools
+from outrider.dialects.tools import DeclaredTools, cached_tools
 from outrider.messages import ToolSpec
 
 _TOOL_CHOICES = frozenset({"none", "auto", "any", "tool"})
@@ -114,7 +114,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         refuse("messages", "must not be empty")
     if generate and wire.messages[-1].role == "assistant":
         refuse("messages", "must not end with an assistant message: a reply cannot be prefilled")
-    tools = remembered_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
+    tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     config = wire.output_config or {}
@@ -126,11 +126,11 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     constraint = response_format(wire.output_format, "output_format")
     if constraint is None:
         constraint = response_format(config.get("format"), "output_config.format")
-    sampling = asked_sampling(
+    sampling = read_sampling(
         wire,
         max_tokens=wire.max_tokens,
         stop=wire.stop_sequences,
-        thinking=asked_thinking(wire, wire.thinking, notes),
+        thinking=read_thinking(wire, wire.thinking, notes),
         constraint=constraint,
     )
     told = tools.specs and (wire.tool_choice is None or wire.tool_choice.type != "none")

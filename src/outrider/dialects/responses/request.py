@@ -30,8 +30,8 @@ from outrider.dialects.sampling import (
     SamplingFields,
     StopString,
     StopStrings,
-    asked_sampling,
-    asked_thinking,
+    read_sampling,
+    read_thinking,
     response_format,
 )
 
@@ -117,7 +117,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     text, reasoning = wire.text or _TextFormat(), wire.reasoning or _Reasoning()
     if text.verbosity is not None:
         notes.append("text.verbosity")
-    thinking = asked_thinking(wire, None, notes)
+    thinking = read_thinking(wire, None, notes)
     if reasoning.effort == "none":
         thinking = False
     elif reasoning.effort is not None:
@@ -128,7 +128,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         messages=history,
         tools=told.specs(),
         tools_raw=told.raw if told.table else b"",
-        sampling=asked_sampling(
+        sampling=read_sampling(
             wire,
             max_tokens=wire.max_output_tokens,
             stop=wire.stop,

@@ -23,7 +23,7 @@ import msgspec
 from outrider.dialects.base import Memory
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 from outrider.dialects.responses.round_trip import INPUT, flat_name
-from outrider.dialects.tools import check_function, remembered_tools
+from outrider.dialects.tools import cached_tools, check_function
 from outrider.messages import ToolSpec
 
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
@@ -69,7 +69,7 @@ class ToolList(msgspec.Struct, frozen=True):
 def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
     """Parse all tools of a request. Raises RequestError."""
     raw = b"\n".join([bytes(part.raw) for part in lists])
-    return remembered_tools(memory, raw, lambda: _read(lists, raw))
+    return cached_tools(memory, raw, lambda: _read(lists, raw))
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: list[str]) -> None:

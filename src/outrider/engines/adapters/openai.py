@@ -152,7 +152,7 @@ class OpenAIEngine:
 
     async def set_version(self, version: int) -> None:
         """Record the version of the server's weights, for replies that do not report a version."""
-        self.versions = self.versions.told(version, 0)
+        self.versions = self.versions.with_version(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
         sampling = request.sampling

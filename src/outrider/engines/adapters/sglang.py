@@ -111,7 +111,7 @@ class SGLangEngine:
         self._context: int | None = None
         self.versions = KnownVersions.of_new_run()
         self.advice = ""
-        self._asked_settings = False
+        self._requested_settings = False
 
     async def start(self) -> None:
         await self._http.start()
@@ -160,7 +160,7 @@ class SGLangEngine:
     def _note(self, last: Chunk, reader: _SGLangReader) -> None:
         """Record facts that only a reply shows: newer weights, and how the server streams."""
         if last.versions and last.versions[-1].version > self.versions.served:
-            self.versions = self.versions.told(last.versions[-1].version)
+            self.versions = self.versions.with_version(last.versions[-1].version)
         if reader.repeats is not None:
             self._advise(reader.repeats)
 
@@ -180,8 +180,8 @@ class SGLangEngine:
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
             served = min(await self._servers.query_all(self._served_version))
-            self.versions = self.versions.told(served)
-            await self._ask_settings()
+            self.versions = self.versions.with_version(served)
+            await self._request_settings()
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -218,9 +218,9 @@ class SGLangEngine:
         try:
             await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         except WorkersOutOfReach:
-            self.versions = self.versions.told(version, version)
+            self.versions = self.versions.with_version(version, version)
         else:
-            self.versions = self.versions.told(version, 0)
+            self.versions = self.versions.with_version(version, 0)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load a folder that the server can read. Cached keys and values are dropped, and a pause stays in force."""
@@ -234,7 +234,7 @@ class SGLangEngine:
         for answer in await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
-        self.versions = self.versions.told(version)
+        self.versions = self.versions.with_version(version)
 
     async def token_check(self, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -246,12 +246,12 @@ class SGLangEngine:
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    async def _ask_settings(self) -> None:
+    async def _request_settings(self) -> None:
         """Check once whether the server streams incrementally. If the server does not report this, its replies show
         it."""
-        if self._asked_settings:
+        if self._requested_settings:
             return
-        self._asked_settings = True
+        self._requested_settings = True
         try:
             async with asyncio.timeout(SETTINGS_SECONDS):
                 settings = await self._servers.query_all(lambda server: server.get("/server_info"))
@@ -292,7 +292,7 @@ class _SGLangReader:
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self.repeats: bool | None = None
         self._engine = engine
-        self._ask_versions = versions
+        self._current_versions = versions
         self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self._length = 0
@@ -307,7 +307,7 @@ class _SGLangReader:
 
     def ask(self) -> str:
         """Return the cache salt of the request, which is about to be sent."""
-        self._asked = self._ask_versions()
+        self._asked = self._current_versions()
         return self._asked.cache_salt
 
     def abort(self) -> None:
@@ -355,7 +355,7 @@ class _SGLangReader:
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new and self._versions is None:
-            self._versions = self._ask_versions()
+            self._versions = self._current_versions()
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
                 raise WasCut
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
@@ -383,7 +383,7 @@ class _SGLangReader:
             self._finish(finish_of(finish.type, self._engine), finish.matched, meta)
 
     def _finish(self, reason: FinishReason, matched: int | str | None, meta: _Meta | None = None) -> None:
-        versions = self._versions or self._ask_versions()
+        versions = self._versions or self._current_versions()
         self._last = Chunk(
             ids=[],
             logprobs=[],

@@ -191,7 +191,7 @@ class VLLMEngine:
     def _note(self, last: Chunk) -> None:
         """Record facts that only a reply shows: newer weights, and counts that the server does not send."""
         if last.versions and last.versions[-1].version > self.versions.served:
-            self.versions = self.versions.told(last.versions[-1].version)
+            self.versions = self.versions.with_version(last.versions[-1].version)
         if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
             if last.cached_tokens is None and not self.advice:
                 log.info("engine %s %s", self.name, UNCOUNTED)
@@ -205,7 +205,7 @@ class VLLMEngine:
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
             served = min(await self._servers.query_all(self._served_version))
-            self.versions = self.versions.told(served)
+            self.versions = self.versions.with_version(served)
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -251,7 +251,7 @@ class VLLMEngine:
             labelled = all(await self._servers.order_all(label))
         except WorkersOutOfReach:
             labelled = False
-        self.versions = self.versions.told(version, 0 if labelled else version)
+        self.versions = self.versions.with_version(version, 0 if labelled else version)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Reload from a folder in Hugging Face layout that the server can read, and drop all cached keys and values.
@@ -355,7 +355,7 @@ class _VLLMReader:
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
-        self._ask_versions = versions
+        self._current_versions = versions
         self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self.begun = False
@@ -373,7 +373,7 @@ class _VLLMReader:
 
     def ask(self) -> str:
         """Return the cache salt of the request, which is about to be sent."""
-        self._asked = self._ask_versions()
+        self._asked = self._current_versions()
         return self._asked.cache_salt
 
     def abort(self) -> None:
@@ -429,7 +429,7 @@ class _VLLMReader:
     def _take(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
         if ids and self._versions is None:
-            self._versions = self._ask_versions()
+            self._versions = self._current_versions()
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
                 raise WasCut
         self._logprobs += _logprobs(choice.logprobs, ids, self._engine)
@@ -443,7 +443,7 @@ class _VLLMReader:
     def _finishing(
         self, finish: FinishReason, stop_match: int | str | None = None, labels: list[LabelSpan] | None = None
     ) -> Chunk:
-        versions = self._versions or self._ask_versions()
+        versions = self._versions or self._current_versions()
         spans = spans_of(labels, length=self._length, version=versions.served, unlabelled=versions.unlabelled)
         return Chunk(ids=[], logprobs=[], finish=finish, stop_match=stop_match, versions=spans)
 

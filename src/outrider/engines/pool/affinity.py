@@ -315,7 +315,7 @@ class Affinity:
         if own - least > OVERLOAD + place.tokens / TOKENS_PER_REQUEST and own > OVERLOAD_TIMES * least:
             self.release(session_key)
 
-    def trusts(self, kind: bool) -> bool:
+    def has_unsuspected(self, kind: bool) -> bool:
         """Whether a new session would get an engine of that kind that is not suspect."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None

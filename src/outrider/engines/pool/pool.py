@@ -608,7 +608,7 @@ class EnginePool:
                     raise
                 self._mark_suspect(member, fault, request)
                 failed += 1
-                if begun or failed > FAILOVERS or not self._affinity.trusts(takes_tokens):
+                if begun or failed > FAILOVERS or not self._affinity.has_unsuspected(takes_tokens):
                     raise fault from (None if fault is error else error)
             except OutriderError:
                 raise

@@ -274,7 +274,7 @@ class SilenceWatch:
             question = self._questions.get(member.name)
             if question is None and member.serves:
                 question = self._questions[member.name] = TokenProbe(member, loop_time())
-                asking = self._ask(question, member, probe_request(flight.request))
+                asking = self._request_token(question, member, probe_request(flight.request))
                 question.task = self._start(asking, f"look at {member.name}")
             elif question is None:
                 question = TokenProbe(member, loop_time())
@@ -340,7 +340,7 @@ class SilenceWatch:
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
         """Check an engine that sends no chunk to any call, or none to a call that may be lost."""
-        asked = loop_time()
+        requested_at = loop_time()
         try:
             proof = await self._check(member, request, self._check_seconds(member))
         except EngineError as error:
@@ -360,7 +360,7 @@ class SilenceWatch:
             if proof is not None:
                 member.last_sign = loop_time()
                 if not member.awaits_workers:
-                    member.newest_answered = max(member.newest_answered, asked)
+                    member.newest_answered = max(member.newest_answered, requested_at)
         finally:
             member.check = None
 
@@ -374,14 +374,14 @@ class SilenceWatch:
         due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
         return max(seconds, reading, due)
 
-    async def _ask(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
+    async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
         """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
         try:
             while await self._token_of(member, request, self._check_seconds(member)) is None:
                 await self._gate.opened()
-                question.asked = loop_time()
+                question.requested_at = loop_time()
             now = loop_time()
-            question.answered = now - question.asked
+            question.answered = now - question.requested_at
             member.last_sign = now
         except EngineError as error:
             question.note_sign()
@@ -392,12 +392,12 @@ class SilenceWatch:
 
 
 class TokenProbe:
-    """A request for one token, made at the time `asked` to an engine that was silent until a call was given up.
+    """A request for one token, made at the time `requested_at` to an engine that was silent until a call was given up.
     `answered`: seconds until the token came. `sign`: seconds until another call received a chunk, if sooner. `error`:
     why no token came."""
 
-    def __init__(self, member: EngineRecord, asked: float) -> None:
-        self.asked = asked
+    def __init__(self, member: EngineRecord, requested_at: float) -> None:
+        self.requested_at = requested_at
         self.answered: float | None = None
         self.sign: float | None = None
         self.error: EngineError | None = None
@@ -405,8 +405,8 @@ class TokenProbe:
         self._member = member
 
     def note_sign(self) -> None:
-        if self.sign is None and self._member.last_sign > self.asked:
-            self.sign = self._member.last_sign - self.asked
+        if self.sign is None and self._member.last_sign > self.requested_at:
+            self.sign = self._member.last_sign - self.requested_at
 
 
 class GivenUp(msgspec.Struct, frozen=True):

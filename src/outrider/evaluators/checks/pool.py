@@ -189,7 +189,7 @@ class Checks:
         """Run a check in a process. Returns None if the time ran out."""
         child, control = self._zygote or await self._spawn()
         try:
-            said = await self._ask(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
+            said = await self._exchange(control, body, LIMITS.pack(seconds, MAX_MEMORY, nicer))
         except OSError as error:
             raise await self._failure(child, control, str(error)) from error
         answer, _, end = said.rpartition(b"\n")
@@ -213,7 +213,7 @@ class Checks:
         except msgspec.DecodeError as error:
             raise EvaluatorError(f"the check of an answer ended with status {ended.status} and no result") from error
 
-    async def _ask(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
+    async def _exchange(self, control: socket.socket, body: bytes, limits: bytes) -> bytes:
         """Send a new check to the zygote and return all bytes from the check's connection. Raises OSError."""
         with connection() as (ours, theirs):
             while True:

@@ -112,22 +112,22 @@ class Judge:
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
-        if (known := self._endpoints.remembered(key)) is not None and (scores := question.read(known.text)):
+        if (known := self._endpoints.cached(key)) is not None and (scores := question.read(known.text)):
             self._counts["cached"] += 1
             self.said.append(f"[judge, remembered] {known.text[-QUOTED:]}")
             return scores
         for _ in range(options.tries):
             try:
-                reply = await self.ask(messages, seed)
+                reply = await self.call_model(messages, seed)
             except TooLong as error:
-                await self.ask((*without.messages, *messages[len(question.messages) :]), seed)
+                await self.call_model((*without.messages, *messages[len(question.messages) :]), seed)
                 raise AnswerTooLong from error
             self._counts["calls"] += 1
             self._counts["prompt_tokens"] += reply.prompt_tokens
             self._counts["completion_tokens"] += reply.completion_tokens
             self.said.append(f"[judge] {reply.text[-QUOTED:]}")
             if scores := question.read(reply.text):
-                self._endpoints.remember(key, reply)
+                self._endpoints.cache(key, reply)
                 return scores
             said = Message(role=Role.ASSISTANT, content=reply.text)
             messages = (*question.messages, said, Message(role=Role.USER, content=question.again))
@@ -137,13 +137,13 @@ class Judge:
             log_tail="\n\n".join(self.said)[-4096:],
         )
 
-    async def ask(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
+    async def call_model(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
         """Return one reply. Raises EvaluatorError, also as TooLong."""
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
             try:
-                return await self._outcome.ask_frozen(
+                return await self._outcome.call_frozen(
                     options.frozen,
                     messages,
                     max_tokens=options.max_tokens,

@@ -42,7 +42,7 @@ class FailedCalls:
         if error is not None:
             self._failed.append(_Failed(error, self._begun, tools))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the record, because another step of the task begins."""
         self._failed.clear()
 

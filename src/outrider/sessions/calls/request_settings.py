@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.dialects.base import AskedSampling, ModelRequest
+from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.affinity import ServingEngine
 from outrider.errors import RequestError
@@ -34,7 +34,7 @@ UNNAMED_TOKENS = 32_768
 
 def sampling_for(
     task: SamplingSpec,
-    client: AskedSampling,
+    client: RequestedSampling,
     *,
     room: int,
     context: int | None,
@@ -88,7 +88,7 @@ def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | 
     return None
 
 
-def client_may_be_at_fault(asked: AskedSampling) -> bool:
+def client_may_be_at_fault(asked: RequestedSampling) -> bool:
     """Return True if an engine may have refused the request for a setting that only the client can choose, such as a
     schema that does not compile. The refusal is then the client's error: an agent must not be able to make its session
     fail with an engine's error."""
@@ -113,7 +113,7 @@ def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
 
 
 def for_openai_api(
-    sampling: SamplingParams, thinking: bool | None, client: AskedSampling
+    sampling: SamplingParams, thinking: bool | None, client: RequestedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """Return the sampling without the settings that a server of OpenAI's own API lacks, and the names of the requested
     settings that were left out."""

@@ -206,7 +206,7 @@ def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Se
     read = session.replies_read(source)
 
     def shown(segment: Segment) -> tuple[int, bool, int]:
-        replies = sum(session.was_said_by(segment.last, body) for body in read)
+        replies = sum(session.reply_given_by(segment.last, body) for body in read)
         return replies, opening_text(segment.first.messages) in asked, segment.number
 
     return max([segment for segment in candidates if segment is not own] or candidates, key=shown)

@@ -108,11 +108,11 @@ class SegmentedSession:
             requests[request_key(turn)] = segment
             segment.turns.append(turn)
             self._segment_of.append(segment)
-        self._said = [
+        self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
         ]
-        self._ancestry = _Ancestry(turns, self._said)
+        self._ancestry = _Ancestry(turns, self._replies)
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def segment_of(self, index: int) -> Segment:
@@ -146,12 +146,12 @@ class SegmentedSession:
     def request_shows(self, turn: Turn, body: bytes) -> bool:
         """Return True if a reply is in the turn's request."""
         return body in self.replies_added(turn) or (
-            turn.parent is not None and self._ancestry.was_said_by(turn.parent, body)
+            turn.parent is not None and self._ancestry.reply_given_by(turn.parent, body)
         )
 
-    def was_said_by(self, turn: Turn, body: bytes) -> bool:
+    def reply_given_by(self, turn: Turn, body: bytes) -> bool:
         """Return True if a reply is in the turn's request or is the turn's own reply."""
-        return self._ancestry.was_said_by(turn.index, body)
+        return self._ancestry.reply_given_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
         """Return True if the turn's request lacks a reply that was given by the end of `old`. False if the session's
@@ -161,7 +161,7 @@ class SegmentedSession:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            if any(not self.request_shows(turn, body) for body in self._said[at]):
+            if any(not self.request_shows(turn, body) for body in self._replies[at]):
                 return True
             at = self.turns[at].parent
         return False
@@ -180,7 +180,7 @@ class SegmentedSession:
         for _ in range(STEPS_PER_TURN):
             if parent is None:
                 break
-            found |= self._said[parent]
+            found |= self._replies[parent]
             parent = self.turns[parent].parent
         return found
 
@@ -293,7 +293,7 @@ class _Ancestry:
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
         self._entered = [0] * len(turns)
         self._left = [0] * len(turns)
-        self._first_said: dict[bytes, tuple[list[int], list[int]]] = {}
+        self._first_replies: dict[bytes, tuple[list[int], list[int]]] = {}
         children: list[list[int]] = [[] for _ in turns]
         roots: list[int] = []
         for turn in turns:
@@ -311,8 +311,8 @@ class _Ancestry:
             self._left[index] = self._entered[index] + 1 if last is None else self._left[last]
         for index in order:
             for body in said[index]:
-                if not self.was_said_by(index, body):
-                    entered, left = self._first_said.setdefault(body, ([], []))
+                if not self.reply_given_by(index, body):
+                    entered, left = self._first_replies.setdefault(body, ([], []))
                     entered.append(self._entered[index])
                     left.append(self._left[index])
 
@@ -320,9 +320,9 @@ class _Ancestry:
         """Return True if `one` is `other`, or a turn on the path to it."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
-    def was_said_by(self, index: int, body: bytes) -> bool:
+    def reply_given_by(self, index: int, body: bytes) -> bool:
         """Return True if a reply was given on the path to a turn, or by the turn itself. No two of the turns that
         first gave the reply are on one path, so only the last one entered before this turn can lead to it."""
-        entered, left = self._first_said.get(body, ((), ()))
+        entered, left = self._first_replies.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

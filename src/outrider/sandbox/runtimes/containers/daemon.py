@@ -87,7 +87,7 @@ class ContainerEngine:
         except RuntimeUnavailable as error:
             return Availability(ok=False, detail=error.message, hint=error.hint)
         try:
-            version = ask(path, "/_ping").version
+            version = get(path, "/_ping").version
             limits = "" if limits_hold(path) else ", no limits (rootless with cgroup version 1)"
         except PermissionError:
             return Availability(ok=False, detail=f"{path} may not be used by this user", hint=self.hint)
@@ -99,7 +99,7 @@ class ContainerEngine:
         """Return the names of the OCI runtimes that the daemon can start containers with; empty when the daemon does
         not respond. Blocks."""
         try:
-            return frozenset(msgspec.json.decode(ask(self.find(), "/info").body, type=Info).runtimes)
+            return frozenset(msgspec.json.decode(get(self.find(), "/info").body, type=Info).runtimes)
         except (RuntimeUnavailable, OSError, HTTPException, msgspec.MsgspecError):
             return frozenset()
 
@@ -303,7 +303,7 @@ class Info(msgspec.Struct, frozen=True):
     runtimes: dict[str, msgspec.Raw] = msgspec.field(name="Runtimes", default_factory=dict)
 
 
-def ask(path: Path, what: str) -> Pong:
+def get(path: Path, what: str) -> Pong:
     """Send one GET request to the daemon at the socket `path`. Blocks; raises OSError, HTTPException."""
     connection = HTTPConnection("localhost", timeout=PROBE_SECONDS)
     with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as end:

@@ -101,14 +101,14 @@ class BridgedConnection:
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
         if self.masks.get(fd) != mask:
             self.masks[fd] = mask
-            self.loop.forget(fd)
+            self.loop.unwatch(fd)
             if mask:
                 self.loop.watch(fd, mask, lambda events: self._ready(inward, outward, events))
 
     def _close(self) -> None:
         self.open = False
         for stream in self.streams:
-            self.loop.forget(stream.source.fileno())
+            self.loop.unwatch(stream.source.fileno())
             stream.source.close()
         self.closed()
 
@@ -141,7 +141,7 @@ class Bridge:
         except BlockingIOError:
             return
         except OSError:  # no descriptor is free, and `poll` would report the same client again at once
-            self.loop.forget(self.listener.fileno())
+            self.loop.unwatch(self.listener.fileno())
             self.loop.at(self, RETRY_SECONDS, self._listen)
             return
         client = self.socket.socket(fileno=fd)

@@ -68,12 +68,12 @@ class ChildReply:
 
     def _ready(self, events: int) -> None:
         if len(self.calls.connection.outgoing) > OUTGOING_MAX:
-            self.calls.loop.forget(self.fd)
+            self.calls.loop.unwatch(self.fd)
             self.calls.loop.at(self, PAUSE_SECONDS, self._resume)
             return
         data = read_ready(self.fd)
         if data is None:
-            self.calls.loop.forget(self.fd)
+            self.calls.loop.unwatch(self.fd)
             posix.close(self.fd)
             self.fd = -1
             self._finish()

@@ -72,7 +72,7 @@ class Drain:
         data = read_ready(self.fd) if self.open else b""
         if data is None:
             self.open = False
-            self.loop.forget(self.fd)
+            self.loop.unwatch(self.fd)
             posix.close(self.fd)
         elif data:
             self.capture.add(data)
@@ -104,7 +104,7 @@ class PipeWriter:
         except OSError:
             self.left = self.left[:0]
         if not self.left:
-            self.loop.forget(self.fd)
+            self.loop.unwatch(self.fd)
             posix.close(self.fd)
 
 

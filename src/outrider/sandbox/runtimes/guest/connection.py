@@ -56,7 +56,7 @@ class HostConnection:
             self.loop.watch(self.fd_in, POLL_READ | writes, self._ready)
         else:
             self.loop.watch(self.fd_in, POLL_READ, self._ready)
-            self.loop.forget(self.fd_out)
+            self.loop.unwatch(self.fd_out)
             if writes:
                 self.loop.watch(self.fd_out, writes, self._ready)
 
@@ -73,7 +73,7 @@ class HostConnection:
         self.open = False
         self.outgoing.clear()
         for fd in {self.fd_in, self.fd_out}:
-            self.loop.forget(fd)
+            self.loop.unwatch(fd)
             posix.close(fd)
         self._on_end()
 

@@ -51,7 +51,7 @@ class Loop:
         self.handlers[fd] = handler
         self.poll.register(fd, events)
 
-    def forget(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
         if self.handlers.pop(fd, None) is not None:
             self.poll.unregister(fd)
 

@@ -110,7 +110,7 @@ class ZygoteClient:
             undo.callback(os.close, log)
             file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
             self._spares.append(os.dup(log))
-            pid, pidfd = await self._ask(file.fileno(), tool_server.fileno(), log)
+            pid, pidfd = await self._request(file.fileno(), tool_server.fileno(), log)
             undo.pop_all()
 
         async def maker_lives() -> bool:
@@ -122,7 +122,7 @@ class ZygoteClient:
 
         return Child(pid, pidfd, log), maker_lives
 
-    async def _ask(self, *fds: int) -> tuple[int, int]:
+    async def _request(self, *fds: int) -> tuple[int, int]:
         self._number += 1
         number = self._number
         answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()

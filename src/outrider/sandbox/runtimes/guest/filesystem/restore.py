@@ -90,7 +90,7 @@ class Restore:
             return
         except OSError:  # the child has stopped reading; its exit code gives the reason
             self.last = True
-        self.calls.loop.forget(self.fd)
+        self.calls.loop.unwatch(self.fd)
         if not self.last:
             self.calls.running.pop(self.call, None)
             self.calls.reply(self.call, {})
@@ -100,7 +100,7 @@ class Restore:
 
     def _close(self) -> None:
         if self.fd >= 0:
-            self.calls.loop.forget(self.fd)
+            self.calls.loop.unwatch(self.fd)
             posix.close(self.fd)
             self.fd = -1
 

@@ -89,7 +89,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
     kept: tuple[Any, ...] = ("", "", "")
 
-    def learn_plain_types(self) -> None:
+    def record_plain_printers(self) -> None:
         """Record the printers of plain types, to detect later whether an input has registered others."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
@@ -219,7 +219,7 @@ class RichEngine:
         self.shell = NotebookShell.instance(
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
-        self.shell.displayhook.learn_plain_types()
+        self.shell.displayhook.record_plain_printers()
         self.shell.builtin_trap.__enter__()  # never exited: threads of an input outlive the input
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()

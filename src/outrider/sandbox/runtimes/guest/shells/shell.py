@@ -178,12 +178,12 @@ class LiveShell:
         if self.blocked:
             self.calls.loop.watch(self.input, select.POLLOUT, lambda events: self._flush())
         else:
-            self.calls.loop.forget(self.input)
+            self.calls.loop.unwatch(self.input)
 
     def _ready(self, events: int) -> None:
         data = read_ready(self.output)
         if data is None:
-            self.calls.loop.forget(self.output)
+            self.calls.loop.unwatch(self.output)
         elif data:
             self.program.take(data)
 
@@ -260,7 +260,7 @@ class LiveShell:
         self.unsent.clear()
         self.blocked = False
         for fd in self.descriptors:
-            self.calls.loop.forget(fd)
+            self.calls.loop.unwatch(fd)
             posix.close(fd)
         self.descriptors = set()
 
@@ -453,7 +453,7 @@ class Interpreter:
         shell = self.shell
         data = read_ready(self.results)
         if data is None:
-            shell.calls.loop.forget(self.results)
+            shell.calls.loop.unwatch(self.results)
             return
         self.frames += data
         while len(self.frames) >= 4:
