@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from api.test_gateway import KEY, a_gateway
 from outrider.api.access import CALLER
-from outrider.api.files import image_routes
+from outrider.api.files import ROUTES
 from outrider.client.client import AsyncClient
 from outrider.errors import NotFound
 from outrider.lab.fakes.engine_servers.app import serving
@@ -150,7 +150,8 @@ async def test_what_a_text_only_engine_refuses_is_not_stored(tmp_path: Path) -> 
 )
 async def test_an_image_is_served_so_that_no_browser_runs_it(media_type: str, served: str) -> None:
     app = FastAPI()
-    app.include_router(image_routes(SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))))  # type: ignore[arg-type]  # all that the routes use of a service
+    app.include_router(ROUTES.routes)
+    app.state.service = SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))
 
     async def let_in(scope: Scope, receive: Receive, send: Send) -> None:
         scope[CALLER] = LOCAL

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from outrider.api.access import ROUTES
+from outrider.api.server import ROLES
 from outrider.client.client import AsyncClient
 from outrider.config import Config
 from outrider.errors import Conflict, Forbidden, NotFound
@@ -188,12 +188,12 @@ async def first_event(client: AsyncClient) -> EventView:
 
 @pytest.mark.parametrize(("name", "role"), [("bob", "submit"), ("bob-reads", "read")])
 async def test_what_another_tenants_token_gets_of_every_route(tmp_path: Path, name: str, role: Role) -> None:
-    assert TABLE.keys() == ROUTES.keys()
+    assert TABLE.keys() == ROLES.keys()
     async with a_world(tmp_path) as world:
         async with world.client("root") as root:
             before = (await root.groups(), await root.consumers(), await root.dead_callbacks(), await root.results())
         for route, row in TABLE.items():
-            if ROUTES[route] not in ALLOWED[role]:
+            if ROLES[route] not in ALLOWED[role]:
                 assert (await world.ask(name, route)).status == 403, route
                 continue
             match row.gets:
@@ -224,7 +224,7 @@ async def test_the_tenants_own_tokens_get_it_all(tmp_path: Path) -> None:
         roles: tuple[tuple[str, Role], ...] = (("alice-reads", "read"), ("alice", "submit"))
         for name, role in roles:
             for route, row in TABLE.items():
-                if ROUTES[route] not in ALLOWED[role] or route in ("GET /v1/events", "POST /v1/groups"):
+                if ROLES[route] not in ALLOWED[role] or route in ("GET /v1/events", "POST /v1/groups"):
                     continue
                 reply = await world.ask(name, route)
                 if row.gets is Gets.NOT_FOUND:

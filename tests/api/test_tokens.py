@@ -11,8 +11,7 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute, APIWebSocketRoute
 
-from outrider.api.access import ROUTES
-from outrider.api.server import control_app
+from outrider.api.server import ROLES, control_app
 from outrider.client.client import AsyncClient
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaExceeded, Unauthorized
@@ -60,7 +59,7 @@ async def test_every_route_has_a_role(tmp_path: Path) -> None:
             found |= {f"{method} {route.path}" for method in route.methods}
         elif isinstance(route, APIWebSocketRoute):
             found.add(f"WEBSOCKET {route.path}")
-    assert found == ROUTES.keys()
+    assert found == ROLES.keys()
 
 
 @pytest.mark.parametrize("role", ALLOWED)
@@ -69,7 +68,7 @@ async def test_a_role_opens_its_routes_and_no_others(tmp_path: Path, role: Role)
         async with AsyncClient(url, token="root") as root:
             headers = {"Authorization": f"Bearer {await made(root, 'x', role)}"}
         async with aiohttp.ClientSession(url, headers=headers) as http:
-            for route, needed in ROUTES.items():
+            for route, needed in ROLES.items():
                 method, path = route.split()
                 path = path.replace("{path:any_path}", "x")
                 for name in ("group_id", "session_id", "name", "digest", "engine"):

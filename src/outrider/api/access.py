@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from outrider.api.control_bodies import ROOM, BodyRoom
@@ -26,61 +27,16 @@ from outrider.wire.http_server import Application, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
-WEBSOCKETS = (
-    (re.compile("/v1/relay/[^/]+"), "WEBSOCKET /v1/relay/{engine}"),
-    (re.compile("/v1/nodes/[^/]+/join"), "WEBSOCKET /v1/nodes/{name}/join"),
-)
-"""Paths of the WebSocket routes."""
-
-ROUTES: dict[str, Role] = {
-    "GET /v1/groups": "read",
-    "POST /v1/groups": "submit",
-    "GET /v1/groups/{group_id}": "read",
-    "DELETE /v1/groups/{group_id}": "submit",
-    "POST /v1/groups/{group_id}/regrade": "submit",
-    "GET /v1/results": "read",
-    "GET /v1/consumers": "read",
-    "POST /v1/consumers/{name}/ack": "submit",
-    "DELETE /v1/consumers/{name}": "submit",
-    "GET /v1/events": "read",
-    "GET /v1/callbacks/dead": "read",
-    "POST /v1/callbacks/dead/{group_id}/redeliver": "admin",
-    "POST /v1/callbacks/dead/redeliver": "admin",
-    "DELETE /v1/callbacks/dead/{group_id}": "admin",
-    "POST /v1/gc": "admin",
-    "GET /v1/sessions/{session_id}": "read",
-    "DELETE /v1/sessions/{session_id}": "submit",
-    "POST /v1/sessions/{session_id}/regrade": "submit",
-    "GET /v1/sessions/{session_id}/turns": "read",
-    "GET /v1/sessions/{session_id}/samples": "read",
-    "GET /v1/sessions/{session_id}/chat": "read",
-    "GET /v1/sessions/{session_id}/artifacts": "read",
-    "GET /v1/sessions/{session_id}/artifacts/{path:any_path}": "read",
-    "GET /v1/images/{digest}": "read",
-    "GET /v1/status": "read",
-    "GET /v1/engines": "read",
-    "POST /v1/engines": "admin",
-    "POST /v1/engines/{name}/drain": "admin",
-    "DELETE /v1/engines/{name}": "admin",
-    "WEBSOCKET /v1/relay/{engine}": "admin",
-    "GET /v1/nodes": "read",
-    "WEBSOCKET /v1/nodes/{name}/join": "node",
-    "POST /v1/nodes/pull": "admin",
-    "POST /v1/nodes/{name}/drain": "admin",
-    "POST /v1/nodes/{name}/resume": "admin",
-    "GET /v1/policy": "read",
-    "POST /v1/policy": "admin",
-    "POST /v1/policy/pause": "admin",
-    "POST /v1/policy/resume": "admin",
-    "GET /v1/tokens": "admin",
-    "POST /v1/tokens": "admin",
-    "DELETE /v1/tokens/{name}": "admin",
-}
-"""The role that each control route requires. A route that is missing here cannot be called. A tenant's objects are for
-its own tokens and for admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
-
 CALLER = "outrider.caller"
-MADE = "outrider.made"
+CREATED = "outrider.created"
+
+
+class WebSocketRoute(NamedTuple):
+    """`called` names the route, as in `WEBSOCKET /v1/relay/{engine}`."""
+
+    pattern: re.Pattern[str]
+    called: str
+    role: Role
 
 
 class AccessControl:
@@ -90,12 +46,23 @@ class AccessControl:
     to the service, so a call is refused if its Host or Origin header names another machine: a page cannot forge these
     headers.
 
+    `websockets` are checked here, and all other routes by `check_role`.
+
     `calls` is the maximum number of calls under way with one token. An admin's calls are not limited, and the
     connections of an admin are not closed to make room for others.
     """
 
-    def __init__(self, app: Application, tokens: TokenRegistry, audit: AuditLog, *, calls: int) -> None:
+    def __init__(
+        self,
+        app: Application,
+        tokens: TokenRegistry,
+        audit: AuditLog,
+        *,
+        calls: int,
+        websockets: Sequence[WebSocketRoute],
+    ) -> None:
         self._app = app
+        self._websockets = websockets
         self._calls = calls
         self._under_way: Counter[str] = Counter()
         """Number of calls under way, by token name."""
@@ -119,7 +86,7 @@ class AccessControl:
             return
         admin = caller.may("admin")
         claim(scope, f"token {caller.name}", keep=admin and caller is not LOCAL)
-        scope[CALLER], scope[MADE] = caller, {}
+        scope[CALLER], scope[CREATED] = caller, {}
         reply = _Reply(scope, send, self._audit)
         self._under_way[caller.name] += 1
         try:
@@ -130,7 +97,7 @@ class AccessControl:
                         hint="call again later, or ask for several things in one call: results, not single groups",
                     )
                 if scope["type"] == "websocket":
-                    check_websocket(scope["path"], caller)
+                    self._check_websocket(scope["path"], caller)
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
@@ -140,6 +107,15 @@ class AccessControl:
             self._under_way[caller.name] -= 1
             if not self._under_way[caller.name]:
                 del self._under_way[caller.name]
+
+    def _check_websocket(self, path: str, caller: Principal) -> None:
+        """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
+        WebSocket request would reach the dialing program as a bare 403."""
+        for route in self._websockets:
+            if route.pattern.fullmatch(path):
+                check(route.called, route.role, caller)
+                return
+        raise NotFound(f"there is no WebSocket at {path}")
 
 
 class _Reply:
@@ -177,13 +153,13 @@ def _entry(scope: Scope, status: int) -> AuditEntry:
         role=caller.role,
         place=client[0] if client else None,
         call=_called(scope),
-        ids=scope.get("path_params", {}) | scope[MADE],
+        ids=scope.get("path_params", {}) | scope[CREATED],
         status=status,
     )
 
 
 def _called(scope: Scope) -> str:
-    """Return the route as in ROUTES, or the method and requested path if there is no such route."""
+    """Return the route as in the table of roles, or the method and requested path if there is no such route."""
     route = scope.get("route")
     return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
 
@@ -193,33 +169,14 @@ def caller_in(scope: Scope) -> Principal:
     return found
 
 
-def sees(request: Request) -> str | None:
-    """Return the caller's tenant, or None for an admin, who sees all tenants."""
-    return caller_in(request.scope).sees
-
-
-def made(request: Request, **ids: str) -> None:
-    """Record the ids of created objects for the audit log. Call this before the reply is sent."""
-    request.scope[MADE].update(ids)
-
-
-def check_websocket(path: str, caller: Principal) -> None:
-    """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
-    WebSocket request would reach the dialing program as a bare 403."""
-    for pattern, route in WEBSOCKETS:
-        if pattern.fullmatch(path):
-            _check(route, caller)
-            return
-    raise NotFound(f"there is no WebSocket at {path}")
-
-
 async def check_role(connection: HTTPConnection) -> None:
     """Raises Forbidden if the caller may not call this route."""
-    _check(_called(connection.scope), caller_in(connection.scope))
+    called = _called(connection.scope)
+    check(called, connection.app.state.roles[called], caller_in(connection.scope))
 
 
-def _check(called: str, caller: Principal) -> None:
-    if not caller.may(needed := ROUTES[called]):
+def check(called: str, needed: Role, caller: Principal) -> None:
+    if not caller.may(needed):
         raise Forbidden(
             f"{called} needs a token with the role {needed!r}; {caller.name!r} has {caller.role!r}",
             hint=f"the operator makes one: outrider token create --role {needed}",

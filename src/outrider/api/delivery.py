@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query
 
-from outrider.api.access import caller_in, sees
-from outrider.api.control_bodies import whole_body
-from outrider.api.control_replies import json_reply
-from outrider.api.openapi import answers, takes
+from outrider.api.control_router import Caller, ControlRouter, Serving, body
 from outrider.errors import Conflict, NotFound
 from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered
-from outrider.service.admission import parse_body
+from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.service.views import callback_view, consumer_view
 from outrider.spec import CONSUMER_NAME, TENANT_NAME, AckSpec, GcSpec
@@ -27,63 +24,67 @@ DEAD_LISTED = 100
 """Callbacks in a list of those that were given up, unless `limit` requests another number."""
 
 
-def delivery_routes(service: Service) -> APIRouter:
-    routes = APIRouter(prefix="/v1")
-
-    @routes.get("/consumers", **answers(ConsumerList))
-    async def listed(request: Request) -> Response:
-        """List the consumers with their positions."""
-        return json_reply(await _consumers(service, sees(request)))
-
-    @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView, Conflict))
-    async def acknowledge(name: Name, request: Request, tenant: Tenant = None) -> Response:
-        """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
-        body = await whole_body(request) or b"{}"  # without a body, the refusal names the missing field
-        spec = await service.parse(AckSpec, body, caller_in(request.scope))
-        owner = _owner(request, name, tenant)
-        moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
-        return json_reply(consumer_view(moved))
-
-    @routes.delete("/consumers/{name}", **answers(ConsumerList))
-    async def remove(name: Name, request: Request, tenant: Tenant = None) -> Response:
-        """Delete a consumer. Groups not acknowledged by the consumer are no longer kept for it."""
-        await service.store.consumers.remove(name, tenant=_owner(request, name, tenant))
-        return json_reply(await _consumers(service, sees(request)))
-
-    @routes.get("/callbacks/dead", **answers(CallbackList))
-    async def dead(request: Request, limit: Limit = DEAD_LISTED) -> Response:
-        """List callbacks that were given up, newest first."""
-        return json_reply(await _dead(service, limit, sees(request)))
-
-    @routes.post("/callbacks/dead/redeliver", **answers(Redelivered))
-    async def redeliver_all() -> Response:
-        """Retry all callbacks that were given up."""
-        return json_reply(Redelivered(callbacks=await service.redeliver()))
-
-    @routes.post("/callbacks/dead/{group_id}/redeliver", **answers(Redelivered))
-    async def redeliver(group_id: str) -> Response:
-        """Retry the callback of a group that was given up."""
-        return json_reply(Redelivered(callbacks=await service.redeliver(group_id)))
-
-    @routes.delete("/callbacks/dead/{group_id}", **answers(CallbackList))
-    async def discard(group_id: str) -> Response:
-        """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed. The
-        reply lists the newest 100 of the others that were given up."""
-        await service.store.discard_delivery(group_id)
-        return json_reply(await _dead(service, DEAD_LISTED, None))
-
-    @routes.post("/gc", **takes(GcSpec), **answers(GcReport))
-    async def collect(request: Request) -> Response:
-        """Remove finished groups that are old or too many, for up to about 20 seconds; or only count them."""
-        return json_reply(await service.retention.collect(parse_body(GcSpec, await whole_body(request))))
-
-    return routes
+ROUTES = ControlRouter()
 
 
-def _owner(request: Request, name: str, tenant: str | None) -> str | None:
+@ROUTES.get("/consumers", "read", ConsumerList)
+async def listed(service: Serving, caller: Caller) -> ConsumerList:
+    """List the consumers with their positions."""
+    return await _consumers(service, caller.sees)
+
+
+@ROUTES.post("/consumers/{name}/ack", "submit", ConsumerView, errors=(Conflict,))
+async def acknowledge(
+    service: Serving, caller: Caller, name: Name, spec: Annotated[AckSpec, body(AckSpec)], tenant: Tenant = None
+) -> ConsumerView:
+    """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
+    owner = _owner(caller, name, tenant)
+    moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
+    return consumer_view(moved)
+
+
+@ROUTES.delete("/consumers/{name}", "submit", ConsumerList)
+async def remove(service: Serving, caller: Caller, name: Name, tenant: Tenant = None) -> ConsumerList:
+    """Delete a consumer. Groups not acknowledged by the consumer are no longer kept for it."""
+    await service.store.consumers.remove(name, tenant=_owner(caller, name, tenant))
+    return await _consumers(service, caller.sees)
+
+
+@ROUTES.get("/callbacks/dead", "read", CallbackList)
+async def dead(service: Serving, caller: Caller, limit: Limit = DEAD_LISTED) -> CallbackList:
+    """List callbacks that were given up, newest first."""
+    return await _dead(service, limit, caller.sees)
+
+
+@ROUTES.post("/callbacks/dead/redeliver", "admin", Redelivered)
+async def redeliver_all(service: Serving) -> Redelivered:
+    """Retry all callbacks that were given up."""
+    return Redelivered(callbacks=await service.redeliver())
+
+
+@ROUTES.post("/callbacks/dead/{group_id}/redeliver", "admin", Redelivered)
+async def redeliver(service: Serving, group_id: str) -> Redelivered:
+    """Retry the callback of a group that was given up."""
+    return Redelivered(callbacks=await service.redeliver(group_id))
+
+
+@ROUTES.delete("/callbacks/dead/{group_id}", "admin", CallbackList)
+async def discard(service: Serving, group_id: str) -> CallbackList:
+    """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed. The
+    reply lists the newest 100 of the others that were given up."""
+    await service.store.discard_delivery(group_id)
+    return await _dead(service, DEAD_LISTED, None)
+
+
+@ROUTES.post("/gc", "admin", GcReport)
+async def collect(service: Serving, spec: Annotated[GcSpec, body(GcSpec)]) -> GcReport:
+    """Remove finished groups that are old or too many, for up to about 20 seconds; or only count them."""
+    return await service.retention.collect(spec)
+
+
+def _owner(caller: Principal, name: str, tenant: str | None) -> str | None:
     """Return the tenant that owns the consumer, or None for admins. Raises NotFound for a consumer of another
     tenant."""
-    caller = caller_in(request.scope)
     if caller.sees is not None and tenant not in (None, caller.tenant):
         raise NotFound(f"no consumer {name!r} of tenant {tenant!r}", hint="leave `tenant` out for your own")
     return caller.sees or tenant

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
 
-from outrider.api.access import caller_in, made
-from outrider.api.control_bodies import whole_body
-from outrider.api.control_replies import json_reply
-from outrider.api.openapi import answers, takes
+from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import EngineList, EngineStatus, ServiceStatus
-from outrider.service.admission import parse_body
-from outrider.service.service import Service
 from outrider.spec import EngineSpec
 
+ROUTES = ControlRouter()
 
-def engine_routes(service: Service) -> APIRouter:
-    routes = APIRouter(prefix="/v1")
 
-    @routes.get("/engines", **answers(EngineList))
-    async def engines() -> Response:
-        """List the engines of the policy and of frozen models, with their load."""
-        return json_reply(EngineList(engines=service.engines()))
+@ROUTES.get("/engines", "read", EngineList)
+async def engines(service: Serving) -> EngineList:
+    """List the engines of the policy and of frozen models, with their load."""
+    return EngineList(engines=service.engines())
 
-    @routes.post(
-        "/engines",
-        status_code=201,
-        **takes(EngineSpec),
-        **answers(EngineStatus, Conflict, EngineMisbehaved, EngineUnavailable, status=201),
-    )
-    async def add(request: Request) -> Response:
-        """Attach an engine while sessions run. The engine must respond and have its model's tokenizer."""
-        engine = await service.attach_engine(parse_body(EngineSpec, await whole_body(request)))
-        made(request, name=engine.name)
-        return json_reply(engine, status=201)
 
-    @routes.post("/engines/{name}/drain", **answers(EngineList))
-    async def drain(name: str) -> Response:
-        """Stop giving an engine new sessions. The sessions already on it stay there until they end."""
-        service.pool_of(name).drain(name)
-        return json_reply(EngineList(engines=service.engines()))
+@ROUTES.post("/engines", "admin", EngineStatus, status=201, errors=(Conflict, EngineMisbehaved, EngineUnavailable))
+async def add(service: Serving, spec: Annotated[EngineSpec, body(EngineSpec)], created: Created) -> EngineStatus:
+    """Attach an engine while sessions run. The engine must respond and have its model's tokenizer."""
+    engine = await service.attach_engine(spec)
+    created(name=engine.name)
+    return engine
 
-    @routes.delete("/engines/{name}", **answers(EngineList))
-    async def remove(name: str) -> Response:
-        """Detach an engine. Generations under way have 30 seconds to end; sessions move to another engine."""
-        await service.pool_of(name).remove(name)
-        return json_reply(EngineList(engines=service.engines()))
 
-    @routes.get("/status", **answers(ServiceStatus))
-    async def status(request: Request) -> Response:
-        """Report sessions by state, nodes with their lanes, and engines with their load."""
-        return json_reply(await service.status(caller_in(request.scope)))
+@ROUTES.post("/engines/{name}/drain", "admin", EngineList)
+async def drain(service: Serving, name: str) -> EngineList:
+    """Stop giving an engine new sessions. The sessions already on it stay there until they end."""
+    service.pool_of(name).drain(name)
+    return EngineList(engines=service.engines())
 
-    return routes
+
+@ROUTES.delete("/engines/{name}", "admin", EngineList)
+async def remove(service: Serving, name: str) -> EngineList:
+    """Detach an engine. Generations under way have 30 seconds to end; sessions move to another engine."""
+    await service.pool_of(name).remove(name)
+    return EngineList(engines=service.engines())
+
+
+@ROUTES.get("/status", "read", ServiceStatus)
+async def status(service: Serving, caller: Caller) -> ServiceStatus:
+    """Report sessions by state, nodes with their lanes, and engines with their load."""
+    return await service.status(caller)

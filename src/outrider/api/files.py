@@ -9,15 +9,13 @@ import asyncio
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Response
 from fastapi.responses import FileResponse
 from starlette.convertors import Convertor, register_url_convertor
 
-from outrider.api.access import sees
-from outrider.api.control_replies import json_reply
-from outrider.api.openapi import answers, binary_answers
+from outrider.api.control_router import Caller, ControlRouter, Serving
+from outrider.api.openapi import file_answer
 from outrider.schemas import ArtifactList
-from outrider.service.service import Service
 from outrider.store.artifacts import KEPT
 
 UNKNOWN = "application/octet-stream"
@@ -46,41 +44,40 @@ class AnyPath(Convertor[str]):
         return value
 
 
-def artifact_routes(service: Service) -> APIRouter:
-    register_url_convertor("any_path", AnyPath())
-    routes = APIRouter(prefix="/v1/sessions/{session_id}")
-
-    @routes.get("/artifacts", **answers(ArtifactList))
-    async def artifacts(request: Request, session_id: str, attempt: Attempt = None) -> Response:
-        """List the artifacts of a session, and the requested files that were left out."""
-        session = await service.reader.session(session_id, tenant=sees(request))
-        return json_reply(await asyncio.to_thread(service.artifacts.listed, session.id, attempt))
-
-    @routes.get(
-        "/artifacts/{path:any_path}", response_class=FileResponse, responses=binary_answers("The file.", UNKNOWN)
-    )
-    async def artifact(request: Request, session_id: str, path: str, attempt: Attempt = None) -> Response:
-        """Get the bytes of an artifact, by its path in the sandbox without the first slash."""
-        session = await service.reader.session(session_id, tenant=sees(request))
-        name = path if path in KEPT else f"/{path}"
-        file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
-        return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
-
-    return routes
+register_url_convertor("any_path", AnyPath())  # for the routes below; a second registration changes nothing
+ROUTES = ControlRouter()
 
 
-def image_routes(service: Service) -> APIRouter:
-    routes = APIRouter(prefix="/v1")
+@ROUTES.get("/sessions/{session_id}/artifacts", "read", ArtifactList)
+async def artifacts(service: Serving, caller: Caller, session_id: str, attempt: Attempt = None) -> ArtifactList:
+    """List the artifacts of a session, and the requested files that were left out."""
+    session = await service.reader.session(session_id, tenant=caller.sees)
+    return await asyncio.to_thread(service.artifacts.listed, session.id, attempt)
 
-    @routes.get(
-        "/images/{digest}",
-        response_class=Response,
-        responses=binary_answers("The image, with the media type that it was sent with.", "image/*"),
-    )
-    async def image(request: Request, digest: str) -> Response:
-        """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
-        found = await service.store.image(digest, tenant=sees(request))
-        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the media type comes from the agent, too
-        return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
 
-    return routes
+@ROUTES.get(
+    "/sessions/{session_id}/artifacts/{path:any_path}",
+    "read",
+    also=file_answer("The file.", UNKNOWN),
+    response_class=FileResponse,
+)
+async def artifact(
+    service: Serving, caller: Caller, session_id: str, path: str, attempt: Attempt = None
+) -> FileResponse:
+    """Get the bytes of an artifact, by its path in the sandbox without the first slash."""
+    session = await service.reader.session(session_id, tenant=caller.sees)
+    name = path if path in KEPT else f"/{path}"
+    file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
+    return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
+
+
+@ROUTES.get(
+    "/images/{digest}",
+    "read",
+    also=file_answer("The image, with the media type that it was sent with.", "image/*"),
+)
+async def image(service: Serving, caller: Caller, digest: str) -> Response:
+    """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
+    found = await service.store.image(digest, tenant=caller.sees)
+    is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the media type comes from the agent, too
+    return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -97,33 +96,25 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
 """The reply of a route that refuses a submission if the queue is full or the token has too many sessions queued."""
 
 
-def answers(
-    shape: type[msgspec.Struct],
-    *errors: type[OutriderError],
-    status: int = 200,
-    also: Mapping[int | str, dict[str, Any]] = {},
-) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot derive from the
-    route's path, parameters and body. `also`: replies with headers of their own."""
-    reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
-    return {"responses": refusals(*errors) | {status: reply, **also}}
+def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
+    """The description of a reply in JSON."""
+    return {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
 
 
-def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may reply with these errors."""
-    return {error.http_status: _ERROR for error in errors}
-
-
-def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that replies with a file."""
+def file_answer(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
+    """The description of a reply that is a file."""
     return {
         200: {"description": description, "content": {media_type: {"schema": {"type": "string", "format": "binary"}}}}
     }
 
 
-def takes(shape: type[BaseModel]) -> dict[str, Any]:
-    """Route arguments that describe the body of a request."""
-    return {"openapi_extra": {"requestBody": {"required": True, "content": _json(shape.__name__)}}}
+def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
+    """The descriptions of replies with these errors, by status."""
+    return {error.http_status: _ERROR for error in errors}
+
+
+def request_body(shape: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": _json(shape.__name__)}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

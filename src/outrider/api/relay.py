@@ -9,42 +9,39 @@ from functools import partial
 from typing import cast
 
 import msgspec
-from fastapi import APIRouter, WebSocket
+from fastapi import WebSocket
 
+from outrider.api.control_router import ControlRouter, Serving
 from outrider.engines.base import Engine
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.errors import Conflict, OutriderError
 from outrider.service.admission import parse_body
-from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.wire.asgi_socket import AsgiSocket
 from outrider.wire.frames import Close, close_reason
 
+ROUTES = ControlRouter()
 
-def relay_routes(service: Service) -> APIRouter:
-    routes = APIRouter(prefix="/v1")
 
-    @routes.websocket("/relay/{engine}")
-    async def attach(websocket: WebSocket, engine: str) -> None:
-        """Attach a worker to the relay engine of this name, which is added if there is none. The connection is closed
-        for an invalid engine name, and for the name of an engine of another kind."""
-        await websocket.accept()
-        socket = AsgiSocket(websocket)
-        pool = service.pool_of(engine)
-        try:
-            if pool.engine(engine) is None:
-                await pool.add(parse_body(EngineSpec, msgspec.json.encode({"kind": "relay", "name": engine})))
-            relay = pool.engine(engine)
-            if not isinstance(relay, RelayEngine):
-                raise Conflict(f"engine {engine!r} is no relay", hint="give the worker another engine name")
-        except OutriderError as error:
-            await socket.close(Close.CONFLICT, close_reason(error.message))
-            return
+@ROUTES.websocket("/relay/{engine}", "admin")
+async def attach(websocket: WebSocket, engine: str, service: Serving) -> None:
+    """Attach a worker to the relay engine of this name, which is added if there is none. The connection is closed
+    for an invalid engine name, and for the name of an engine of another kind."""
+    await websocket.accept()
+    socket = AsgiSocket(websocket)
+    pool = service.pool_of(engine)
+    try:
+        if pool.engine(engine) is None:
+            await pool.add(parse_body(EngineSpec, msgspec.json.encode({"kind": "relay", "name": engine})))
+        relay = pool.engine(engine)
+        if not isinstance(relay, RelayEngine):
+            raise Conflict(f"engine {engine!r} is no relay", hint="give the worker another engine name")
+    except OutriderError as error:
+        await socket.close(Close.CONFLICT, close_reason(error.message))
+        return
 
-        async def check(worker: AttachedWorker) -> None:
-            await pool.check(cast(Engine, worker))  # a worker has all that a tokenizer check requires
+    async def check(worker: AttachedWorker) -> None:
+        await pool.check(cast(Engine, worker))  # a worker has all that a tokenizer check requires
 
-        await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))
-
-    return routes
+    await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))

@@ -19,25 +19,20 @@ import msgspec
 import uvicorn
 from fastapi import Depends, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIWebSocketRoute
 
-from outrider.api.access import AccessControl, check_address, check_role
+from outrider.api import delivery, engines, files, groups, nodes, policy, relay, tokens
+from outrider.api.access import AccessControl, WebSocketRoute, check_address, check_role
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
-from outrider.api.delivery import delivery_routes
-from outrider.api.engines import engine_routes
-from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
-from outrider.api.groups import group_routes
-from outrider.api.nodes import node_routes
 from outrider.api.openapi import describe
-from outrider.api.policy import policy_routes
-from outrider.api.relay import relay_routes
-from outrider.api.tokens import token_routes
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
+from outrider.spec import Role
 from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import (
     BACKLOG,
@@ -51,6 +46,18 @@ from outrider.wire.http_server import (
     server_settings,
 )
 from outrider.wire.tls import presenting
+
+ROUTERS = tuple(part.ROUTES for part in (groups, files, delivery, engines, nodes, policy, relay, tokens))
+ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
+"""The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
+admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
+WEBSOCKETS = tuple(
+    WebSocketRoute(route.path_regex, called, ROLES[called])
+    for router in ROUTERS
+    for route in router.routes.routes
+    if isinstance(route, APIWebSocketRoute)
+    for called in (f"WEBSOCKET {route.path}",)
+)
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
 """Timeouts for outside clients. Clients in sandboxes may be suspended for longer."""
@@ -76,7 +83,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
         # In a thread: FastAPI takes 50 ms to make its routes, and the event loop must not stand still for so long.
         app = await asyncio.to_thread(control_app, service)
-        control = AccessControl(app, service.tokens, service.audit, calls=share.token)
+        control = AccessControl(app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS)
         root = RootApp(control, gateway)
         server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:
@@ -136,18 +143,9 @@ def control_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for routes in (
-        group_routes,
-        image_routes,
-        artifact_routes,
-        delivery_routes,
-        engine_routes,
-        node_routes,
-        policy_routes,
-        relay_routes,
-        token_routes,
-    ):
-        app.include_router(routes(service), dependencies=[Depends(check_role)])
+    app.state.service, app.state.roles = service, ROLES
+    for router in ROUTERS:
+        app.include_router(router.routes, dependencies=[Depends(check_role)])
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
 
-from outrider.api.access import made
-from outrider.api.control_bodies import whole_body
-from outrider.api.control_replies import json_reply
-from outrider.api.openapi import answers, takes
+from outrider.api.control_router import ControlRouter, Created, Serving, body
 from outrider.errors import Conflict
 from outrider.schemas import NewToken, TokenList, TokenView
-from outrider.service.admission import parse_body
-from outrider.service.service import Service
 from outrider.spec import TokenSpec
 
+ROUTES = ControlRouter("/tokens")
 
-def token_routes(service: Service) -> APIRouter:
-    routes = APIRouter(prefix="/v1/tokens")
 
-    @routes.get("", **answers(TokenList))
-    async def tokens() -> Response:
-        """List all tokens, including expired and revoked ones, without their texts."""
-        return json_reply(TokenList(tokens=await service.tokens.listed()))
+@ROUTES.get("", "admin", TokenList)
+async def tokens(service: Serving) -> TokenList:
+    """List all tokens, including expired and revoked ones, without their texts."""
+    return TokenList(tokens=await service.tokens.listed())
 
-    @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, Conflict, status=201))
-    async def create(request: Request) -> Response:
-        """Create a token. Its text is in this reply and nowhere else."""
-        new = await service.tokens.create(parse_body(TokenSpec, await whole_body(request)))
-        made(request, name=new.token.name)
-        return json_reply(new, status=201)
 
-    @routes.delete("/{name}", **answers(TokenView))
-    async def revoke(name: str) -> Response:
-        """Revoke a token at once: calls under way are cut off. The token's name cannot be used again."""
-        return json_reply(await service.tokens.revoke(name))
+@ROUTES.post("", "admin", NewToken, status=201, errors=(Conflict,))
+async def create(service: Serving, spec: Annotated[TokenSpec, body(TokenSpec)], created: Created) -> NewToken:
+    """Create a token. Its text is in this reply and nowhere else."""
+    new = await service.tokens.create(spec)
+    created(name=new.token.name)
+    return new
 
-    return routes
+
+@ROUTES.delete("/{name}", "admin", TokenView)
+async def revoke(service: Serving, name: str) -> TokenView:
+    """Revoke a token at once: calls under way are cut off. The token's name cannot be used again."""
+    return await service.tokens.revoke(name)

@@ -1,0 +1,151 @@
+"""The routes of the control API: a handler's decorator has its method, path, role, reply and errors, and the handler's
+annotations have its parameters and its body.
+
+The access control, the OpenAPI description, docs/api.md and the tests read all of it from here. Routes are data: they
+are declared when their module is imported, and get the service of the application that includes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.params import Depends as Dependency
+from starlette.requests import HTTPConnection
+
+from outrider.api.access import CREATED, caller_in
+from outrider.api.control_bodies import whole_body
+from outrider.api.control_replies import json_reply
+from outrider.api.openapi import json_answer, refusals, request_body
+from outrider.errors import OutriderError
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.spec import Role, Spec
+
+S = TypeVar("S", bound=Spec)
+Handler = Callable[..., Awaitable[Any]]
+H = TypeVar("H", bound=Handler)
+
+
+async def service_of(connection: HTTPConnection) -> Service:
+    found: Service = connection.app.state.service
+    return found
+
+
+async def caller_of(connection: HTTPConnection) -> Principal:
+    return caller_in(connection.scope)
+
+
+async def created_in(connection: HTTPConnection) -> Callable[..., None]:
+    note: Callable[..., None] = connection.scope[CREATED].update
+    return note
+
+
+Serving = Annotated[Service, Depends(service_of)]
+Caller = Annotated[Principal, Depends(caller_of)]
+Created = Annotated[Callable[..., None], Depends(created_in)]
+"""Records the ids of created objects for the audit log: `created(group_id=...)`, before the handler returns."""
+
+
+class _BodyReader:
+    """Reads a request's body as a spec."""
+
+    def __init__(self, kind: type[Spec]) -> None:
+        self.kind = kind
+
+    async def __call__(self, request: Request, service: Serving, caller: Caller) -> Spec:
+        given = await whole_body(request) or b"{}"  # so that the refusal names the missing field
+        return await service.parse(self.kind, given, caller)
+
+
+def body(kind: type[Spec]) -> Any:
+    """The annotation of the parameter that gets the body: `spec: Annotated[GroupSpec, body(GroupSpec)]`."""
+    return Depends(_BodyReader(kind))
+
+
+class ControlRouter:
+    """Routes below `/v1` and a prefix. A handler returns a msgspec struct, or a Response."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.routes = APIRouter(prefix=f"/v1{prefix}")
+        self.roles: dict[str, Role] = {}
+        """The role that each route requires, by method and path."""
+
+    def get(self, path: str, role: Role, reply: type[msgspec.Struct] | None = None, **about: Any) -> Callable[[H], H]:
+        return self._route("GET", path, role, reply, **about)
+
+    def post(self, path: str, role: Role, reply: type[msgspec.Struct], **about: Any) -> Callable[[H], H]:
+        return self._route("POST", path, role, reply, **about)
+
+    def delete(self, path: str, role: Role, reply: type[msgspec.Struct], **about: Any) -> Callable[[H], H]:
+        return self._route("DELETE", path, role, reply, **about)
+
+    def websocket(self, path: str, role: Role) -> Callable[[H], H]:
+        def register(handler: H) -> H:
+            self.roles[f"WEBSOCKET {self.routes.prefix}{path}"] = role
+            self.routes.add_api_websocket_route(path, _resolved(handler, handler))
+            return handler
+
+        return register
+
+    def _route(
+        self,
+        method: str,
+        path: str,
+        role: Role,
+        reply: type[msgspec.Struct] | None,
+        *,
+        errors: tuple[type[OutriderError], ...] = (),
+        status: int = 200,
+        also: Mapping[int | str, dict[str, Any]] = {},
+        response_class: type[Response] = Response,
+    ) -> Callable[[H], H]:
+        """`errors` are those that the OpenAPI description cannot derive from the route's path, parameters and body.
+        `also` are replies of another form, by status."""
+
+        def register(handler: H) -> H:
+            self.roles[f"{method} {self.routes.prefix}{path}"] = role
+
+            @functools.wraps(handler)
+            async def respond(**arguments: Any) -> Response:
+                result = await handler(**arguments)
+                return result if isinstance(result, Response) else json_reply(result, status=status)
+
+            answer = {} if reply is None else {status: json_answer(reply)}
+            kind = _body_of(handler)
+            self.routes.add_api_route(
+                path,
+                _resolved(respond, handler),
+                methods=[method],
+                status_code=status,
+                response_class=response_class,
+                response_model=None,
+                responses=refusals(*errors) | answer | dict(also),
+                openapi_extra=None if kind is None else request_body(kind),
+            )
+            return handler
+
+        return register
+
+
+def _resolved(function: Handler, handler: Handler) -> Handler:
+    """Give a function the signature of a handler, whose annotations are text, with the annotations evaluated."""
+    hints = typing.get_type_hints(handler, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(handler).parameters.items()
+    ]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have attributes
+    return function
+
+
+def _body_of(handler: Handler) -> type[Spec] | None:
+    for hint in typing.get_type_hints(handler, include_extras=True).values():
+        for about in getattr(hint, "__metadata__", ()):
+            if isinstance(about, Dependency) and isinstance(about.dependency, _BodyReader):
+                return about.dependency.kind
+    return None
