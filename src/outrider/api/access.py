@@ -1,7 +1,7 @@
 """Access control of the control API: the role that each route requires. The gateway checks its own keys.
 
 Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
-audit log before the reply is sent.
+audit log before the reply is sent, unless the call was refused for want of a valid token.
 """
 
 from __future__ import annotations
@@ -40,16 +40,14 @@ class WebSocketRoute(NamedTuple):
 
 
 class AccessControl:
-    """Refuses control calls without a token of the service, and logs calls that may change data.
+    """Refuses control calls without a token, if the service has tokens, and logs calls that may change data.
 
     A service without a token listens on this machine only. A web page open in a browser here could still send requests
-    to the service, so a call is refused if its Host or Origin header names another machine: a page cannot forge these
-    headers.
+    to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
+    page cannot forge these headers.
 
-    `websockets` are checked here, and all other routes by `check_role`.
-
-    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited, and the
-    connections of an admin are not closed to make room for others.
+    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
+    of an admin with a token are not closed to make room for others.
     """
 
     def __init__(
@@ -80,8 +78,9 @@ class AccessControl:
             if caller is LOCAL:
                 check_local(headers)
         except OutriderError as error:
-            # Not in the audit log: a refused call changes nothing, and any program could fill the log with refused
-            # calls. Starlette replies to a WebSocket request that is not accepted yet as to any other request.
+            # A call without a valid token is not in the audit log, because it changes nothing, and any program could
+            # fill the log with such calls. Starlette replies to a WebSocket request that is not accepted yet as to any
+            # other request.
             await error_reply(error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -101,7 +100,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # raised in this block: the application handles its own
+        except OutriderError as error:  # raised in this block; the application replies to its own errors
             await error_reply(error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -184,7 +183,7 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the bearer token in the headers, if any."""
+    """Return the bearer token in the headers, or the whole Authorization header of another scheme, if there is one."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -208,7 +207,8 @@ def check_local(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raises InvalidField for an address that other machines can reach, if there is no token or no TLS."""
+    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has no TLS and
+    the settings do not allow that (`insecure`)."""
     if not config.public:
         return
     if not has_token:

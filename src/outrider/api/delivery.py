@@ -21,7 +21,7 @@ Tenant = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 DEAD_LISTED = 100
-"""Callbacks in a list of those that were given up, unless `limit` requests another number."""
+"""Number of given-up callbacks in a list, unless `limit` requests another number."""
 
 
 ROUTES = ControlRouter()

@@ -32,8 +32,8 @@ Attempt = Annotated[
 
 
 class AnyPath(Convertor[str]):
-    """The rest of a path, with every character that a file name may have. Starlette's own convertor stops at a line
-    break, so the route would look for a file of another name."""
+    """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
+    line break, and the route would look for a file of another name."""
 
     regex = "(?s:.*)"
 
