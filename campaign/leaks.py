@@ -40,8 +40,14 @@ class Footprint(msgspec.Struct, frozen=True):
     descriptors: int
 
 
-def footprint(pid: int) -> Footprint:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+def footprint(pid: int) -> Footprint | None:
+    """Return None for a process that has exited, also if nobody has waited for it yet."""
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if "VmRSS" not in status:
+        return None
     return Footprint(int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")))
 
 

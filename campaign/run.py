@@ -530,8 +530,8 @@ class Run:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
             findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
         findings += await leaks.held_by_idle_service(self._client, self._homes())
-        with suppress(FileNotFoundError):  # it has ended, which has been found above
-            after = leaks.footprint(self._service.pid)
+        after = leaks.footprint(self._service.pid)
+        if after is not None:  # else it has ended, which was found above
             self._grown = (round(after.mib, 1), after.descriptors)
         hosts = {machine.name: machine.program for machine in self._machines}
         service = {"the service": self._service}

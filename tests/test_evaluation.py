@@ -61,6 +61,8 @@ async def test_failures_are_counted_apart_and_are_no_zeros(tmp_path: Path) -> No
     assert reward.pass_at == pytest.approx({1: (0.25 + 1.0) / 2, 2: (0.5 + 1.0) / 2, 4: 1.0})
     assert found.metrics["number"].mean == pytest.approx(((0 + 1 + 2 + 3) / 4 + (0 + 3) / 2) / 2)
     assert found.versions == (0, 0)
+    # The literal is part of stored groups and of filters that users have written.
+    assert EVALUATION_LABEL == "outrider.evaluation"
     assert [group.labels[EVALUATION_LABEL] for group in found.groups] == ["held out"] * 3
     assert [(group.n, group.priority) for group in found.groups] == [(4, PRIORITY)] * 3
     figures = found.figures()

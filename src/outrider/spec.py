@@ -30,7 +30,7 @@ from outrider.concurrency.base64_pieces import decode_base64
 from outrider.errors import InvalidField, renamed_field
 
 MAX_TEXT = 1 << 20
-EVALUATION_LABEL = "outrider.client.pass_rate"
+EVALUATION_LABEL = "outrider.evaluation"
 """Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
 groups with this label."""
 MEBIBYTE = 1 << 20

@@ -41,7 +41,7 @@ def installed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def policy_folder() -> Path:
     """The demo's tiny policy: config.json, model.safetensors, tokenizer.json, chat_template.jinja."""
-    return Path(outrider.__file__).parent / "demo" / "policy"
+    return Path(outrider.__file__).parent / "lab" / "demo" / "policy"
 
 
 @pytest.fixture(scope="session")

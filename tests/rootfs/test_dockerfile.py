@@ -13,7 +13,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.sandbox.rootfs.dockerfile import BuildPlan, Copy, MakeFolder, RunInstruction, read_dockerfile
-from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore, RootImage
 
 from .archives import as_tar, oci_files
 
@@ -102,6 +102,15 @@ def test_the_key_is_that_of_what_the_image_is_made_of(context: Path, store: Imag
     (context / "sub" / "b.txt").chmod(0o755)
     others.append(key(text))
     assert len({first, *others}) == 7
+
+
+def test_the_key_of_a_dockerfile_never_changes(context: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that are already built are found by it. If the same Dockerfile makes another image, increase FORMAT."""
+    base = RootImage(digest="sha256:0", source="", created=0.0, bytes=0, entries=0)
+    monkeypatch.setattr(ImageStore, "image", lambda self, name: base)
+    (context / "a.txt").chmod(0o644)
+    plan = planned(context, ImageStore(), "FROM base\nWORKDIR /made\nRUN true\nCOPY a.txt .\n")
+    assert plan.digest == "sha256:ce061d5915e1108eaaf03aec18353b38af35eb6a825b01b6dcae4c088415632f"
 
 
 def test_wildcards_name_what_is_there(context: Path, store: ImageStore) -> None:

@@ -61,6 +61,13 @@ def examples() -> Iterator[Example]:
         yield "overdue", run(end, *bad, "overdue", "in_vain"), Blame.ERROR, Cause.OVERDUE
         yield "waited in vain", run(end, *worked, "in_vain"), Blame.ERROR, Cause.IN_VAIN
         yield "waited in vain", run(end, *worked, "in_vain", "limit", "overflow"), Blame.ERROR, Cause.IN_VAIN
+    for end in (End.TIMEOUT, End.SESSION_CLOCK):
+        # Neither is the outcome of an overlong prompt, so that nothing but the stall may be at fault.
+        yield "service stalled", run(end, *worked, "stalled", "overflow"), Blame.ERROR, Cause.STALL
+        yield "limit", run(end, *worked, "stalled", "limit"), Blame.GRADE, None
+    for end in (End.EXITED, End.PROGRAM):
+        yield "limit", run(end, *worked, "stalled", "limit"), Blame.GRADE, None
+        yield "prompt too long", run(end, *worked, "stalled", "overflow"), Blame.GRADE, StopReason.CONTEXT_OVERFLOW
     # A run that ended well is graded, whatever its agent had to wait for.
     for harm in HARM:
         yield "completed", run(End.RETURNED, *worked, harm), Blame.GRADE, StopReason.COMPLETED
@@ -133,15 +140,32 @@ def test_examples() -> None:
     assert {rule for rule, *_ in EXAMPLES} == {rule.name for rule in RULES}
 
 
+def ended_well(facts: Facts) -> bool:
+    """An oracle for `ended_badly` by the reasons for which a run is graded, instead of by the kinds of ends."""
+    if facts.hung_up or facts.engine_failed:
+        return False
+    match facts.end:
+        case End.LIMIT:
+            return True
+        case End.RETURNED:
+            return facts.called or facts.limit or facts.overflow
+        case End.EXITED | End.PROGRAM:
+            return facts.limit or facts.overflow
+        case End.SESSION_CLOCK | End.TIMEOUT:
+            return facts.limit
+        case _:
+            return False
+
+
 def test_a_failure_of_the_infrastructure_is_an_error_whatever_else_is_true() -> None:
     for facts in all_facts():
-        if facts.stage is Stage.RUN and (
-            any(getattr(facts, name) for name in INFRASTRUCTURE)
-            or facts.end is End.ERROR
-            or (facts.ended_badly and any(getattr(facts, name) for name in HARM))
-        ):
-            assert facts.infrastructure_failed
-            assert decide(facts).blame is Blame.ERROR, facts
+        if facts.stage is Stage.RUN:
+            assert facts.ended_badly is not ended_well(facts), facts
+            harmed = not ended_well(facts) and any(getattr(facts, name) for name in HARM)
+            if harmed or facts.end is End.ERROR or any(getattr(facts, name) for name in INFRASTRUCTURE):
+                assert decide(facts).blame is Blame.ERROR, facts
+            if facts.explained:
+                assert harmed or facts.unrecorded or facts.engine_failed, facts
         if facts.end in (End.ERROR, End.SANDBOX) and not facts.inside:
             assert decide(facts).blame is Blame.ERROR, facts
 

@@ -55,16 +55,43 @@ async def test_somebody_elses_timeout_is_not_the_budgets() -> None:
     assert not budget.exhausted
 
 
-async def test_a_cutoff_ends_its_block_and_nothing_before_or_after_it() -> None:
+async def test_a_cutoff_ends_its_block_and_nothing_after_it() -> None:
     cutoff = Cutoff()
-    cutoff.cut()
     async with cutoff.block():
         await asyncio.sleep(0)
     cutoff.cut()
+    async with cutoff.block():
+        await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(cutoff.cut)
     with pytest.raises(TimeoutError):
         async with cutoff.block():
             await asyncio.Event().wait()
+
+
+async def test_a_cut_before_the_first_block_ends_it() -> None:
+    cutoff = Cutoff()
+    cutoff.cut()
+    with pytest.raises(TimeoutError):
+        async with cutoff.block():
+            await asyncio.Event().wait()
+    async with cutoff.block():
+        await asyncio.sleep(0)
+
+
+async def test_a_second_cut_of_a_block_does_nothing() -> None:
+    """A limit may be reached by a call that goes on while the run ends because of a turn that could not be stored."""
+    cutoff = Cutoff()
+
+    async def cut_twice() -> None:
+        async with cutoff.block():
+            cutoff.cut()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cutoff.cut()
+
+    with pytest.raises(TimeoutError):
+        await cut_twice()
 
 
 def test_a_stopwatch_books_everything_between_laps() -> None:

@@ -322,6 +322,26 @@ async def test_what_the_agent_does_not_cause_is_an_error(
     assert bench.script.graded == []
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [ProgramExit("it exited with 3", exit_code=3, hint="", log_tail=""), TimeoutError(), ValueError("a bug")],
+)
+async def test_a_failed_collection_is_an_error_and_shows_how_the_run_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """No program of the agent is running then, so that the failure is not the agent's."""
+
+    async def fails(*args: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("outrider.sessions.rollout.collect", fails)
+    result = await bench.run(works_and_exits)
+    assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
+    assert isinstance(failure.__context__, ProgramExit)
+    assert bench.script is not None
+    assert bench.script.graded == []
+
+
 async def test_a_session_out_of_time_is_not_graded(bench: Bench) -> None:
     result = await bench.run(works_and_waits, limits={"session_seconds": 1.0})
     assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)

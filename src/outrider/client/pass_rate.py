@@ -102,7 +102,7 @@ async def evaluate(
 
     Task i has the seed `seed` + i instead of its own, so that each call of each sample draws the same tokens every time
     on a deterministic engine; None leaves the tasks' seeds alone. A sample passes if its reward, or its value of a
-    metric, is at least `passed`. The groups have the label `outrider.client.pass_rate`, with `name` as its value.
+    metric, is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
 
     With `policy_version`, the policy must have this version from the beginning to the end. `run` is a name for the
     evaluation. Groups already submitted under this name are used, so the same call after an interruption runs only the

@@ -30,7 +30,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     seconds until then that are charged to no session."""
 
     at: float
-    stalled_seconds: float
+    stalled_seconds: float = msgspec.field(name="stood_still")
 
     @classmethod
     def now(cls, stalled_seconds: float) -> Self:

@@ -117,19 +117,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             self.hung_up
             or self.engine_failed
             or self.end in (End.AGENT_CLOCK, End.REFUSED, End.SANDBOX, End.EVALUATOR, End.ERROR)
-            or (self.end in (End.SESSION_CLOCK, End.TIMEOUT, End.EXITED, End.PROGRAM) and not by_model)
+            or (self.end in (End.SESSION_CLOCK, End.TIMEOUT) and not self.limit)
+            or (self.end in (End.EXITED, End.PROGRAM) and not by_model)
             or (self.end is End.RETURNED and not self.called and not by_model)
         )
 
     @property
-    def infrastructure_failed(self) -> bool:
-        return (
-            self.unrecorded
-            or self.engine_failed
-            or self.in_vain
-            or self.end is End.ERROR
-            or (self.ended_badly and (self.node_died or self.stalled or self.overdue))
-        )
+    def explained(self) -> bool:
+        """The failed part of the infrastructure is known, so that no wait in vain needs to be looked for."""
+        harmed = self.node_died or self.stalled or self.overdue
+        return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
 
 
 class Blame(StrEnum):
@@ -187,7 +184,8 @@ RUN = (Stage.RUN,)
 WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 
 RULES = (
-    # Failures of the infrastructure come first. Their order decides only which error is reported.
+    # Failures of the infrastructure come first. Their order decides only which error is reported: the broadest failure,
+    # because it may have caused the others.
     BlameRule(
         name="node died",
         stages=RUN,

@@ -32,6 +32,7 @@ from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import (
     ContextOverflow,
     ErrorRecord,
+    EvaluatorError,
     HarnessError,
     OutriderError,
     RuntimeFailure,
@@ -460,7 +461,11 @@ class Rollout:
             try:
                 await self._collect(sandbox)
             except Exception as failed:  # plugins may raise anything
-                end, error = end_of(failed), failed
+                # Only the sandbox's failure may come from the agent: no program is running, and no clock.
+                end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
+                if failed.__context__ is None:
+                    failed.__context__ = error
+                error = failed
         failure = models.failure or failure  # calls may also have failed while `_collect` ended them
         longest = max(stalls.longest, self._node.service_silence())
         limit = error.reason if isinstance(error, LimitReached) else conversation.limit
@@ -474,11 +479,11 @@ class Rollout:
             overdue=self._overdue.in_run() >= HARMFUL_SECONDS,
             hung_up=models.hung_up,
             limit=limit is not None,
-            overflow=isinstance(unanswered, ContextOverflow),
+            overflow=isinstance(unanswered, ContextOverflow) and limit is None,
             called=called,
             replied=conversation.replies > 0,
         )
-        in_vain = None if facts.infrastructure_failed else await self._fault_of_waits()
+        in_vain = None if facts.explained else await self._fault_of_waits()
         facts = msgspec.structs.replace(facts, in_vain=in_vain is not None)
         errors = {
             Cause.RAISED: error,
@@ -501,27 +506,28 @@ class Rollout:
                 hint="check its base URL, key and model settings in the log",
             ),
         }
-        del error, failure, in_vain  # see the end of this method
-        decision = decide(facts)
-        if decision.cause is None:
-            reason = decision.reason or limit
-            assert reason is not None
-            return AgentRun(reason=reason, outcome=outcome)
-        final = errors[decision.cause]
-        if isinstance(final, OutriderError):
-            if final.log_tail is None and decision.cause is not Cause.RAISED:
-                final = final.replace(log_tail=outcome.log_tail)
-            if decision.maybe_agent and await came_from_inside(sandbox.runtime, final):
-                assert decide(msgspec.structs.replace(facts, inside=True)).blame is Blame.AGENT
-                outcome = HarnessOutcome(log_tail=final.log_tail or "")
-                return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=final)
-        assert final is not None
+        final = None
         try:
+            decision = decide(facts)
+            if decision.cause is None:
+                reason = decision.reason or limit
+                assert reason is not None
+                return AgentRun(reason=reason, outcome=outcome)
+            final = errors[decision.cause]
+            if isinstance(final, OutriderError):
+                if final.log_tail is None and decision.cause is not Cause.RAISED:
+                    final = final.replace(log_tail=outcome.log_tail)
+                if decision.maybe_agent and await came_from_inside(sandbox.runtime, final):
+                    assert decide(msgspec.structs.replace(facts, inside=True)).blame is Blame.AGENT
+                    outcome = HarnessOutcome(log_tail=final.log_tail or "")
+                    failure_of_agent = final.with_traceback(None)  # its frames hold the run
+                    return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure_of_agent)
+            assert final is not None
             raise final
         finally:
-            # The error's traceback holds this frame. If the frame held the error, this cycle would keep the session's
+            # An error's traceback holds this frame. If the frame held the error, this cycle would keep the session's
             # tokens, perhaps megabytes, until the next garbage collection.
-            del final
+            del error, failure, unanswered, in_vain, final
             errors.clear()
 
     async def _run_agent(

@@ -47,7 +47,7 @@ MAX_MESSAGE = 500
 """Maximum characters of an error: an instruction may have a million."""
 
 
-class Copy(msgspec.Struct, frozen=True, kw_only=True):
+class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
     content of a folder goes into `target`. If `into` is true, files are put into the folder `target`. Otherwise a
     single file becomes `target`, unless `target` is an existing folder."""
@@ -59,7 +59,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     mode: str | None = None
 
 
-class RunInstruction(msgspec.Struct, frozen=True, kw_only=True):
+class RunInstruction(msgspec.Struct, frozen=True, kw_only=True, tag="Run"):
     """Runs `argv` in `workdir`, with `env` added to the variables of the base."""
 
     line: int
@@ -68,7 +68,7 @@ class RunInstruction(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
 
 
-class MakeFolder(msgspec.Struct, frozen=True, kw_only=True):
+class MakeFolder(msgspec.Struct, frozen=True, kw_only=True, tag="MakeFolder"):
     line: int
     path: str
 
@@ -169,7 +169,8 @@ class Reader:
             fields = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "line"}
             if isinstance(step, Copy):
                 fields["sources"] = [(source.name, digest_of(source)) for source in step.sources]
-            said.append([type(step).__name__, fields])
+            # Tags, because a class with another name must not change the keys of images that are already built.
+            said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
             base_name=name,

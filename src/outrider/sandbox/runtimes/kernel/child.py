@@ -146,7 +146,7 @@ class Child:
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
         if self._log >= 0:
-            if self._exited is not None and not self._exited.done():
+            if self._exited is not None and not self._exited.done() and not self._exited.get_loop().is_closed():
                 self._note_exit(self._exited)
             os.close(self._log)
             os.close(self.pidfd)
