@@ -53,19 +53,19 @@ Created = Annotated[Callable[..., None], Depends(created_in)]
 
 
 class _BodyReader:
-    """Reads a request's body as a spec."""
+    """Reads a request's body as a spec. A request without a body is read as `empty`."""
 
-    def __init__(self, kind: type[Spec]) -> None:
+    def __init__(self, kind: type[Spec], empty: bytes) -> None:
         self.kind = kind
+        self._empty = empty
 
     async def __call__(self, request: Request, service: Serving, caller: Caller) -> Spec:
-        given = await whole_body(request) or b"{}"  # so that the refusal names the missing field
-        return await service.parse(self.kind, given, caller)
+        return await service.parse(self.kind, await whole_body(request) or self._empty, caller)
 
 
-def body(kind: type[Spec]) -> Any:
+def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
     """The annotation of the parameter that gets the body: `spec: Annotated[GroupSpec, body(GroupSpec)]`."""
-    return Depends(_BodyReader(kind))
+    return Depends(_BodyReader(kind, empty))
 
 
 class ControlRouter:

@@ -35,7 +35,11 @@ async def listed(service: Serving, caller: Caller) -> ConsumerList:
 
 @ROUTES.post("/consumers/{name}/ack", "submit", ConsumerView, errors=(Conflict,))
 async def acknowledge(
-    service: Serving, caller: Caller, name: Name, spec: Annotated[AckSpec, body(AckSpec)], tenant: Tenant = None
+    service: Serving,
+    caller: Caller,
+    name: Name,
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # so that the refusal names the missing field
+    tenant: Tenant = None,
 ) -> ConsumerView:
     """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
     owner = _owner(caller, name, tenant)
