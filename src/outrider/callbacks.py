@@ -33,7 +33,7 @@ TOLERANCE_SECONDS = 300.0
 
 
 def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
-    """The headers that prove that the holder of the secret sends this body at this time."""
+    """Return the headers that prove that the holder of the secret sends this body at this time."""
     timestamp = str(int(now))
     return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
 
@@ -46,8 +46,8 @@ def verify(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> GroupView:
-    """Return the group in a callback with a valid signature. Raises RequestError for any other body. For the arguments
-    and Unauthorized see `check_signature`."""
+    """Check the signature of a callback, and return the group in its body. For the arguments see `check_signature`.
+    Raises Unauthorized for an invalid signature, and RequestError for a signed body that is no group."""
     check_signature(headers, body, secret, tolerance=tolerance, now=now)
     try:
         return msgspec.json.decode(body, type=GroupView)
@@ -66,8 +66,9 @@ def check_signature(
     """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
 
     Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
-    of the receiver may differ. It also bounds how long a recorded request can be replayed. Raises Unauthorized for a
-    request that is not signed, signed with another secret, changed, or too old.
+    of the receiver may differ. A recorded request can be replayed for the same number of seconds. Raises Unauthorized
+    for a request that is not signed, signed with another secret, changed, or signed at a time that is more than
+    `tolerance` away from now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -79,13 +80,13 @@ def check_signature(
     secrets = [secret] if isinstance(secret, str) else secret
     expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
     given = [_bytes(one) for one in signatures.split()]
-    # In constant time, so that the duration reveals nothing about the right signature.
+    # The comparison takes constant time, so that its duration reveals nothing about the right signature.
     if not any(hmac.compare_digest(one, right) for one in given for right in expected):
         raise Unauthorized(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
         )
     clock = time.time() if now is None else now
-    # The timestamp is a number, because it is signed: the holder of the secret wrote it.
+    # The signature covers the timestamp, so the holder of the secret wrote it, and it is a number.
     if abs(clock - int(timestamp)) > tolerance:
         raise Unauthorized(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",

@@ -38,7 +38,8 @@ OWN_VARIABLES = (
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")
 )
-"""Variables that Outrider sets for programs in a sandbox. An Outrider started in a sandbox must not warn about them."""
+"""Variables that Outrider sets for programs in a sandbox. An Outrider that is started in a sandbox must not warn about
+these variables."""
 
 
 class Section(BaseModel):
@@ -48,8 +49,9 @@ class Section(BaseModel):
 class LanesConfig(Section):
     """Maximum number of sessions in each stage at once on this node.
 
-    `init`: being prepared. `ready`: being prepared, or prepared and waiting for a run slot (None: twice `init`).
-    `evaluation_share`: the fraction of the run slots that waiting evaluations get before all other sessions.
+    `init`: sessions being prepared. `ready`: sessions being prepared, or prepared and waiting for a run slot (None:
+    twice `init`). `evaluation_share`: the fraction of the run slots that waiting evaluations get before all other
+    sessions.
     """
 
     init: Annotated[int, Field(ge=1)] = 16
@@ -73,13 +75,13 @@ GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z
 class SandboxesConfig(Section):
     """Resources of this node that tasks may use.
 
-    `allow`: files and folders of the host for tasks, with everything below them (see sandbox/host_paths.py for paths
-    that must not be in them). `cpus` and `memory_mb`: maximum that all sandboxes together may reserve (None: all of the
-    machine). `gpus`: names of the GPUs for sandboxes: an index or a UUID for NVIDIA's, `vendor/class=device` for others
-    (None: the machine's NVIDIA GPUs, or those in CUDA_VISIBLE_DEVICES if set). `warm`: number of sandboxes of each
-    recently used kind that are started ahead of time, within `warm_memory_mb` MiB in all. `runtimes`: the kinds allowed
-    for tokens of the role submit. `images`: prefixes of the names of images that tasks may use (None: all images of
-    this machine).
+    `allow`: files and folders of the host for tasks, with everything below them (sandbox/host_paths.py has the paths
+    that must not be among these). `cpus` and `memory_mb`: maximum that all sandboxes together may reserve (None: all of
+    the machine's). `gpus`: names of the GPUs for sandboxes: an index or a UUID for NVIDIA's, `vendor/class=device` for
+    others (None: the machine's NVIDIA GPUs, or the GPUs in CUDA_VISIBLE_DEVICES if set). `warm`: number of sandboxes of
+    each recently used kind that are started ahead of time, within `warm_memory_mb` MiB in all. `runtimes`: the kinds
+    allowed for tokens of the role submit. `images`: prefixes of the names of images that tasks may use (None: all
+    images of this machine).
     """
 
     allow: tuple[Path, ...] = ()
@@ -129,8 +131,8 @@ class ModelConfig(Section):
 class FrozenConfig(Section):
     """A model beside the policy, which agents call under its `name`. It is never trained.
 
-    `tokenizer`, `renderer` and `context_tokens` are as for the policy; without a tokenizer the policy's is used.
-    `turns` and `response_tokens` are limits of each session attempt.
+    `tokenizer`, `renderer` and `context_tokens` are as for the policy; without `tokenizer`, the policy's tokenizer is
+    used. `turns` and `response_tokens` are limits of each session attempt.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -170,7 +172,7 @@ class GraderConfig(Section):
     @field_validator("key_variable", "secret_variable")
     @classmethod
     def _inherited(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith(PREFIX):  # node processes do not inherit such variables
+        if value is not None and value.startswith(PREFIX):  # node processes do not inherit variables with this prefix
             raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
         return value
 
@@ -237,9 +239,9 @@ class TlsConfig(Section):
 
 class Config(Section):
     """All settings of a service. `processes`: number of processes that run sessions. With 1, sessions run in the
-    service's own process; with more, in separate processes; with 0, only on nodes that join. `files`: the folder for
-    uploads by tasks (None: no uploads). `stop_seconds`: how long running sessions may continue after a signal to
-    stop."""
+    service's own process; with more, in separate processes; with 0, only on nodes that join. `files`: the folder from
+    which tasks may upload files (None: no uploads). `stop_seconds`: how long running sessions may continue after a
+    signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
@@ -270,7 +272,7 @@ class Config(Section):
         return self._read_from
 
     def as_read_from(self, file: Path | None) -> Self:
-        """A copy of the settings with `file` as their source."""
+        """Return a copy of the settings with `file` as their source."""
         copy = self.model_copy()
         copy._read_from = file
         return copy
@@ -307,14 +309,14 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     if file is not None:
         sources.append((str(file), read_toml_file(file, field="config", what="config file")))
     from_environment: dict[str, Any] = {}
-    for name, text in sorted(variables().items()):  # sorted: OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
+    for name, text in sorted(variables().items()):  # this order lets OUTRIDER_LANES__RUN override OUTRIDER_LANES
         levels = name.removeprefix(PREFIX).lower().split("__")
-        # An empty variable counts as not set: that is the usual way to unset a variable in shells and compose files.
+        # An empty variable counts as not set: in shells and compose files a variable is usually unset in this way.
         if not name.startswith(PREFIX) or levels[0] not in Config.model_fields or not text:
             continue
-        setting: Any = text  # pydantic converts the text, except that lists and objects are JSON
+        setting: Any = text  # pydantic converts the text, except for lists and objects, which are JSON
         if text[0] in "[{":
-            with suppress(ValueError, RecursionError):  # pydantic then refuses the text
+            with suppress(ValueError, RecursionError):  # a text that is not JSON stays a text, which pydantic refuses
                 setting = json.loads(text)
         for level in reversed(levels):
             setting = {level: setting}
@@ -375,8 +377,8 @@ class UnknownVariable(NamedTuple):
 
 
 def unknown_variables() -> list[UnknownVariable]:
-    """OUTRIDER_* variables in the environment that are not settings. (`load_config` refuses a wrong name within a
-    section.)"""
+    """Return the OUTRIDER_* variables in the environment that nothing reads. (A wrong name within a section of settings
+    is not returned, because `load_config` refuses it.)"""
     known = [*_variables(Config), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []

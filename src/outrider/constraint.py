@@ -1,7 +1,8 @@
 """The form that a reply must have. Clients call it structured output, guided decoding or a response format.
 
-A dialect parses the constraint, an engine enforces it and a turn records it. Only the engine can determine whether an
-expression or a grammar compiles. Invariant: the size of `text` is bounded, and the text of a JSON schema is valid JSON.
+A dialect parses the constraint, an engine enforces it, and it is stored with the turn. Only the engine can determine
+whether an expression or a grammar compiles. Invariant: the size of `text` is bounded, and the text of a JSON schema is
+valid JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # In the syntax of the engine's grammar library: Lark or GBNF.
+    # The syntax is that of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """`text` is the JSON of the schema, the regular expression or the grammar; "" for any JSON object."""
+    """The form of a reply. `text` is the JSON of the schema, the regular expression or the grammar. It is "" if any
+    JSON object will do."""
 
     kind: ConstraintKind
     text: str = ""

@@ -1,7 +1,7 @@
 """Checks this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
 
-The check runs a command in a sandbox of each kind that needs no image, as a session would, and leaves nothing running.
-Invariant: every finding that is not ok has a remedy.
+The check starts a sandbox of each kind in TRIED that is available, runs commands in the sandbox as a session would, and
+leaves nothing running. A finding that is not ok has a hint, if there is a remedy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from outrider.wire import file_descriptors
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
-"""Packages that an engine, a format or a store needs beyond the core. The key is also the extra that installs them."""
+"""The packages that an engine, a format or a store needs beyond the core. The key is also the name of the extra that
+installs these packages."""
 
 TRIED = frozenset({"namespace", "process", "process-landlock"})
-"""Runtimes whose sandboxes need no image: one sandbox of each is started."""
+"""Runtimes that run real programs and need no image: the check starts one sandbox of each."""
 TRIAL_SECONDS = 30.0
 HINTS = {
     "namespace": "set TMPDIR to a folder of an ordinary file system, such as /dev/shm; or use runtime kind "
@@ -57,7 +58,7 @@ SERVERS = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check of this machine, with a remedy if the check failed."""
+    """The result of one check of this machine. `hint` is a remedy if the check failed, or advice."""
 
     name: str
     ok: bool
@@ -66,8 +67,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """`ok`: sessions can run here, because a runtime other than `memory` works. `versions` has None for a package that
-    is not installed."""
+    """The results of all checks. `ok` is true if a runtime other than `memory` works, so that sessions can run here.
+    `versions` has None for a package that is not installed."""
 
     ok: bool
     versions: dict[str, str | None]
@@ -121,7 +122,7 @@ def _runtime(name: str) -> Finding:
 
 
 def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
-    """Run commands in a new sandbox, and return the availability according to their results."""
+    """Run commands in a new sandbox. Returns `can`, or another availability if a command failed."""
     with tempfile.TemporaryDirectory(prefix="outrider-doctor-") as folder:
         for part in ("sandbox", "gateway"):
             Path(folder, part).mkdir()
@@ -138,8 +139,8 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
 
 
 async def _try(name: str, runtime: RuntimeKind, folder: Path) -> bool:
-    """Run commands in a sandbox whose node has this folder. Returns True if /usr can be written to. Raises
-    OutriderError."""
+    """Run commands in a sandbox whose node has this folder. Returns True if a program in a namespace sandbox can write
+    to /usr; False for other kinds. Raises OutriderError."""
     async with Host(folder) as host:
         context = SandboxContext(
             session_id="doctor",
@@ -206,7 +207,7 @@ def _open_files() -> Finding:
 
 
 def _gpus() -> tuple[Finding, ...]:
-    """The GPUs that sandboxes may use by default."""
+    """Return the GPUs that sandboxes may use by default, or a finding that is not ok if there are none."""
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
     if not (there := NVIDIA.gpus()):

@@ -18,7 +18,8 @@ def environment(name: str) -> str | None:
 
 
 def cache_home() -> Path:
-    """Folder of installed harness programs: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
+    """The folder of everything that Outrider downloads, installs or builds once, such as harness programs and images:
+    $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("OUTRIDER_HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -29,8 +29,8 @@
             └── QueueFull             service     429   yes     too many sessions wait
 
 A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` of a record has
-the class of the error from which the record was made.
+never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` makes of a record
+an error of the class that the record's `code` names, if this version has the class.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ MAX_TEXT = 8192
 MAX_LOG_TAIL = 65_536
 """Maximum characters of a log's end in a record."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for bytes that it cannot decode. Invalid UTF-8, and lists or maps nested too deeply, raise errors
-of Python's own."""
+"""The errors that msgspec raises for bytes that cannot be decoded. They include two of Python's own errors: for invalid
+UTF-8, and for lists or maps nested too deeply."""
 
 
 class Boundary(StrEnum):
-    """The boundary that a failure crossed, in order of rank: if several failures occur in one session, the boundary
-    listed first is reported as the cause."""
+    """The boundary that a failure crossed. If several failures occur in one session, the order of the rules in
+    `sessions/blame.py` decides which failure is reported."""
 
     ENGINE = "engine"
     REQUEST = "request"
@@ -69,7 +69,8 @@ NO_THREAD = "can't start new thread"
 
 
 class Overflow(msgspec.Struct, frozen=True):
-    """The tokens of a prompt, or a lower bound, and the size in tokens of the context that has no room for it."""
+    """The number of tokens of a prompt, or a lower bound of it, and the size of the context, in tokens, that the prompt
+    does not fit."""
 
     prompt_tokens: int
     context_tokens: int
@@ -96,8 +97,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 class OutriderError(Exception):
     """Base of every error that Outrider raises on purpose.
 
-    `inside`: the failure happened inside a sandbox. If an agent has run there, it may have caused the failure (see
-    sessions/grading.py).
+    `inside`: the failure happened inside a sandbox. If an agent has run there, the agent may have caused the failure
+    (see sessions/grading.py).
     """
 
     boundary: ClassVar[Boundary] = Boundary.SERVICE
@@ -122,7 +123,7 @@ class OutriderError(Exception):
         self.inside = inside
 
     def replace(self, **changes: str | bool | None) -> Self:
-        """Return a copy with other attributes. An error that was raised is never changed."""
+        """Return a copy with `changes` to its attributes. The error itself may have been raised, and stays as it is."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self) | changes)
         if "message" in changes:
@@ -146,8 +147,8 @@ class OutriderError(Exception):
 
 @contextmanager
 def renamed_field(old: str, new: str) -> Iterator[None]:
-    """Within the block, an error about the field `old`, or about a field below it, names the field `new` instead. The
-    code that checks a part of a request need not know where in the request the part is."""
+    """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
+    the check of a part of a request works wherever in the request the part is."""
     try:
         yield
     except OutriderError as error:
@@ -206,7 +207,7 @@ class EngineError(OutriderError):
 
 
 class ContextOverflow(EngineError):
-    """`overflow` has the numbers, if they are known."""
+    """The prompt does not fit the model's context. `overflow` has the numbers, if they are known."""
 
     code = "context_overflow"
     http_status = 400
@@ -276,7 +277,8 @@ class EvaluatorError(OutriderError):
 
 
 class UnreadableTask(OutriderError):
-    """Not a `ServiceError`, because reading the task from the store again does not help."""
+    """A stored task cannot be read. Reading it again does not help, so this is not a `ServiceError`, which would be
+    retried."""
 
     code = "unreadable_task"
     http_status = 409
@@ -298,7 +300,8 @@ class StoreUnavailable(ServiceError):
 
 
 class Busy(ServiceError):
-    """`retry_after` is the number of seconds to wait: the header Retry-After of the reply."""
+    """The caller has too much under way. `retry_after` is the number of seconds to wait before the next try: the header
+    Retry-After of the reply."""
 
     code = "busy"
     http_status = 429
@@ -313,23 +316,23 @@ class QueueFull(Busy):
 
 
 def lacks_means(error: BaseException) -> bool:
-    """True for an error of correct code on a machine without enough disk, descriptors, memory or threads, or without
-    the database."""
+    """Return True if the cause can be outside the code: disk, descriptors, memory or threads are used up, a file or a
+    connection fails, or the database is out of reach."""
     return isinstance(error, OSError | MemoryError | ServiceError) or (
         isinstance(error, RuntimeError) and str(error) == NO_THREAD
     )
 
 
 def described(error: BaseException) -> str:
-    """An error in one line of text."""
+    """Return an error as text: the message of an OutriderError; of any other error, the name of its class, too."""
     if isinstance(error, OutriderError):
         return storable(str(error))
     return storable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """The record of any exception. An exception that is neither an OutriderError nor due to missing resources of the
-    machine is a bug in Outrider, and is recorded as a bug."""
+    """Return the record of any exception. An exception that is no OutriderError, and for which `lacks_means` is false,
+    is recorded as a bug in Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
     if lacks_means(error):
@@ -347,8 +350,9 @@ def record_of(error: BaseException) -> ErrorRecord:
 
 
 def bounded(record: ErrorRecord) -> ErrorRecord:
-    """The record with its texts cut: a message keeps its beginning, a log its end. Engines, nodes and plugins can send
-    texts of any length, and every text of an error is searched for secrets, stored and shown."""
+    """Return the record with its texts cut to MAX_TEXT and MAX_LOG_TAIL: a log keeps its end, every other text its
+    beginning. Engines, nodes and plugins can send texts of any length, and every text of an error is searched for
+    secrets, stored and shown."""
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
@@ -369,14 +373,14 @@ def storable(text: str) -> str: ...
 @overload
 def storable(text: str | None) -> str | None: ...
 def storable(text: object) -> str | None:
-    """Text that can be stored and sent: characters that UTF-8 cannot encode are escaped. Python uses such characters
-    (lone surrogates) for the undecodable bytes in file names and program output."""
+    """Return a text that can be stored and sent: characters that UTF-8 cannot encode are escaped. Python uses such
+    characters (lone surrogates) for the undecodable bytes in file names and program output."""
     return None if text is None else str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
     """Rebuild the exception from its record. A code without a class (of another version) becomes a ServiceError."""
-    # A subclass without a code of its own must not replace the class that it inherits the code from.
+    # A subclass without a code of its own inherits its parent's code, and must not replace the parent here.
     kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     record = bounded(record)

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class SessionState(StrEnum):
-    """`READY`: the sandbox is prepared, and the session waits for a run slot."""
+    """The state of a session. `READY`: the sandbox is prepared, and the session waits for a run slot."""
 
     QUEUED = "queued"
     INITIALIZING = "initializing"
@@ -21,15 +21,16 @@ class SessionState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """`ACTIVE` until every session of the group is done."""
+    """The state of a group: `ACTIVE` until every session of the group is done."""
 
     ACTIVE = "active"
     DONE = "done"
 
 
 class StopReason(StrEnum):
-    """Why a session ended. All but CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR carry a verdict.
-    EARLY_STOP: enough other sessions of the group had a verdict. EXPIRED: the session waited too long to be started."""
+    """The reason why a session ended. All but CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR come with a
+    verdict. EARLY_STOP: enough other sessions of the group had a verdict. EXPIRED: the session waited too long to be
+    started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -46,9 +47,10 @@ class StopReason(StrEnum):
 
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
-    # A move back to QUEUED is a retry as a new attempt. A move straight to DONE is a cancellation, a timeout or the
-    # error of the last attempt. A session that grades an earlier run again runs no agent, and goes from INITIALIZING to
-    # EVALUATING.
+    # A move back to QUEUED is a retry as a new attempt. A move to DONE that skips EVALUATING is a cancellation, an
+    # early stop, an expiry, a timeout, or the error of the last attempt. Two moves of this kind have a verdict: a task
+    # of several steps may end before its last step, and a verdict that blames the agent stays if the run is graded
+    # again. A session that grades an earlier run again runs no agent, and goes from INITIALIZING to EVALUATING.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset(
         {SessionState.READY, SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}

@@ -1,4 +1,4 @@
-"""Messages in one form: every dialect parses its conversations into this form, and every renderer reads it.
+"""The common form of messages. Every dialect parses its conversations into this form, and every renderer reads it.
 
 The module uses no wire format and no tokens. Invariant: a message holds all that a template may print of it. Tool specs
 stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key
@@ -16,8 +16,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# A request may contain tens of thousands of some structs, here and in the dialects. These have gc=False: they cannot be
-# part of a cycle, and a pass of the garbage collector stops all threads while it visits the objects.
+# A request may contain tens of thousands of some structs, here and in the dialects. These structs have gc=False, so
+# that the garbage collector skips them: a pass stops all threads while it visits objects. They cannot be part of a
+# cycle.
 
 
 class Role(StrEnum):
@@ -92,7 +93,7 @@ IMAGE_EXTENSIONS = {
     "image/heif": "heif",
     "image/svg+xml": "svg",
 }
-"""File extensions by media type; an image of any other type is a `.bin`."""
+"""File extensions by media type. The file of an image of any other type ends in `.bin`."""
 
 
 def image_file(image: Image) -> str:
@@ -106,7 +107,7 @@ def images_in(message: Message) -> list[Image]:
 
 
 def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
-    """The message with each of its images changed."""
+    """Return the message with `change` applied to each of its images."""
     if not message.parts:
         return message
     parts = (change(part) if isinstance(part, Image) else part for part in message.parts)
@@ -118,8 +119,8 @@ class WireMessages(Protocol):
 
     - `raw(i)` is any byte string that determines message `i`, and `head(n)` any byte string that determines the first
       `n`. Both are compared within a session, which may use several dialects.
-    - `size(i)` is about how many bytes `parse(i)` reads: callers do long work in pieces.
-    - `parse(i)` raises RequestError naming the message if the message is malformed.
+    - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
+    - `parse(i)` raises RequestError, which names the message, if the message is malformed.
     """
 
     def __len__(self) -> int: ...
@@ -155,8 +156,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The content added by one step of a stream: visible text, reasoning, and sampled tokens with their
     log-probabilities.
 
-    Tokens come with the step of their sampling, text once it cannot be part of a tool call any more. Text and tokens
-    need not match within a step, but do over a whole stream.
+    Tokens are in the step in which they were sampled; text is in the first step in which it cannot become part of a
+    tool call any more. So text and tokens of one step need not match, but those of a whole stream do.
     """
 
     text: str = ""

@@ -1,5 +1,5 @@
-"""Finds the class or function that a name in a spec stands for: a built-in, an entry point, or a dotted path
-`package.module:attribute`.
+"""Finds the class or function for a name in a spec. The name is that of a built-in or of an entry point, or a dotted
+path `package.module:attribute`.
 
 Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
 """
@@ -57,12 +57,13 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """A plugin raised something that must not reach the event loop."""
+    """The error of a plugin that raised an exception which must not reach the event loop."""
 
 
 @contextlib.contextmanager
 def plugin_code() -> Iterator[None]:
-    """Turn SystemExit, and a CancelledError that nobody requested, from a plugin's code into a PluginFailure.
+    """Within the block, turn SystemExit from a plugin's code into a PluginFailure, and also a CancelledError if nobody
+    has cancelled the task.
 
     Otherwise a plugin that calls sys.exit() would end the service, and a plugin that cancels itself would end its
     session without a result.

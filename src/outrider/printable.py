@@ -1,4 +1,4 @@
-"""Foreign text made safe to show: text from an agent or a task must not control a terminal, or forge a line of a log.
+"""Makes foreign text safe to show: text from an agent or a task must not control a terminal, or forge a line of a log.
 
 Invariant: text returned by `printable` has no control character but tab and newline.
 """
@@ -29,7 +29,7 @@ def printable_json(text: str) -> str:
 
 
 def indented(text: str) -> str:
-    """Printable text with all lines but the first indented, so that no text within looks like another record."""
+    """Return printable text with all lines but the first indented, so that no line looks like a record of its own."""
     return printable(text).replace("\n", "\n    ")
 
 

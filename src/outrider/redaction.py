@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""Prefix of control API tokens and session keys, so that they are found wherever they are printed."""
+"""Prefix of control API tokens and session keys, by which they are found wherever they are printed."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
@@ -22,7 +22,8 @@ _PLACES = re.compile(
 )
 _NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Minimum length of a secret. Shorter values, such as `1` or `true`, would be removed from every text."""
+"""Minimum characters of a variable's value that counts as a secret. Otherwise values such as `1` or `true` would be
+removed from every text."""
 
 
 def without_keys(text: str) -> str:
@@ -40,6 +41,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:
-    """Values of variables whose names suggest a secret, the longest first because one value may be part of another."""
+    """Return the values of variables whose names suggest a secret. The longest comes first, because one value may be
+    part of another."""
     found = {value for name, value in variables if len(value) >= SHORTEST and _NAMES_OF_SECRETS.search(name)}
     return sorted(found, key=len, reverse=True)

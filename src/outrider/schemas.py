@@ -15,7 +15,8 @@ from outrider.spec import Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on generations in flight: they end, or are cut off and continued later."""
+"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
+later."""
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +32,8 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
     """A node's resources for its sandboxes, and how much of each is reserved (`..._set_aside`): processor time in
-    processors, MiB of memory, and GPUs. `waiting` sessions request more than is free; `served` and `waited_seconds` are
-    totals."""
+    processors, MiB of memory, and GPUs. `waiting` is the number of sessions that wait for resources; `served` and
+    `waited_seconds` are totals since the start."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -56,11 +57,11 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
     """Stalls of a node's event loop for longer than 50 ms: their number, and the `total` and `longest` seconds. In
-    `starved` stalls the process did not run, because the machine gave it no processor or it was stopped; in the others,
+    `starved` stalls the process did not run, because it was stopped or the machine gave it no processor. In the others,
     work in the process blocked the loop.
 
-    `held` is the longest processor time of the loop's own thread during a stall. In the rest of a stall, other threads
-    or processes had the interpreter or the processor.
+    `held` is the longest processor time, in seconds, of the loop's own thread during a stall. In the rest of a stall,
+    other threads or processes had the interpreter or the processor.
     """
 
     count: int = 0
@@ -132,7 +133,7 @@ class NodeList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as its pool sees it.
+    """The status of an engine, from its pool.
 
     The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
     and `generated_tokens` and `failures` since the engine was added. `serves` is the name of a frozen model, None for
@@ -162,7 +163,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A session. `result` is set once it is done, `last_error` once an attempt has failed."""
+    """A session. `result` is set once the session is done. `last_error` is the error after which the session was last
+    queued again, None if it never was."""
 
     id: str
     group_id: str
@@ -177,8 +179,9 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `cursor` is its position in the results once it is done; `samples` are
-    its training rows, if requested; `submitted_by` is the name of the token of its submission, `tenant` its owner."""
+    """A group with its sessions in sample order. `cursor` is the group's position in the results, once the group is
+    done; `samples` are its training rows, if requested; `submitted_by` is the name of the token that submitted the
+    group, `tenant` its owner."""
 
     id: str
     state: GroupState
@@ -196,8 +199,8 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that was graded again, as session `regraded_as`: its old and its new verdict. Either may be missing,
-    for example if grading failed with an `error`."""
+    """A session that was graded again, as session `regraded_as`: its old verdict `was`, and its new verdict `now`.
+    Either verdict may be missing, for example if a grading failed; `error` is the error of the new grading."""
 
     session_id: str
     regraded_as: str
@@ -246,8 +249,9 @@ class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of a tenant's results, or of all tenants' results if `tenant` is None. It has acknowledged the
-    groups up to `cursor`, at most `lag` groups are left for it, and its last request was at `seen`."""
+    """A named reader of a tenant's results, or of all tenants' results if `tenant` is None. The consumer has
+    acknowledged the groups up to `cursor`, at most `lag` groups are left to read, and its last request was at
+    `seen`."""
 
     name: str
     tenant: str | None = None
@@ -292,9 +296,9 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a removal, or with `dry_run` of a trial: the number of removed `groups` and of their `sessions`,
     and the `bytes` of their tasks, turns, results and artifacts.
 
-    Groups kept although old enough: `unacknowledged` by a consumer, or with an `undelivered` callback. `stored_bytes`
-    is the size of all finished groups now, images included. If `more` is true, groups are left to remove: repeat the
-    request.
+    Some groups are old enough, but are kept: `unacknowledged` is the number of groups that a consumer has not
+    acknowledged, `undelivered` of groups whose callback is not delivered yet. `stored_bytes` is the size of all
+    finished groups now, images included. If `more` is true, groups are left to remove: repeat the request.
     """
 
     groups: int
@@ -389,7 +393,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
-    """The artifacts of an attempt; `attempt` is None if no attempt of the session has ended its run."""
+    """The artifacts of one attempt. `attempt` is None if the caller named no attempt and no attempt of the session has
+    stored a list."""
 
     session_id: str
     attempt: int | None
@@ -404,8 +409,8 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the policy: its version as last read, and whether it accepts generations (once the policy is not
-    paused)."""
+    """An engine of the policy: the version of its weights, as last read, and whether it accepts generations while the
+    policy is not paused."""
 
     name: str
     version: int
@@ -413,8 +418,8 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy of the engines. `paused` is None while the policy generates. `cancelled` are the groups cancelled by
-    this request for their age."""
+    """The status of the policy. `paused` is None while the policy generates. `cancelled` are the groups that this
+    request cancelled, because they began at a version too old."""
 
     version: int
     paused: PolicyPause | None
@@ -425,8 +430,8 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `model` is the policy's name, `frozen` the names of the models beside it. `sessions`
     counts the sessions of the caller's tenant by state, or of all tenants for an admin; `cursor` is the cursor of the
-    newest result of the same tenants, from which later results can be followed. `failing` is the background work that
-    fails now, including the nodes'."""
+    newest result of the same tenants, from which later results can be followed. `failing` is the background work of the
+    service and of its nodes that fails now."""
 
     version: str
     model: str
@@ -440,8 +445,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API, without its text. It submits and sees the groups of `tenant`. `expires` is None for a
-    token without expiry, `revoked` until the token is revoked."""
+    """A token of the control API, without its text. The token submits and sees the groups of `tenant`. `expires` is
+    None for a token that does not expire; `revoked` is None until the token is revoked."""
 
     name: str
     role: Role

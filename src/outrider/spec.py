@@ -31,33 +31,36 @@ from outrider.errors import InvalidField, renamed_field
 
 MAX_TEXT = 1 << 20
 EVALUATION_LABEL = "outrider.evaluation"
-"""Label of groups that evaluate a policy; its value is the evaluation's name. Exports for training leave them out."""
+"""Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
+groups with this label."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 MAX_COMPLAINTS = 1000
-"""Maximum number of wrong fields of a request to list one by one. Pydantic takes 10 us to list one."""
+"""Maximum number of wrong fields of a request that are listed one by one. Pydantic takes 10 us for each field in the
+list."""
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version: samples store versions as int32."""
 
 
 def without_nul(value: str) -> str:
-    """Check that a text can be passed to a program or used as a path. Raises ValueError for NUL."""
+    """Return the text, if it can be passed to a program and used as a path. Raises ValueError for a text with NUL."""
     if "\0" in value:
         raise ValueError("must not contain NUL")
     return value
 
 
 def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """Return the faults, field by field. Raises InvalidField if there are so many that a list would take seconds."""
+    """Return the faults, field by field. Raises InvalidField if there are more than MAX_COMPLAINTS: a list of all the
+    faults that fit into a request would take seconds."""
     if (count := error.error_count()) > MAX_COMPLAINTS:
         raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
     return error.errors(include_url=False)
 
 
 def fault_text(fault: ErrorDetails) -> str:
-    """The message of a fault, without the words that pydantic puts before the message of a ValueError."""
+    """Return the message of a fault, without the words that pydantic puts before the message of a ValueError."""
     return fault["msg"].removeprefix("Value error, ")
 
 
@@ -76,8 +79,8 @@ class Spec(BaseModel):
 
 
 class Sampling(Spec):
-    """The sampling parameters fixed by a task. A field that is left out comes from the harness's request, else from the
-    default.
+    """The sampling parameters fixed by a task. For a field that is left out, the value in the harness's request is
+    used, else the default.
 
     `max_tokens` limits one turn; it is lowered to fit into the model's context. `thinking` switches the model's
     reasoning on or off, if its chat template supports a switch.
@@ -96,7 +99,7 @@ class Sampling(Spec):
 
 
 class Limits(Spec):
-    """Limits of one session. Time spent waiting for a lane does not count.
+    """Limits of one attempt of a session. Time spent waiting for a lane does not count.
 
     session_seconds: preparing and running. prepare_seconds: preparing alone, before the agent begins. agent_seconds:
     running alone; after this time the outcome is still graded.
@@ -115,8 +118,8 @@ class Run(Spec):
 
     The command fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt
     fails. Failed attempts that begin within `grace_seconds` of the step's start do not count. `pause_seconds` is the
-    wait after a failure that counts, `grace_pause_seconds` after one that does not (default: `pause_seconds`). Without
-    `pause_seconds`, the wait is random and grows.
+    wait after a failure that counts, `grace_pause_seconds` after a failure that does not (default: `pause_seconds`).
+    Without `pause_seconds`, the wait is random and grows.
     """
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
@@ -176,7 +179,8 @@ class Write(Spec):
 
 
 def checked_target(value: str) -> str:
-    """A path in the sandbox: absolute or relative to the working directory. Raises ValueError for `..` and NUL."""
+    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
+    NUL."""
     if "\0" in value or ".." in PurePosixPath(value).parts:
         raise ValueError("must not contain '..' or NUL")
     return value
@@ -187,7 +191,7 @@ PrepareStep = Run | Upload | Write
 
 class Collect(Spec):
     """A shell command that runs in the agent's sandbox when the agent has ended, before anything of the sandbox is kept
-    or graded. It may fail, and is killed after `seconds`: the session continues."""
+    or graded. The session continues if the command fails, or takes longer than `seconds` and is killed."""
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 60
@@ -198,15 +202,15 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 
 PROGRAMS_MB = 4096
-"""MiB for the programs of a task that sets no memory_mb, in addition to its files. Agents in Node.js take 0.5 to 2 GiB,
-and a compiler or test suite as much again."""
+"""MiB of memory for the programs of a task that sets no memory_mb, in addition to disk_mb for its files. Agents in
+Node.js take 0.5 to 2 GiB, and a compiler or test suite as much again."""
 
 
 class Resources(Spec):
-    """Maximum resources of a sandbox. Cpus, memory and GPUs are also reserved for it on its node.
+    """Maximum resources of a sandbox. Cpus, memory and GPUs are also reserved for the sandbox on its node.
 
     cpus: processor time, in processors. memory_mb: MiB of memory, including written files if they are kept in memory;
-    if left out, the limit is disk_mb + PROGRAMS_MB, and nothing is reserved. disk_mb: MiB of written files. pids:
+    if left out, the limit is disk_mb + PROGRAMS_MB, and no memory is reserved. disk_mb: MiB of written files. pids:
     processes and threads at once. gpus: whole GPUs, not shared with other sandboxes.
     """
 
@@ -241,9 +245,9 @@ class Mount(Spec):
 class RuntimeSpec(Spec):
     """The sandbox.
 
-    Its root is an `image` of the node, by name, or a folder on the node, `rootfs` (default: the host's system folders,
-    read-only). The operator must allow `rootfs` and `mounts`. `users`: the number of user and group ids inside, from 0
-    up. After `lifetime_seconds` a sandbox ends by itself, even if its node is gone.
+    Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, it has
+    the host's system folders, read-only. The operator must allow `rootfs` and `mounts`. `users`: the number of user and
+    group ids inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is gone.
     """
 
     kind: Name = "namespace"
@@ -275,8 +279,8 @@ class HarnessSpec(Spec):
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
-    it starts. `venv` is a virtual environment of the host that a command runs in. `nonzero_exit` defaults to the
-    preset's own, and to "grade" for a command.
+    it starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to the
+    preset's own value, and to "grade" for a command.
     """
 
     preset: Name | None = None
@@ -302,8 +306,9 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """Carries the agent's changes in a git repository: `diff` is the repository's folder (absolute or relative to the
-    working directory). Files that git ignores and paths that match the pathspecs in `exclude` are left out."""
+    """A way to carry the outcome to the grading: as the agent's changes in a git repository. `diff` is the repository's
+    folder (absolute or relative to the working directory). Files that git ignores and paths that match the pathspecs in
+    `exclude` are left out."""
 
     diff: SandboxPath
     exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
@@ -312,12 +317,12 @@ class DiffSpec(Spec):
 class EvaluatorSpec(Spec):
     """The evaluator: kind `command` runs `run` in the sandbox, kind `callable` calls the function at `path`.
 
-    The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
-    for exit code 0 and 0.0 for exit code 1; any other exit code is an error. Without `carry`, the outcome is graded in
-    the agent's sandbox. With `carry`, it is graded in a new sandbox with only the listed paths of the agent's sandbox,
-    everything written there ("all"), or the changes to a repository. The new sandbox uses the agent's runtime, or the
-    evaluator's own `runtime`. With `keep`, the carried files are kept as an artifact, so that they can be graded again;
-    changes to a repository are always kept.
+    The reward of a command is the number (or JSON object with "reward") that the command writes to $OUTRIDER_VERDICT.
+    If nothing is written, the reward is 1.0 for exit code 0 and 0.0 for exit code 1. Any other exit code is an error,
+    in both cases. Without `carry`, the outcome is graded in the agent's sandbox. With `carry`, it is graded in a new
+    sandbox, which gets only the listed paths of the agent's sandbox, everything written there ("all"), or the changes
+    to a repository. The new sandbox uses the agent's runtime, or the evaluator's own `runtime`. With `keep`, the
+    carried files are kept as an artifact, so that they can be graded again; changes to a repository are always kept.
     """
 
     kind: Name = "command"
@@ -371,8 +376,8 @@ class Filter(Spec):
     called the same tool with the same arguments `limit` times in a row (default: 4). malformed_calls: a tool call could
     not be parsed. no_patch: the agent changed nothing in the repository whose changes are carried.
 
-    `then` zero: the reward is 0 at most, and trains. mask: the rows are delivered, and nothing in them trains. drop:
-    the session has no rows.
+    `then` zero: the rows train, with a reward of 0 at most. mask: the rows are delivered, and nothing in them trains.
+    drop: the session has no rows.
     """
 
     when: FilterKind
@@ -389,7 +394,7 @@ class Filter(Spec):
 
 
 class StepSpec(Spec):
-    """A later step of a task: `prepare` is carried out in the sandbox as the earlier steps have left it, and the agent
+    """A later step of a task. `prepare` is carried out in the sandbox that the earlier steps have left. Then the agent
     is run anew, with this `instruction` and within `agent_seconds` (default: the task's). `needs` is the condition for
     the step: for each metric, the minimum that the previous step must reach, with "reward" for the reward."""
 
@@ -406,9 +411,9 @@ class TaskSpec(Spec):
 
     `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
     "template" follows the template, by an explicit fork. `collect`: commands that run in the sandbox when the agent has
-    ended. `artifacts`: patterns of files in the sandbox that are kept then, whether the agent succeeded or failed.
-    `then`: further steps in the same sandbox, each graded separately. `steps_reward`: the session's reward, either the
-    mean over the graded steps or the reward of the last graded step.
+    ended. `artifacts`: patterns of files in the sandbox that are kept after `collect`, whether the agent succeeded or
+    failed. `then`: further steps in the same sandbox, each graded separately. `steps_reward`: the session's reward,
+    either the mean over the graded steps or the reward of the last graded step.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -445,8 +450,8 @@ class TaskSpec(Spec):
 
 
 def steps_of(task: TaskSpec) -> list[TaskSpec]:
-    """The steps of a task, each as a separate task. The sandbox of a later step has the prepare steps of all steps up
-    to it."""
+    """Return the steps of a task, each as a separate task. The sandbox of a later step has the prepare steps of this
+    step and of all steps before it."""
     steps = [task.model_copy(update={"then": []})]
     for step in task.then:
         runtime, limits = steps[-1].runtime, task.limits
@@ -465,8 +470,8 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 
 @contextmanager
 def fields_of_step(step: int) -> Iterator[None]:
-    """Within the block, an error about the task of a step (see `steps_of`) names the field of the whole task. The first
-    step is 0."""
+    """Within the block, an error about the evaluator or the instruction of a step (see `steps_of`) names the field of
+    the whole task. The first step is 0."""
     if not step:
         yield
         return
@@ -479,12 +484,13 @@ def fields_of_step(step: int) -> Iterator[None]:
 
 
 def evaluator_field(step: int) -> str:
-    """Field path of a step's evaluator. The first step is 0."""
+    """Return the field path of a step's evaluator. The first step is 0."""
     return f"task.then.{step - 1}.evaluator" if step else "task.evaluator"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
-    """The specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators' own."""
+    """Return the specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators'
+    own."""
     found = [(task.runtime, "task.runtime")]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
@@ -493,7 +499,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_host(value: HttpUrl) -> HttpUrl:
-    """Return an address whose host name can be looked up. Raises ValueError for any other."""
+    """Return the address, if its host name can be looked up. Raises ValueError for any other address."""
     try:
         (value.host or "").encode("idna")
     except UnicodeError as error:
@@ -509,7 +515,7 @@ class GroupSpec(Spec):
 
     If the same `idempotency_key` is submitted again, the first group is returned; with another body, the request is a
     conflict. Once `min_usable` sessions have a reward, the others are stopped early; null: none are stopped. A session
-    that waits `expires_seconds` without having been started once ends as expired; null: the service's setting applies.
+    that has waited `expires_seconds` and was never started ends as expired; null: the service's setting applies.
     """
 
     task: TaskSpec
@@ -528,15 +534,16 @@ class GroupSpec(Spec):
 
 
 class StoredGroupSpec(GroupSpec):
-    """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running their
-    agents. Empty if the agents are run."""
+    """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running agents.
+    `regrades` is empty if the group runs agents."""
 
     regrades: list[str] = []
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions again, with another `evaluator`, which may omit `carry`, or with the same one. The
-    rest of the task is unchanged. The other fields are as for a group; the `labels` are added to the task's."""
+    """A request to grade sessions again, with another `evaluator`, which may omit `carry`, or with the old one if
+    `evaluator` is null. The `labels` are added to the task's, and the rest of the task is unchanged. The other fields
+    are as for a group."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -565,11 +572,12 @@ OPERATOR_TENANT = "operator"
 """The tenant of groups submitted with the token of the settings, or while there is no token."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""Pattern of the names of tokens and tenants. The store joins a tenant's name with others by a colon or a slash."""
+"""Pattern of the names of tokens and tenants. It has no colon and no slash, by which the store joins a tenant's name
+with other names."""
 
 
 def tenant_of(bucket: str) -> str:
-    """The tenant of a bucket of the queue (see store/queue.py)."""
+    """Return the tenant of a bucket of the queue (see store/queue.py)."""
     return bucket.partition(":")[0]
 
 
@@ -578,9 +586,9 @@ TokenName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
 
 class TokenSpec(Spec):
     """A token to create. `tenant`: the tenant whose groups the token submits and sees, null for a tenant of the token's
-    own name. Tokens of one tenant share its groups, idempotency keys and consumers; an admin's token sees those of all
-    tenants. `max_queued`: maximum number of the token's queued and running sessions, null for no limit. `expires_days`:
-    days from now until the token expires, null for never."""
+    own name. Tokens of one tenant share its groups, idempotency keys and consumers; an admin's token sees the groups
+    and consumers of all tenants. `max_queued`: maximum number of the token's queued and running sessions, null for no
+    limit. `expires_days`: days from now until the token expires, null for never."""
 
     name: TokenName
     role: Role
@@ -633,20 +641,21 @@ MAX_CURSOR = (1 << 63) - 1
 
 
 CONSUMER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
-"""Pattern of the names of consumers. The names are part of paths and are shown on terminals."""
+"""Pattern of the names of consumers. It has no slash and no control characters, because the names are parts of URL
+paths and are shown on terminals."""
 
 
 class AckSpec(Spec):
-    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more stays there, unless `rewind` is set:
-    then it gets the groups after `cursor` again."""
+    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more keeps its position. With `rewind` it
+    goes back to `cursor`, and gets the groups after `cursor` again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False
 
 
 class GcSpec(Spec):
-    """Remove finished groups that ended more than `days` ago, and the oldest until the remaining groups take no more
-    than `size_mb` MiB. Without either, the service's settings apply.
+    """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the rest
+    take no more than `size_mb` MiB. Without either, the service's settings apply.
 
     `force` also removes groups that some consumer has not acknowledged. With `dry_run` nothing is removed.
     """

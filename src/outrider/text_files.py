@@ -1,7 +1,7 @@
 """Text and TOML files that somebody else wrote, read within bounds. Any fault of a file is reported as InvalidField.
 
-The module uses neither settings nor tasks. Invariant: a reader reads no more of a file than its limit, and raises
-nothing but InvalidField.
+The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte
+beyond their limit, and raise nothing but InvalidField.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from outrider.errors import InvalidField
 MAX_TOML = 32 << 20
 """Maximum bytes of a TOML file, the same as of a request."""
 MAX_DEPTH = 64
-"""Maximum nesting of tables and lists, the same as in requests. Deeper values overflow the stack of code that walks
-them."""
+"""Maximum nesting of tables and lists, the same as in requests. Much deeper values overflow the stack of recursive
+code."""
 WORD = r"(?:[A-Za-z0-9_-]+|\"[^\"\n]*\"|'[^'\n]*')"
 LONG_KEY = re.compile(rf"(?<![\w.-]){WORD}(?:[ \t]*\.[ \t]*{WORD}){{{MAX_DEPTH}}}")
-"""A key of more than MAX_DEPTH parts: tomllib takes quadratic time in the number of parts."""
+"""Pattern of a key of more than MAX_DEPTH parts. Such a key is refused, because tomllib takes quadratic time in the
+number of parts."""
 
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
@@ -31,7 +32,7 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
         raise InvalidField(f"cannot read {named}: {getattr(error, 'strerror', None) or error}", field=field) from error
     if len(data) > limit:
         raise InvalidField(f"{named} has more than {limit >> 10} KiB", field=field, hint="is it the right file?")
@@ -42,8 +43,8 @@ def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str
 
 
 def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str = "") -> dict[str, Any]:
-    """Return the table in a TOML file. Raises InvalidField as `read_text_file` does, and for invalid or too deeply
-    nested TOML."""
+    """Return the table in a TOML file. Raises InvalidField for the reasons of `read_text_file`, and for TOML that is
+    invalid or nested too deeply."""
     try:
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
@@ -64,8 +65,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, deepest: int = MAX_DEPTH) -> None:
-    """Raise ValueError for lists and tables nested deeper than `deepest`. Goes level by level, so that the stack cannot
-    overflow."""
+    """Raise ValueError for lists and tables nested deeper than `deepest`. The check goes level by level, without
+    recursion, so that the stack cannot overflow."""
     level = [value]
     for _ in range(deepest + 1):
         below: list[Any] = []

@@ -49,7 +49,7 @@ class JoinKind(StrEnum):
 
 
 class ForkCause(StrEnum):
-    """Why a request that shares a history could not append to it."""
+    """The reason why a request that shares a history could not append to it."""
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
@@ -72,7 +72,7 @@ class BranchKind(StrEnum):
     SUBAGENT = "subagent"  # a conversation that another conversation started
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
     AUXILIARY = "auxiliary"  # a side call, such as for a title
-    RETRY = "retry"  # a reply that the agent did not use: it sent the request again and used another reply
+    RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
     ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
 
 
@@ -101,7 +101,7 @@ class LogprobKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a turn's generation ended."""
+    """The reason why a turn's generation ended."""
 
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # the token limit
@@ -117,7 +117,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Wall clock, seconds since the epoch; `first_token` is None when no token came."""
+    """Times of a turn by the wall clock, in seconds since the epoch. `first_token` is None if no token was sampled."""
 
     received: float
     first_token: float | None
@@ -276,7 +276,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         """The rewards at their positions, one number for each of the first `length` ids (default: all): a turn's reward
         at the last of its sampled tokens, the row's own at the last token that trains.
 
-        Rewards of turns that end behind `length` are left out. A row without a reward has zeros.
+        Rewards of turns that end behind `length` are left out. All numbers are zero for a row without a reward, and if
+        none of the ids trains.
         """
         mask = self.loss_mask[:length]
         placed = [0.0] * len(mask)
@@ -315,8 +316,8 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids reported differently by the
-    engine."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids for which the engine
+    reported other ids than were recorded."""
 
     sampled: int = 0
     trained: int = 0
@@ -346,7 +347,8 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The non-zero exit `code` of an agent program whose work was graded all the same, and the end of its output."""
+    """The non-zero exit `code` of an agent program whose work went to grading all the same, and the end of the
+    program's output."""
 
     code: int
     log_tail: str
@@ -356,7 +358,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session; written once, never changed.
 
     policy: the task's policy for its branches; a missing kind has the default.
-    harness_exit: set if the agent program failed and its work was graded all the same.
+    harness_exit: set if the agent program failed and its work went to grading all the same.
     forks: the number of forks by cause.
     ignored: for each request field or tool that had no effect, by name, the number of turns with it.
     frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
@@ -364,7 +366,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     answer: the agent's answer, if the harness reports one.
     carried: true if there is an artifact with the files that were carried to the grading.
     run_reason: if the grading failed, the reason why the agent's run had ended.
-    regrades: the session whose run was graded again; its turns are stored as this session's, too.
+    regrades: the session whose run was graded again; that session's turns are stored as this session's, too.
     """
 
     session_id: str
@@ -393,8 +395,9 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """An agent's run in an earlier session, to be graded again: its session and attempt, the reason why it ended, and
-    its forks by cause. Its turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent had made
-    its grading impossible; this verdict stays. `carried`: there is an artifact with the files carried to the grading.
+    its forks by cause. The run's turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent
+    had made its own grading impossible; this verdict stays. `carried`: there is an artifact with the files that were
+    carried to the grading.
     """
 
     session_id: str
@@ -408,7 +411,8 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stored_run(result: SessionResult) -> StoredRun | None:
-    """The run of a finished session; None if the run did not end by itself, so that there is nothing to grade."""
+    """Return the run of a finished session. None if the run never came to its grading, for example because it failed or
+    was cancelled: then there is nothing to grade."""
     reason = result.run_reason if result.verdict is None else result.stop_reason
     if reason is None:
         return None

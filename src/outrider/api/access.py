@@ -1,7 +1,7 @@
 """Access control of the control API: the role that each route requires. The gateway checks its own keys.
 
 Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
-audit log before the reply is sent.
+audit log before the reply is sent, unless the call was refused for want of a valid token.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ MADE = "outrider.made"
 
 
 class AccessControl:
-    """Refuses control calls without a token of the service, and logs calls that may change data.
+    """Refuses control calls without a token, if the service has tokens, and logs calls that may change data.
 
     A service without a token listens on this machine only. A web page open in a browser here could still send requests
-    to the service, so a call is refused if its Host or Origin header names another machine: a page cannot forge these
-    headers.
+    to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
+    page cannot forge these headers.
 
-    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited, and the
-    connections of an admin are not closed to make room for others.
+    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
+    of an admin with a token are not closed to make room for others.
     """
 
     def __init__(self, app: Application, tokens: TokenRegistry, audit: AuditLog, *, calls: int) -> None:
@@ -113,8 +113,9 @@ class AccessControl:
             if caller is LOCAL:
                 check_place(headers)
         except OutriderError as error:
-            # Not in the audit log: a refused call changes nothing, and any program could fill the log with refused
-            # calls. Starlette replies to a WebSocket request that is not accepted yet as to any other request.
+            # A call without a valid token is not in the audit log, because it changes nothing, and any program could
+            # fill the log with such calls. Starlette replies to a WebSocket request that is not accepted yet as to any
+            # other request.
             await error_reply(error)(scope, receive, send)
             return
         admin = caller.may("admin")
@@ -134,7 +135,7 @@ class AccessControl:
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # raised in this block: the application handles its own
+        except OutriderError as error:  # raised in this block; the application replies to its own errors
             await error_reply(error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
@@ -204,8 +205,8 @@ def made(request: Request, **ids: str) -> None:
 
 
 def check_websocket(path: str, caller: Principal) -> None:
-    """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
-    WebSocket request would reach the dialing program as a bare 403."""
+    """Raise Forbidden if the caller may not open this WebSocket, and NotFound if there is none at the path. This is
+    checked before the request is routed: later errors would reach the dialing program as a bare 403."""
     for pattern, route in WEBSOCKETS:
         if pattern.fullmatch(path):
             _check(route, caller)
@@ -214,7 +215,7 @@ def check_websocket(path: str, caller: Principal) -> None:
 
 
 async def check_role(connection: HTTPConnection) -> None:
-    """Raises Forbidden if the caller may not call this route."""
+    """Raise Forbidden if the caller may not call this route."""
     _check(_called(connection.scope), caller_in(connection.scope))
 
 
@@ -227,7 +228,7 @@ def _check(called: str, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the bearer token in the headers, if any."""
+    """Return the bearer token in the headers, or the whole Authorization header of another scheme, if there is one."""
     given = headers.get(b"authorization")
     if given is None:
         return None
@@ -236,7 +237,7 @@ def _token(headers: dict[bytes, bytes]) -> bytes | None:
 
 
 def check_place(headers: dict[bytes, bytes]) -> None:
-    """Raises Unauthorized if a request without a token is for, or from, another machine."""
+    """Raise Unauthorized if a request without a token is for another machine, or from a page of another machine."""
     for name in (b"host", b"origin"):
         place = headers.get(name, b"localhost").decode("latin-1")
         try:
@@ -251,7 +252,8 @@ def check_place(headers: dict[bytes, bytes]) -> None:
 
 
 def check_address(config: Config, *, has_token: bool) -> None:
-    """Raises InvalidField for an address that other machines can reach, if there is no token or no TLS."""
+    """Raise InvalidField for an address that other machines can reach, if the service has no token, or has no TLS and
+    the settings do not allow that (`insecure`)."""
     if not config.public:
         return
     if not has_token:

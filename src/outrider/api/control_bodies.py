@@ -3,8 +3,8 @@
 A body reserves room before it is read, and keeps the room until the end of the call, because the objects made from a
 body are several times as large. Callers share the room in a waiting line (see `PrioritySemaphore`). A waiting body is
 not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/body_limits.py`),
-since many sessions send at once and none may wait for another. Invariant: no caller has more than `EACH` bytes, and
-all together no more than `ALL`.
+since many sessions send at once and none may wait for another. Invariant: bodies larger than `FREE` take no more than
+`EACH` bytes for one caller, and no more than `ALL` bytes for all callers together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 ROOM = "outrider.room"
 EACH = MAX_IN_SESSION
-"""Maximum bytes of the bodies of one caller's calls under way."""
+"""Maximum bytes of the counted bodies of one caller's calls under way."""
 ALL = 2 * EACH
-"""Maximum bytes of the bodies of all callers' calls under way."""
+"""Maximum bytes of the counted bodies of all callers' calls under way."""
 FREE = 64 << 10
-"""Bodies of up to this many bytes are not counted. The server buffers as many of any request."""
+"""Bodies of up to this many bytes are not counted, because the server buffers as many bytes of any request."""
 WAIT_SECONDS = 120.0
 """Maximum seconds that a body waits for room."""
 BODY_SECONDS = 300.0
@@ -92,13 +92,14 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
             if size > MAX_BODY:
                 raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
             held.append(part)
-    except ClientDisconnect as error:  # for the audit log: the client is gone
+    except ClientDisconnect as error:  # only the audit log shows this error: the client is gone
         raise RequestError("the client has left before its request had arrived") from error
     return b"".join(held)
 
 
 async def whole_body(request: Request) -> bytes:
-    """Receive the body of a request and hold its room until the call ends. Raises as `CallRoom.receive`."""
+    """Receive the body of a request and hold the body's room until the call ends. Raises the errors of
+    `CallRoom.receive`, and RequestError if the client leaves before the body has arrived."""
     room: CallRoom = request.scope[ROOM]
     length = request.headers.get("content-length")
     return await room.receive(None if length is None else int(length), request.stream())

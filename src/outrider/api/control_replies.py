@@ -19,8 +19,8 @@ RETRY_AFTER = 10.0
 
 
 def long_reply(body: bytes) -> Response:
-    """Return a reply with JSON of any length. A long reply is sent in pieces: one write of megabytes blocks the event
-    loop."""
+    """Return a reply with JSON of any length. A long reply is sent in pieces, because one write of megabytes would
+    block the event loop."""
     if len(body) <= PIECE:
         return Response(body, media_type="application/json")
 

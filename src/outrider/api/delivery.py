@@ -24,7 +24,7 @@ Tenant = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 DEAD_LISTED = 100
-"""Callbacks in a list of those that were given up, unless `limit` requests another number."""
+"""Number of given-up callbacks in a list, unless `limit` requests another number."""
 
 
 def delivery_routes(service: Service) -> APIRouter:
@@ -46,7 +46,7 @@ def delivery_routes(service: Service) -> APIRouter:
 
     @routes.delete("/consumers/{name}", **answers(ConsumerList))
     async def remove(name: Name, request: Request, tenant: Tenant = None) -> Response:
-        """Delete a consumer. Groups not acknowledged by the consumer are no longer kept for it."""
+        """Delete a consumer. Groups are no longer kept until the consumer has acknowledged them."""
         await service.store.consumers.remove(name, tenant=_owner(request, name, tenant))
         return json_reply(await _consumers(service, sees(request)))
 
@@ -62,7 +62,7 @@ def delivery_routes(service: Service) -> APIRouter:
 
     @routes.post("/callbacks/dead/{group_id}/redeliver", **answers(Redelivered))
     async def redeliver(group_id: str) -> Response:
-        """Retry the callback of a group that was given up."""
+        """Retry the given-up callback of a group."""
         return json_reply(Redelivered(callbacks=await service.redeliver(group_id)))
 
     @routes.delete("/callbacks/dead/{group_id}", **answers(CallbackList))

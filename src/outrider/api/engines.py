@@ -30,7 +30,8 @@ def engine_routes(service: Service) -> APIRouter:
         **answers(EngineStatus, Conflict, EngineMisbehaved, EngineUnavailable, status=201),
     )
     async def add(request: Request) -> Response:
-        """Attach an engine while sessions run. The engine must respond and have its model's tokenizer."""
+        """Attach an engine while sessions run. The engine must respond, and must have the tokenizer of the model
+        that it serves."""
         engine = await service.attach_engine(parse_body(EngineSpec, await whole_body(request)))
         made(request, name=engine.name)
         return json_reply(engine, status=201)

@@ -34,8 +34,8 @@ Attempt = Annotated[
 
 
 class AnyPath(Convertor[str]):
-    """The rest of a path, with every character that a file name may have. Starlette's own convertor stops at a line
-    break, so the route would look for a file of another name."""
+    """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
+    line break, and the route would look for a file of another name."""
 
     regex = "(?s:.*)"
 
@@ -80,7 +80,7 @@ def image_routes(service: Service) -> APIRouter:
     async def image(request: Request, digest: str) -> Response:
         """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
         found = await service.store.image(digest, tenant=sees(request))
-        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the media type comes from the agent, too
+        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the agent chose the type
         return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
 
     return routes

@@ -1,8 +1,8 @@
 """The model side over HTTP: `/s/{key}/...` in each dialect, as a bare ASGI application on the hot path.
 
 The gateway handles bytes, routes and connections; the conversation handles the content of a call. Only exact routes
-are served: any other path is a 404 in the dialect's own shape, an unknown key a 401, and no request creates a session.
-A client that hangs up aborts its generation upstream.
+are served: any other path is a 404 in the dialect's own shape (OpenAI's if no dialect has the path), an unknown key a
+401, and no request creates a session. When a client hangs up, its generation is aborted upstream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""A streamed reply that is silent for this many seconds is pinged: clients give up silent streams."""
+"""Seconds of silence in a streamed reply after which a ping is sent: clients give up silent streams."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
@@ -41,7 +41,7 @@ class Sessions(Protocol):
 
 class Gateway:
     """The ASGI application of the model gateway. The route selects the dialect; where dialects share a route, the
-    headers do. The session's key is in the path or, for clients whose base URL cannot carry a key, the API key."""
+    headers do. The session's key is in the path, or is the API key of clients whose base URL cannot carry a key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
         """`calls` is the maximum number of calls of a session under way."""
@@ -51,7 +51,7 @@ class Gateway:
         self._fallback = dialect_of_unknown_routes()
 
     def serves(self, scope: Scope) -> bool:
-        """Return True if a call is for the gateway, even if the gateway will refuse the call."""
+        """Return True if a call is for the gateway, also if the gateway will refuse the call."""
         if scope["path"].startswith(PREFIX):
             return True
         try:
@@ -184,7 +184,7 @@ class _ClientReply:
             await self._start(200, [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")])
 
     async def ping(self, writer: StreamWriter) -> None:
-        """Send a sign of life if nothing was sent since the previous call of `ping`."""
+        """Send a ping of the dialect if nothing was sent since the previous call of this method."""
         if self._quiet:
             await self.begin(writer.content_type)
             await self.more(writer.ping())
@@ -213,7 +213,7 @@ async def _stream(
     token_bytes: Callable[[int], bytes] | None,
     reply: _ClientReply,
 ) -> None:
-    """Send the steps of a call as they come; steps that come together are one part of the response. `token_bytes` is
+    """Send the steps of a call as they come. Steps that come together are one part of the response. `token_bytes` is
     given if the client requested log-probabilities."""
     try:
         async for steps in batches:
@@ -249,7 +249,7 @@ def _api_key(call: WireCall) -> str:
 
 
 class _RequestBody:
-    """The parts of a request's body as they arrive. An iterator, because a generator costs the event loop more."""
+    """The parts of a request's body as they arrive. A generator would cost the event loop more than this iterator."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

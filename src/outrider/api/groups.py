@@ -195,7 +195,8 @@ def group_routes(service: Service) -> APIRouter:
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:
-    # The log is polled: a client gets an event after at most EVENT_PAUSE, and each read is one indexed query.
+    # The log is polled, because polling costs little: each read is one indexed query. A client gets an event after at
+    # most EVENT_PAUSE.
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:

@@ -104,7 +104,7 @@ def answers(
     also: Mapping[int | str, dict[str, Any]] = {},
 ) -> dict[str, Any]:
     """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot derive from the
-    route's path, parameters and body. `also`: replies with headers of their own."""
+    route's path, parameters and body. `also` are replies with headers of their own."""
     reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
     return {"responses": refusals(*errors) | {status: reply, **also}}
 

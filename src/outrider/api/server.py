@@ -53,7 +53,7 @@ from outrider.wire.http_server import (
 from outrider.wire.tls import presenting
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
-"""Timeouts for outside clients. Clients in sandboxes may be suspended for longer."""
+"""Timeouts for outside clients. `unread` is shorter than for clients in sandboxes, which may be suspended for long."""
 LAST_REPLIES_SECONDS = 0.1
 """Seconds that a stopping server waits for requests under way before it cuts them off."""
 
@@ -74,7 +74,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         url = _url(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
-        # In a thread: FastAPI takes 50 ms to make its routes, and the event loop must not stand still for so long.
+        # The application is made in a thread, because FastAPI takes 50 ms to make the routes. The event loop must not
+        # stand still for so long.
         app = await asyncio.to_thread(control_app, service)
         control = AccessControl(app, service.tokens, service.audit, calls=share.token)
         root = RootApp(control, gateway)
@@ -120,7 +121,7 @@ async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[No
 
 
 class _NoSessions:
-    """`Sessions` of a service with sessions in other processes only. Those processes have gateways of their own."""
+    """`Sessions` of a service whose sessions all run in other processes, which have gateways of their own."""
 
     def models(self, key: str) -> None:
         return None
@@ -176,7 +177,7 @@ def control_app(service: Service) -> FastAPI:
     async def described() -> Response:
         """Return the OpenAPI description, made in a thread on the first request, because making it takes longer than
         the rest of a start."""
-        async with describing:  # once for any number of requests: they require no token
+        async with describing:  # made only once, because anybody may request it, without a token
             if not description:
                 description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))
         return Response(description[0], media_type="application/json")
@@ -201,7 +202,8 @@ class RootApp:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling: the program that runs the service handles signals.
 
-    `ready` is set once the server listens. A server that shuts down cuts off the requests under way.
+    `ready` is set once the server listens. A server that shuts down cuts off the requests that are still under way
+    after LAST_REPLIES_SECONDS.
     """
 
     def __init__(

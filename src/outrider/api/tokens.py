@@ -25,7 +25,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, Conflict, status=201))
     async def create(request: Request) -> Response:
-        """Create a token. Its text is in this reply and nowhere else."""
+        """Create a token. The token's text is in this reply and nowhere else."""
         new = await service.tokens.create(parse_body(TokenSpec, await whole_body(request)))
         made(request, name=new.token.name)
         return json_reply(new, status=201)

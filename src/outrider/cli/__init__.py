@@ -1,11 +1,11 @@
-"""The command line: `outrider ...`. One module for each command or group of commands, and `commands.py` for the
-whole."""
+"""The command line: `outrider ...`. Each command, or group of commands, is in a module of its own, and `commands.py`
+puts them together."""
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # as in outrider/__init__.py
+TYPE_CHECKING = False  # see outrider/__init__.py for the reason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` excludes the program's name; the default is the process's
-    own."""
+    """Run one command and return its exit code. `argv` are the arguments without the program's name, by default those
+    of this process."""
     try:
-        # Imported here: the import of all commands takes a second, and Ctrl-C in it must not end in a traceback.
+        # The import is here, because it takes a second, and Ctrl-C meanwhile must not end in a traceback.
         from outrider.cli.commands import run_command
 
         return run_command(argv)

@@ -1,8 +1,8 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
-The commands' work is done in other modules. Invariant: an OutriderError, or a lack of the machine (disk, descriptors,
-memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for an invalid
-request, 130 for Ctrl-C and 1 for every other failure.
+The commands' work is done in other modules. Invariant: an OutriderError, or the lack of something on the machine (disk,
+descriptors, memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for
+an invalid request, 130 for Ctrl-C and 1 for every other failure.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ HINTS = {
 }
 """Advice about a system error, by errno."""
 
-# Some versions of Typer bring their own copy of click. Either UsageError is the base of this public name.
+# Some versions of Typer bring their own copy of click. In every version, its UsageError is the base of BadParameter.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """The body of `outrider.cli.main`. Raises KeyboardInterrupt."""
+    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt."""
     terminal = Terminal()
     command = typer.main.get_command(commands())
     try:
@@ -90,7 +90,7 @@ def run_command(argv: Sequence[str] | None) -> int:
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
         return USAGE
-    except Exception as error:  # only to show a lack of the machine in one line; all else is raised again
+    except Exception as error:  # a lack of the machine is shown in one line; everything else is raised again
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
@@ -98,11 +98,11 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def commands() -> typer.Typer:
-    """The whole command line."""
+    """Return the whole command line."""
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
-        pretty_exceptions_enable=False,  # they may print local variables, tokens included
+        pretty_exceptions_enable=False,  # pretty tracebacks may show local variables, tokens included
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -147,7 +147,7 @@ def _is_shown(error: BaseException) -> bool:
 
 
 def _shown(error: BaseException) -> OutriderError:
-    """Return the error as an OutriderError; if the machine lacks something, with a hint."""
+    """Return the error as an OutriderError. If the machine lacks something, the error has a hint."""
     if isinstance(error, OutriderError):
         return error
     log.debug("the command failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""`outrider engines`: the engines of a running service. Also `parse_engine`, for KIND=WHERE on the command line."""
+"""`outrider engines`: the engines of a running service. `parse_engine` reads KIND=WHERE on any command line."""
 
 from __future__ import annotations
 

@@ -21,22 +21,23 @@ T = TypeVar("T")
 
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop if it is installed. Raises ServiceError if the limit of open files is too low."""
+    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed. Raises ServiceError if the limit of open
+    files is too low."""
     try:
-        check_enough()  # uvloop does not clean up after itself if it lacks a descriptor
+        check_enough()  # checked first, because uvloop does not clean up after itself if it lacks a descriptor
         factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.get_loop().set_default_executor(_started_threads())
             return runner.run(work)
     finally:
-        work.close()  # for work that was never started, for instance because of Ctrl-C
+        work.close()  # the coroutine may never have been started, for instance because of Ctrl-C
 
 
 def _started_threads() -> ThreadPoolExecutor:
-    """Return the thread pool for blocking calls, with all threads started. Python would start each thread when it is
-    first needed. At a limit on threads that start fails, but the call is queued already, and another thread may still
-    make it later. Raises RuntimeError."""
-    number = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio's own executor has
+    """Return the thread pool for blocking calls, with all threads started. Python would start each thread for the first
+    call that needs it. At a limit on threads this start fails, although the call is queued already, and another thread
+    may still make the call later. Raises RuntimeError if a thread cannot be started."""
+    number = min(32, (os.cpu_count() or 1) + 4)  # asyncio's own executor has as many
     threads = ThreadPoolExecutor(number, thread_name_prefix="outrider-blocking")
     all_started = threading.Barrier(number)
     try:
@@ -50,8 +51,8 @@ def _started_threads() -> ThreadPoolExecutor:
 
 @asynccontextmanager
 async def short_pauses(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
-    """While the block runs, bound the delays that the garbage collector and other threads cause in the event loop.
-    Enter the block after all imports. `idle` and `failures`: see `concurrency/garbage.py`."""
+    """While the block runs, keep the delays short that the garbage collector and other threads cause in the event loop.
+    Enter the block after all imports. For `idle` and `failures` see `concurrency/garbage.py`."""
     # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
     sys.setswitchinterval(0.001)
     async with collected_in_pieces(idle, failures):

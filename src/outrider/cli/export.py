@@ -37,10 +37,10 @@ PAGE = 20
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider export --json`. `left_out` samples had a reward below `--min-reward`, or none.
-    `evaluations` groups were left out whole, because they evaluate a policy. The next export begins at `cursor`
-    (`--after`). `sha256` is the digest of the file. `images` is the number of images in the samples that the service
-    stores; `image_files` is the folder that the images were written to."""
+    """The output of `outrider export --json`. `left_out` is the number of samples with a reward below `--min-reward`,
+    or without one. `evaluations` is the number of groups that were left out, because they evaluate a policy. The next
+    export begins at `cursor` (`--after`). `sha256` is the digest of the file. `images` is the number of the samples'
+    images that the service stores; `image_files` is the folder to which they were written."""
 
     samples: int
     left_out: int
@@ -160,7 +160,7 @@ def export(
 
 
 class _Images:
-    """The images of exported samples: counted, and downloaded if there is a folder."""
+    """Counts the images of exported samples, and downloads them if there is a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = ImageFolder(folder) if folder else None

@@ -124,7 +124,7 @@ def check_harness(
 
         outrider harness check --task my-task.toml
     """
-    # Imported here because the other commands of this group do not need the server's libraries.
+    # The import is here, because the other commands of this group do not need the server's libraries.
     from outrider.cli.harness_check import check_and_print, find_subject
 
     subject = find_subject(preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime)

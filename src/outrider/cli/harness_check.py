@@ -1,6 +1,6 @@
-"""The work of `outrider harness check`: find the subject, certify it, print the certificate.
+"""The work of `outrider harness check`: finds the subject, certifies it, and prints the certificate.
 
-Imported only by that command, because it needs the server's libraries.
+Only this command imports the module, because the module needs the server's libraries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"
-"""The row that starts the installed program once. The user's own program does not have this row."""
+"""The row that starts the installed program of a preset once. Certificates of other programs do not have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
 """Dialects by the vendor names that users give for them."""
@@ -85,16 +85,16 @@ def find_subject(
     dialect = dialect or loaded.dialects[0]
     options = {DIALECT: dialect} if DIALECT in loaded.options else {}
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
-    make_harness(harness)  # raises for wrong options
+    make_harness(harness)  # raises an error for wrong options
     if loaded.install is not None and installed(loaded.name) is None:
-        check(loaded.name)  # raises, with a hint how to install the program
+        check(loaded.name)  # raises an error with a hint how to install the program
     return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Certify the subject, print its certificate, and return the exit code. `names` are the rows to try, or all rows if
-    it is empty; `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
-    # Imported here so that a wrong row or harness is refused without loading the server's libraries.
+    """Certify the subject, print its certificate, and return the exit code. `names` are the rows to try; all rows are
+    tried if `names` is empty. `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
+    # The import is here, so that a wrong row or harness is refused without loading the server's libraries.
     from outrider.lab.certify.run import certify
 
     known = [VERSION, *(row.name for row in ROWS)]

@@ -130,7 +130,7 @@ def build_image(
     terminal, store = terminal_of(ctx), ImageStore()
     if recipe.is_dir():
         folders = [recipe]
-        if not (recipe / DOCKERFILE).exists():  # then the folder has Harbor tasks
+        if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile has Harbor tasks
             folders = build_contexts(recipe) or folders
         if name is not None and len(folders) > 1:
             raise InvalidField(

@@ -138,7 +138,7 @@ def join(
     run_service(_until_signal(terminal, settings.stop_seconds, work))
 
 
-# Both functions import inside `work`, because most commands do not need these modules.
+# The two functions below import modules inside `work`, because most commands do not need these modules.
 
 
 def _machine(terminal: Terminal, config: Config, url: str, name: str, token: str | None, ca: str | None) -> Work:
@@ -172,7 +172,7 @@ def _cluster(
         from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
         fleet = RayFleet(
-            # Without settings that are not set: the number of processes depends on the machine.
+            # Settings that are not set are left out: the default number of processes depends on each machine.
             JoinTarget(
                 url=url,
                 token=token,

@@ -1,6 +1,6 @@
 """Logging and signal handling of the commands that run until a signal ends them.
 
-Logging is configured here, and for the processes of nodes in `node_process.py`.
+Logging is configured here, except for the processes of nodes, where `node_process.py` does so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def start_log(token: str | None, *, verbose: bool) -> None:
 
 class LogFormatter(logging.Formatter):
     """Formats log records, tracebacks included, without secrets and control characters. All lines of a record but the
-    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the process's
-    name."""
+    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name of
+    the process, which is in each record."""
 
     def __init__(self, token: str | None = None, *, process: str = "") -> None:
         named = f"{process.replace('%', '%%')} " if process else ""
@@ -36,9 +36,9 @@ class LogFormatter(logging.Formatter):
 
 
 class StopSignals:
-    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal ends `first`. The second,
-    or any signal before `first` is entered, cancels the task and restores the usual effect, so that the next one ends
-    the process."""
+    """The effects of SIGINT and SIGTERM on the task that makes this object. The first signal makes `first` return. The
+    second signal, or any signal before `first` is called, cancels the task and restores the usual effect of signals, so
+    that the next signal ends the process."""
 
     def __init__(self) -> None:
         self.came = 0
@@ -49,7 +49,7 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
-        for number in SIGNALS:  # again: Ray replaces the handlers when it starts
+        for number in SIGNALS:  # set again, because Ray replaces the handlers when it starts
             self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting

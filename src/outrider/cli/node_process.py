@@ -1,8 +1,8 @@
 """`python -m outrider.cli.node_process`: a node in its own process, started by `outrider serve --processes`, or by
 `outrider nodes join` for a service on another machine.
 
-Standard input is a socket to the starting program, which sends the settings. The process exits when that program hangs
-up.
+Standard input is a socket to the starting program, which sends the settings. The process exits when the starting
+program hangs up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ log = logging.getLogger("outrider.node")
 
 
 def main() -> None:
-    # The service decides when its nodes end. SIG_IGN would be inherited by the programs that are started here.
+    # The signals have no effect, because the service decides when its nodes end. The handler is a function, because the
+    # programs that are started here would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
@@ -53,7 +54,8 @@ def main() -> None:
 
 
 def _end_with_the_service(end: int) -> None:
-    """Exit END_SECONDS after the starting program has closed its end, even if the event loop is blocked."""
+    """Exit END_SECONDS after the starting program has closed its end of the socket, even if the event loop is
+    blocked."""
     hung_up = select.poll()
     hung_up.register(end, select.POLLRDHUP)
     hung_up.poll()
@@ -67,7 +69,7 @@ async def _serve(end: socket.socket) -> None:
     if isinstance(told, NodeSetup):
         sys.path[:] = told.path
         _log(told)
-        with suppress(OutriderError):  # already sent to the service
+        with suppress(OutriderError):  # the error has been sent to the service
             await _work(told, pipe, "")
     else:
         assert isinstance(told, Join)
@@ -83,7 +85,7 @@ def _log(setup: NodeSetup) -> None:
 
 
 class Starter:
-    """The program that has started this process, if not the service."""
+    """The program that has started this process, if that is not the service."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -104,7 +106,8 @@ class Starter:
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
-        """Return when the program hangs up, or orders this process to leave before any work has begun."""
+        """Read the program's orders to leave. Return when the program hangs up, or at an order before any work has
+        begun."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)
@@ -126,7 +129,8 @@ class Starter:
 async def _join(join: Join, starter: Starter) -> None:
     """Join a service, and work for it until the service or the program that has started this process hangs up.
 
-    SIGTERM ends the work, too: its sender ends all processes of a batch job or of a unit, sandboxes included.
+    SIGTERM ends the work, too: the sender of the signal ends all processes of a batch job or of a unit, sandboxes
+    included.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
@@ -184,7 +188,7 @@ async def _work(setup: NodeSetup, socket: Socket, url: str, starter: Starter | N
 async def _run(
     setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
 ) -> None:
-    # Imported here, with the service's module search path.
+    # These imports are here, because they need the service's module search path.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths
@@ -206,7 +210,7 @@ async def _run(
                 config,
                 models,
                 store=service.store,
-                # A node on another machine has no folder in common with the service.
+                # A node on another machine has no folder in common with the service, and sends its artifacts there.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,

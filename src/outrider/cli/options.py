@@ -12,7 +12,7 @@ from outrider.environment import environment
 
 
 def _json(ctx: typer.Context, given: bool) -> bool:
-    # The option is eager: it is read first, so that an error in another option is written as JSON too.
+    # The option is eager: it is read before the others, so that an error in another option is written as JSON, too.
     terminal_of(ctx).json = given
     return given
 
@@ -45,12 +45,12 @@ Json = Annotated[
 
 
 def client(url: str | None, token: str | None, ca: str | None) -> Client:
-    """Return a client of the service named by the options, or else by the environment."""
+    """Return a client of the service that the options name, or else the environment."""
     return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
 
 
 def async_client(url: str | None, token: str | None, ca: str | None) -> AsyncClient:
-    """Like `client`, for asynchronous commands."""
+    """Return a client like `client` does, for asynchronous commands."""
     return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
 
 

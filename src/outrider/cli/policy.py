@@ -15,7 +15,7 @@ from outrider.schemas import PolicyStatus
 
 
 class Mode(StrEnum):
-    """The treatment of generations in flight."""
+    """The treatment of generations in flight when the policy is paused."""
 
     FINISH = "finish"
     ABORT = "abort"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def session_progress(terminal: Terminal) -> Iterator[Watch]:
-    """One bar for the sessions of any number of groups, with the number of sessions in each state."""
+    """Show one bar for the sessions of all watched groups, with the number of sessions in each state."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("starting", total=None)
 
@@ -35,7 +35,8 @@ def session_progress(terminal: Terminal) -> Iterator[Watch]:
 
 @contextmanager
 def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
-    """One bar for the rows of a certificate. Each verdict is also written as a line, with or without a terminal."""
+    """Show one bar for the rows of a certificate. Each verdict is also written as a line, with or without a
+    terminal."""
     with _progress(terminal, transient=True) as progress:
         bar = progress.add_task("starting a service", total=rows)
 

@@ -102,7 +102,7 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """The id of the session whose agent ran."""
+    """Return the id of the session whose agent ran: the regraded session's, if this session grades a run again."""
     return session.result.regrades or session.id if session.result else session.id
 
 

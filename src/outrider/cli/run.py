@@ -21,8 +21,8 @@ from outrider.spec import GroupSpec
 FAILED = 1
 INTERRUPTED = 130
 ANSWER_SECONDS = 10.0
-"""Seconds that Ctrl-C waits for the reply to the submission, because the service may have accepted the group. While the
-service's queue is full, no reply comes."""
+"""Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
+time is bounded, because no reply comes while the service's queue is full."""
 
 
 def run(

@@ -195,12 +195,12 @@ def serve(
         },
     }
     settings = load_config(flags, file=config)
-    if settings.model.tokenizer is None:  # default: the tokenizer of the first embedded engine
+    if settings.model.tokenizer is None:  # the default is the tokenizer of the first embedded engine
         folder = next(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    # Imported here because most commands do not need this module.
+    # The import is here, because most commands do not need this module.
     from outrider.sessions.resources import with_processes
 
     settings = with_processes(settings)
@@ -209,7 +209,7 @@ def serve(
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
-    # Imported here because most commands do not need the server's libraries.
+    # The imports are here, because most commands do not need the server's libraries.
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 

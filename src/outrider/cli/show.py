@@ -60,7 +60,7 @@ def show(
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
     """Print a whole session: a heading, its turns, how it ended."""
     for line in _lines(session, turns):
-        console.print(line, soft_wrap=True)  # else rich would break lines at the width, inside sampled text
+        console.print(line, soft_wrap=True)  # otherwise rich would break lines at the width, inside sampled text
 
 
 def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:

@@ -32,8 +32,9 @@ SERVICE_ONLY = ("processes", "stop_seconds", "token")
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `outrider slurm --json`. `job` is None if the script was only written. `url` and `token` are files;
-    the file with the address exists while the service runs."""
+    """The output of `outrider slurm --json`. `job` is None if the script was only written. `url` and `token` are files
+    with the service's address and token; the file `url` exists while the service runs. `logs` is the pattern of the log
+    files."""
 
     job: str | None
     url: str
@@ -123,7 +124,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # and a job's defaults for flags that are not given
+    added = ["--processes", "0"]  # the next lines add a job's defaults for flags that are not given
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(
@@ -172,8 +173,8 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """Return the settings of a service with these flags of `outrider serve`, as far as a job needs them: without its
-    lanes, sandboxes and model."""
+    """Return the settings of a service with these flags of `outrider serve`, as far as a job needs them: without the
+    flags' lanes, sandboxes and model."""
     given = _serve_parameters(flags)
     names = ("host", "port", "stop_seconds", "processes", "data", "store")
     tls = {"certificate": given["tls_certificate"], "key": given["tls_key"], "insecure": given["insecure"]}
@@ -214,7 +215,7 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Slurm sends TERM to a node's agents, too. The node must not wait: the interrupted runs would be graded.
+    # Slurm sends TERM to a node's agents, too. So the node must not wait: the interrupted runs would be graded.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]

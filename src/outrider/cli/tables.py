@@ -1,5 +1,5 @@
-"""The tables of the command line: sessions, groups, engines, lanes. They show types of schemas.py and need no
-client."""
+"""The tables of the command line: sessions, groups, engines, lanes and others. Tables show types of schemas.py and need
+no client."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ STYLES = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str | None = None) -> Table:
-    """A table without a frame. A column whose name ends in ">" is aligned to the right."""
+    """Return a table without a frame. A column whose name ends in ">" is aligned to the right."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
     )
     for name in columns:
-        # A row that wraps cannot be read by grep and cut.
+        # No row wraps, because grep and cut read lines.
         made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
     for row in rows:
         made.add_row(*row)
@@ -77,7 +77,8 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """One row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage, error."""
+    """Return a row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
+    error."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     rows: list[Sequence[str | Text]] = []
     for session in group.sessions:
@@ -127,7 +128,7 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
-    """One row for each consumer. A consumer that reads everybody's groups has the tenant `*`."""
+    """Return a row for each consumer. A consumer that reads all tenants' groups has the tenant `*`."""
     rows = [(each.name, each.tenant or "*", str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
@@ -169,7 +170,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """The policy's version, and the pause if it is paused."""
+    """Return the policy's version, and its pause if it is paused, as text."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -177,13 +178,13 @@ def policy_line(policy: PolicyStatus) -> str:
 
 
 def policy_table(policy: PolicyStatus) -> RenderableType:
-    """One row for each engine of the policy."""
+    """Return a row for each engine of the policy."""
     rows = [(engine.name, str(engine.version), word("yes" if engine.ok else "no")) for engine in policy.engines]
     return table(("engine", "version>", "up"), rows)
 
 
 def token_table(tokens: Iterable[TokenView]) -> Table:
-    """One row for each token, with the end of its validity."""
+    """Return a row for each token, with the end of its validity."""
 
     def until(token: TokenView) -> str:
         if token.revoked is not None:
@@ -201,8 +202,9 @@ def token_table(tokens: Iterable[TokenView]) -> Table:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """One row for each lane of a node, and one for the resources that tasks have set aside; if there were any, one row
-    for warm sandboxes and one for stalls of the event loop. `waited` is the mean over all served so far."""
+    """Return a row for each lane of a node, and one for the resources that tasks have set aside. If there were warm
+    sandboxes, or stalls of the event loop, they have a row each. `waited` is the mean over all sessions served so
+    far."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
@@ -223,7 +225,7 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
-    """One row for each piece of background work that fails at present."""
+    """Return a row for each piece of background work that fails at present."""
     now = time.time()
     rows = [
         (
@@ -240,12 +242,12 @@ def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[str, str, str]:
-    """Number waiting, number served, and the mean wait of those served."""
+    """Return the number of waiting sessions, the number of served sessions, and the mean wait of the served ones."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return str(stats.waiting), str(stats.served), f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
-    """Seconds spent waiting (all waits together), preparing, running and grading."""
+    """Return the seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)

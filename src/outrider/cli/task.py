@@ -193,7 +193,7 @@ def shortened(text: str) -> str:
 
 
 class Bad(msgspec.Struct, frozen=True):
-    """A task that failed the check, with its problems."""
+    """A task that failed the check, and its problems."""
 
     id: str
     problems: tuple[str, ...]

@@ -51,7 +51,7 @@ ROWS = "rows"
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
-    reads. `id` is the column of the rows' ids; None numbers the rows."""
+    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered."""
 
     file: str
     id: str | None = None
@@ -79,7 +79,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
     if source.startswith(f"{MINIWOB}:"):
         return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
-        from outrider.tasks.release_pairs import release_pair_examples  # a slow import: it can run sandboxes
+        from outrider.tasks.release_pairs import release_pair_examples  # slow: the module needs the sandboxes
 
         return release_pair_examples(limit=limit)
     if source.startswith(SWEBENCH):
@@ -125,7 +125,8 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
 
 
 def read_tasks(path: Path) -> list[Example]:
-    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField naming the number of a broken line."""
+    """Return the tasks of a file that `write_tasks` wrote. Raises InvalidField, which names the number of a broken
+    task."""
     examples: dict[str, Example] = {}
     for number, row in enumerate(read_rows(path), 1):
         try:
@@ -166,14 +167,14 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """Return a group of `n` sessions of the task in file `path`. Raises InvalidField naming the field, and TooLarge for
-    files that are too big to send with the task."""
+    """Return a group of `n` sessions of the task in file `path`. Raises InvalidField, which names the field, and
+    TooLarge for files that are too big to send with the task."""
     return validate_group({"task": load_example(path).task, "n": n, "priority": priority})
 
 
 def load_example(path: Path) -> Example:
-    """Return the task in file `path`, not validated, with the solution in its table `gold`. Raises like
-    `load_group`."""
+    """Return the task in file `path`, not validated, with the solution in the file's table `gold`. Raises InvalidField
+    and TooLarge as `load_group` does."""
     task = load_table(path)
     if ROWS in task:
         raise InvalidField(
@@ -222,7 +223,7 @@ def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
         yield step
         return
     upload, target = step["upload"], step["to"]
-    # The service refuses values that are not text, and paths that leave the folder.
+    # Values that are not text, and paths that leave the folder, are sent as they are: the service refuses them.
     local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
     if not local or ".." in Path(upload).parts or not (folder / upload).exists():
         yield step

@@ -1,7 +1,7 @@
 """Output of the command line: text for people, one JSON document for programs, and each error in one line.
 
-Independent of the service. Invariant: with `json` set, standard output holds exactly one JSON document; everything else
-goes to standard error.
+The module is independent of the service. Invariant: with `json` set, standard output holds exactly one JSON document;
+everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
-        # In one line: the first line of standard error is the whole message, for scripts.
+        # The message is written in one line, so that scripts find all of it in the first line of standard error.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
@@ -67,8 +67,8 @@ def terminal_of(ctx: typer.Context) -> Terminal:
 
 
 class _Printable(RenderHook):
-    """Makes all printed text printable, after the layout and before the colours. Text in columns must be made printable
-    before the layout, so that the widths are right."""
+    """Makes all printed text printable, after the layout and before the colours. Text for columns must be made
+    printable before the layout, too, so that the widths are right."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printed(each) for each in renderables]
@@ -85,7 +85,7 @@ class _Printed:
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_OF_A_FILE
-    # Without markup: tasks and programs print text in [brackets], which rich would read as styles.
+    # Markup is off, because tasks and programs print text in [brackets], which rich would read as styles.
     console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_Printable())
     return console

@@ -85,7 +85,7 @@ def create(
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     """Make a token in the store of a stopped service."""
-    # Imported here because the other commands do not need the service's libraries.
+    # The imports are here, because the other commands do not need the service's libraries.
     from outrider.service.admission import parse_body
     from outrider.service.assembly import open_store
     from outrider.service.audit import AuditEntry, AuditLog

@@ -27,7 +27,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
     """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`."""
-    # Imported here because most commands do not need the libraries for training.
+    # The imports are here, because most commands do not need the libraries for training.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 
@@ -79,7 +79,7 @@ def plot(rewards: Sequence[float]) -> Text:
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):
-        # how much of this row each column fills, in eighths
+        # The part of this row that each column fills, in eighths.
         eighths = (round((min(max(reward * HEIGHT - row, 0.0), 1.0)) * 8) for reward in shown)
         lines.append(f"{(row + 1) / HEIGHT:4.1f} │" + "".join(BARS[each] for each in eighths))
     lines.append("     └" + "─" * WIDTH)

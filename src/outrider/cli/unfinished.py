@@ -1,7 +1,7 @@
-"""`python -m outrider.cli.unfinished SERVE FLAGS`: the number of unfinished sessions of a stopped service with these
-flags.
+"""`python -m outrider.cli.unfinished SERVE FLAGS`: writes to standard output how many sessions of a stopped service
+with these flags are unfinished.
 
-A batch job runs this module at the end of its time. The number is written to standard output.
+A batch job runs this module at the end of its time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 async def _count(config: Config) -> int:
-    # Imported here because the command line does not need the service's libraries to parse its flags.
+    # The import is here, because the command line does not need the service's libraries to parse its flags.
     from outrider.service.assembly import open_store
 
     async with open_store(config) as store:

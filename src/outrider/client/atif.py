@@ -1,7 +1,7 @@
-"""Training rows as trajectories of ATIF 1.8, Harbor's interchange format. Pure.
+"""Converts training rows to trajectories of ATIF 1.8, Harbor's interchange format.
 
-A trajectory is one row; the trajectories of one session have its `session_id`. Invariant: a step with metrics is one
-model call, and its ids and log-probabilities are the sampled ones: nothing is tokenized again.
+The module is pure. A trajectory is one row; all trajectories of a session have the same `session_id`. Invariant: a step
+with metrics is one model call, and its ids and log-probabilities are the sampled ones: nothing is tokenized again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Trajectory = dict[str, Any]
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
     """Convert a row to a trajectory. `sample` and `row` are the same row, as ids and as messages.
 
-    A reply that the row does not train, or that was not sampled, is copied context. An image of a type that the format
-    does not support becomes a text with the image's path or URL.
+    A reply that the row does not train, or that was not sampled, is marked as copied context. An image of a type that
+    the format does not support becomes a text with the image's path or URL.
     """
     media = iter(image.media_type for image in sample.images)
     spans = iter(sample.turn_spans)
@@ -79,7 +79,8 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
 
 
 def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a reply besides its text. Arguments other than objects become an object with their text."""
+    """Return the fields of a reply besides its text. A call's arguments, if they are no object, become an object with
+    their text."""
     fields: dict[str, Any] = {}
     if (reasoning := message.get("reasoning_content")) is not None:
         fields["reasoning_content"] = reasoning
@@ -98,7 +99,8 @@ def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
-    """The ids of one model call, with log-probabilities if the row trains the call and the engine reported any."""
+    """Return the metrics of one model call: its ids, and its log-probabilities if the row trains the call and the
+    engine reported any."""
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
@@ -112,8 +114,8 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
 
 
 def content_of(content: str | list[dict[str, str]] | None, media: Iterator[str]) -> str | list[dict[str, Any]]:
-    """A message's content in ATIF's form. `media` yields the media types of the row's images, starting with the next
-    one."""
+    """Convert a message's content to ATIF's form. `media` yields the media types of the row's images, from the first
+    image of this message on."""
     if not isinstance(content, list):
         return content or ""
     parts: list[dict[str, Any]] = []

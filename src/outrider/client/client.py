@@ -6,8 +6,8 @@
             ...
 
 Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
-...), and ServiceError if the service cannot be reached or the client is not open. Two things are retried: a submission
-to a busy service, and a stream of events after its connection is lost.
+...), and ServiceError if the service cannot be reached or the client is not open. Only two things are retried: a
+submission to a busy service, and the connection of a stream of events.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
-"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH per group if longer, to bound the
-requests."""
+"""Seconds between two polls of watched groups: WATCH_PAUSE, or WATCH_PAUSE_EACH for each group if that is longer. Many
+groups are polled less often, so that the service gets no more than about 50 requests a second."""
 
 
 SILENCE = 60.0
@@ -91,11 +91,11 @@ seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service cannot be reached, as during a restart, or is busy, and
-`submit` while the service is busy."""
+"""Seconds for which `patiently` retries while the service is busy or cannot be reached, as during a restart. `submit`
+retries for the same time, but only while the service is busy."""
 SPREAD = 1.25
-"""Maximum factor of the wait that a busy service requests. The factor is random, so that refused clients do not come
-back all at the same time."""
+"""A client waits up to this many times as long as a busy service requests. The factor is random, so that refused
+clients do not all come back at the same time."""
 
 
 class _Reply(NamedTuple):
@@ -104,10 +104,10 @@ class _Reply(NamedTuple):
 
 
 class AsyncClient:
-    """`async with AsyncClient(url, token=None) as client`.
+    """The client for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority, needed if this
-    machine does not have the authority installed.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority. It is needed
+    if the authority is not installed on this machine.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -162,7 +162,7 @@ class AsyncClient:
                 await asyncio.sleep(wait)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """Return a group as soon as it is done, or in its state after `wait` seconds (at most 60)."""
+        """Return a group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
         query = {"wait": str(wait), "samples": _flag(samples)}
         return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
 
@@ -187,12 +187,12 @@ class AsyncClient:
         limit: int = 100,
         samples: bool = False,
     ) -> ResultsPage:
-        """Return the done groups after a cursor, waiting up to `wait` seconds (at most 60) for the first. There may be
-        more than the page holds: call again with the page's cursor until a page is empty.
+        """Return the done groups after the cursor `after`, waiting up to `wait` seconds (at most 60) for the first.
+        There may be more groups than the page holds: call again with the page's cursor until a page is empty.
 
-        Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that it
-        has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is given and the
-        token is read-only.
+        Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that the
+        consumer has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is
+        given and the token is read-only.
         """
         query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         query |= {} if after is None else {"after": str(after)}
@@ -202,9 +202,9 @@ class AsyncClient:
     async def follow(
         self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
     ) -> AsyncIterator[GroupView]:
-        """Yield done groups as they finish, without end; for the arguments see `results`. For a consumer, a group is
-        acknowledged when the next one is requested: if the loop's body ends early, for any reason, the group comes
-        again."""
+        """Yield done groups as they finish, without end. For the arguments see `results`. For a consumer, a group is
+        acknowledged when the next group is requested. So if the loop ends in the middle of its body, for any reason,
+        the group comes again."""
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
@@ -214,9 +214,9 @@ class AsyncClient:
             after = page.cursor
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
-        """Acknowledge the groups up to a cursor, once the data made from them is safe. A consumer that has acknowledged
-        more keeps its position; with `rewind` it goes back and gets those groups again. An admin may name the
-        consumer's `tenant`."""
+        """Acknowledge the groups up to `cursor`, once the data made from these groups is safe. A consumer that has
+        acknowledged more keeps its position. With `rewind` it goes back, and gets the groups after `cursor` again. An
+        admin may name the consumer's `tenant`."""
         body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
         path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
         return await self._call("POST", path, ConsumerView, body=body, query=query)
@@ -226,8 +226,8 @@ class AsyncClient:
         return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
 
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
-        """Remove a consumer, and return the rest. Groups are no longer kept for it. An admin may name the consumer's
-        `tenant`."""
+        """Remove a consumer, for which groups are then no longer kept. Returns the other consumers. An admin may name
+        the consumer's `tenant`."""
         path, query = f"/v1/consumers/{quote(name, safe='')}", {} if tenant is None else {"tenant": tenant}
         return (await self._call("DELETE", path, ConsumerList, query=query)).consumers
 
@@ -249,15 +249,15 @@ class AsyncClient:
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
-        """Remove finished groups that ended more than `days` ago, and the oldest until the rest takes no more than
-        `size_mb` MiB; without either, by the service's settings. One call removes for about 20 seconds: call again
-        while there is `more`."""
+        """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the
+        rest take no more than `size_mb` MiB. Without either, the service's settings apply. One call removes groups for
+        about 20 seconds: call again while `more` is true in the report."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """Return these groups in the order given, once all are done. `watch` is called with all of them at first, at
-        the end, and about every 0.2 seconds between (less often for more than ten groups)."""
+        """Return these groups in the order given, once all are done. `watch` is called with all groups at first, at the
+        end, and about every 0.2 seconds in between (less often for more than ten groups)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -271,8 +271,8 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Yield every change after a cursor, without end. A lost connection is made again, for up to PATIENCE seconds.
-        ServiceError is raised after that, or if the first connection fails."""
+        """Yield every event after a cursor, without end. If the connection is lost, the client connects again. Raises
+        ServiceError if the first connection fails, or if no connection succeeds for PATIENCE seconds."""
         clock = asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
@@ -308,7 +308,7 @@ class AsyncClient:
         return (await self._call("GET", f"/v1/sessions/{session_id}/chat", ChatList)).rows
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
-        """Return the artifacts of an attempt, by default of the newest that has any."""
+        """Return the artifacts of an attempt, by default of the newest attempt that has stored a list."""
         return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
@@ -337,7 +337,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
 
     async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
-        """Give a node no new sessions, until `resume_node`."""
+        """Place no new sessions on a node, until `resume_node` is called. Returns all nodes."""
         return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/drain", NodeList)).nodes
 
     async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
@@ -454,9 +454,9 @@ class AsyncClient:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-    """Call the service, and call again after a wait while it cannot be reached or is busy, for up to `patience`
-    seconds. For repeatable calls: reads, and submissions with an idempotency key. A submission that has waited as long
-    for a busy service is not repeated."""
+    """Call the service, and call again after a wait while the service cannot be reached or is busy, for up to
+    `patience` seconds. The call must be repeatable: a read, or a submission with an idempotency key. A submission that
+    has itself waited that long for a busy service is not repeated."""
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + patience
     tries = 0
@@ -475,8 +475,8 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
-    """Raise ServiceError if the service has lost an accepted group. Call this with `AsyncClient.group` when no results
-    come: nothing else shows that a group will never be done."""
+    """Raise ServiceError if the service has lost an accepted group. `group` is the method `AsyncClient.group`. Call
+    this function when no results come: nothing else shows that a group will never be done."""
     try:
         await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -489,8 +489,8 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """A method of `Client` that waits for the method of `AsyncClient`. Signature and docstring stay: type checkers and
-    `help()` show the same for both."""
+    """Return a method of `Client` that waits for a method of `AsyncClient`. The two have the same signature and
+    docstring, also for type checkers and `help()`."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
@@ -522,9 +522,9 @@ def _blocking_iterator(
 class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
-    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in its own
-    thread, so it also works in a notebook, where the caller's thread already runs a loop. `run` and `open` let other
-    asynchronous code, such as a `DynamicSampler`, use the same connections.
+    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a thread of
+    its own. So it also works in a notebook, where the caller's thread already runs a loop. Through `run` and `open`,
+    other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -606,7 +606,7 @@ def _not_open() -> ServiceError:
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
-    try:  # with json: orjson and msgspec write NaN as null, which the service would read as "not given"
+    try:  # json refuses NaN; orjson and msgspec write NaN as null, which the service would read as "not given"
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
@@ -627,7 +627,7 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
     if isinstance(error, Busy):
-        with suppress(ValueError):  # a proxy may write a date
+        with suppress(ValueError):  # the header has no number: a proxy may write a date
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:

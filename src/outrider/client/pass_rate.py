@@ -30,7 +30,8 @@ from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, TaskSpec
 
 PRIORITY = 100
-"""Higher than the default priority of training groups, so that a trainer that waits for the figures is served first."""
+"""The default priority of an evaluation's groups: higher than that of training groups, because a trainer may wait for
+the figures."""
 LARGEST_SEED = (1 << 63) - 1
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -40,12 +41,12 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of the reward or of a metric.
 
     mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
-    standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two.
+    standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two tasks.
     interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples, the same each time);
-        None with fewer than two.
+        None with fewer than two tasks.
     pass_at: by k, the probability that at least one of k samples of a task passes, without bias (Chen et al. 2021,
         section 2.1), as a mean over the tasks with k graded samples or more.
-    tasks, samples: how many have a value.
+    tasks, samples: how many tasks and samples have a value.
     """
 
     mean: float
@@ -60,7 +61,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an evaluation.
 
     `failures` counts the ungraded sessions, by error code, or by stop reason if they have no error. `versions` are the
-    policy's before and after. `groups` are in the order of the tasks, without their samples.
+    policy versions before and after the evaluation. `groups` are in the order of the tasks, without samples.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...]
 
     def figures(self) -> dict[str, float]:
-        """All figures by name, in the form for loggers, such as `evaluation/reward/pass@4`."""
+        """Return the figures that a logger takes, by name, such as `evaluation/reward/pass@4`."""
         found: dict[str, float] = {}
         for name, score in {"reward": self.reward, **self.metrics}.items():
             found[f"{name}/mean"] = score.mean
@@ -103,13 +104,13 @@ async def evaluate(
     on a deterministic engine; None leaves the tasks' seeds alone. A sample passes if its reward, or its value of a
     metric, is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
 
-    With `policy_version`, the policy must have this version from the beginning to the end. With `run`, a name, groups
-    already submitted under it are used: the same call after an interruption runs only the missing groups. `watch`: see
-    `AsyncClient.wait`.
+    With `policy_version`, the policy must have this version from the beginning to the end. `run` is a name for the
+    evaluation. Groups already submitted under this name are used, so the same call after an interruption runs only the
+    missing groups. `watch`: see `AsyncClient.wait`.
 
     Raises InvalidField for tasks that the service refuses and if the policy has another version, Conflict for a `run`
-    of other tasks, ServiceError if the service is gone, the version changed meanwhile, or no session was graded. Groups
-    that still run then are cancelled, unless `run` is given.
+    of other tasks, ServiceError if the service is gone, the version changed meanwhile, or no session was graded. After
+    an error the groups that still run are cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -133,9 +134,9 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # cancellation, too
+    except BaseException:  # a cancelled evaluation comes here, too
         for group_id in ids if run is None else ():
-            with suppress(OutriderError):  # must not hide the error that ended the evaluation
+            with suppress(OutriderError):  # a failure here must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version
@@ -151,7 +152,7 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """A copy of the task with the label of evaluations: exports for training leave its groups out."""
+    """Return a copy of the task with the label of evaluations, by which exports for training leave its groups out."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
     if seed is not None:
@@ -160,12 +161,14 @@ def evaluation_task(
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """The probability that k of `samples` samples, `passes` of which pass, include one that passes."""
+    """Return the probability that k samples, drawn from `samples` samples of which `passes` pass, include one that
+    passes."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """Confidence interval of the mean of `means`, by percentiles of the means of resamples; None for fewer than two."""
+    """Return the confidence interval of the mean of `means`, between percentiles of the means of resamples. None for
+    fewer than two values."""
     if len(means) < 2:
         return None
     draw = random.Random(0)
@@ -211,7 +214,7 @@ def _evaluation(
 
 
 def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
-    """The figures of `values`, a list for each task. At least one task must have a value."""
+    """Compute the figures. `values` has a list of values for each task. At least one task must have a value."""
     graded = [of_task for of_task in values if of_task]
     means = [fmean(of_task) for of_task in graded]
     chances: dict[int, float] = {}

@@ -1,6 +1,6 @@
 """Writes training rows to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
 
-The module does not use the service. Invariants: both formats of samples have the same rows, with the fields of
+The module does not use the service. Invariants: `jsonl` and `parquet` have the same rows, with the fields of
 `trajectory.Sample`; a file appears complete or not at all.
 """
 
@@ -25,7 +25,8 @@ Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
-    """`jsonl` and `parquet` hold samples, `chat` is JSON lines of chat rows, `atif` JSON lines of trajectories."""
+    """The format of a file. `jsonl` and `parquet` hold samples; `chat` is JSON lines of chat rows, and `atif` JSON
+    lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -57,7 +58,7 @@ class Parquet:
     """Parquet with one row group for each call of `write`.
 
     Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
-    and `labels` are JSON text, because readers treat Arrow maps differently; `images` is a list of structs.
+    and `labels` are JSON text, because not all readers treat Arrow maps alike. `images` is a list of structs.
 
     Raises InvalidField if pyarrow is not installed.
     """
@@ -96,7 +97,7 @@ WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
 
 @contextmanager
 def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
-    """A writer of the file at `path`. The file appears, or is replaced, only when the block ends without an error.
+    """Open a writer of the file at `path`. The file appears, or is replaced, only if the block ends without an error.
 
     Raises InvalidField if the file cannot be created.
     """
@@ -111,7 +112,7 @@ class ImageFolder:
         self.path = path
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """The digests that are not in the folder, each once."""
+        """Return the digests of which the folder has no file, each once."""
         return [digest for digest in dict.fromkeys(digests) if next(self.path.glob(f"{digest}.*"), None) is None]
 
     def add(self, image: Image) -> None:
@@ -121,15 +122,16 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """Return, each once, the digests of those images in samples whose bytes the service stores. (The service does not
-    fetch image URLs.)"""
+    """Return the digests of the images in samples, each once, without images sent as URLs. (The service stores no bytes
+    of these, because it does not fetch URLs.)"""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears at `path` when the block ends without an error. Until then the file has another name."""
+    """Open a file that appears at `path` when the block ends without an error. Until then the file has another name.
+    After an error it is removed."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,16 @@
-"""Batches of rollouts for a trainer, without the prompts that teach nothing (the dynamic sampling of DAPO).
+"""Batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
 
-A group whose samples all have the same reward has no advantage and no gradient. The sampler keeps groups running, keeps
-the informative groups, replaces the others at once, and returns a batch as soon as it has enough. A group that failed
-is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the data. The sampler uses
-the control API and is independent of the trainer.
+In a group whose samples all have the same reward, every advantage is 0, and so is the gradient. The sampler runs groups
+side by side, keeps the informative ones, replaces the others at once, and returns a batch as soon as it has enough. The
+prompt of a failed group is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the
+data. The sampler uses the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
             await sampler.set_version(train_on(batch))
 
-Invariant: a prompt that was taken from the source is waiting, running or ready until it is delivered or dropped, and
-each drop is counted under its reason. `state()` has all prompts that are neither delivered nor dropped.
+Invariant: a prompt that was taken from the source is waiting, being submitted, running or ready until it is delivered
+or dropped, and each drop is counted in `Counts`. `state()` has all prompts that are neither delivered nor dropped.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Source = Sequence[Task] | Callable[[int], Task]
 Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "finished", "cancel"]
 Choice = bool | Literal["again"]
-"""The decision about a group: keep it, drop its prompt, or submit the prompt again."""
+"""The decision about a group: keep the group (True), drop its prompt (False), or submit the prompt again."""
 
 SAME = 1e-9
-"""Rewards that differ by no more than this count as equal."""
+"""Rewards whose difference is at most this count as equal."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails after this many consecutive prompts without a grade in their first group: then the cause affects
-all prompts."""
+"""The sampler fails when the first groups of this many prompts in a row have failed, and no group was graded in
+between: the cause then affects all prompts."""
 FRUITLESS_BATCHES = 20
-"""A batch that is not full after this many times its number of groups was graded is given up: the tasks do not fit the
-policy."""
+"""The sampler gives up a batch of `target` groups if this many times `target` groups were graded and the batch is not
+full: the tasks do not fit the policy."""
 
 
 class RolloutService(Protocol):
@@ -68,13 +68,14 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The outcomes of groups. `submitted` = informative + uninformative + retried + given_up + stale + stopped + groups
-    that run or are ready for a later batch.
+    """The outcomes of groups since the batch before. Summed over all batches, each submitted group is in one of the
+    other counts, unless it still runs or waits for a later batch.
 
     `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
-    is submitted again (`retried`), or dropped after the last try (`given_up`); `reasons` counts both by the most
-    frequent error code of the group's failed sessions. The prompt of a `stale` group (sampled by a policy too old) or a
-    `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted again.
+    is submitted again (`retried`), or dropped after the last try (`given_up`). `reasons` counts the groups of `retried`
+    and `given_up`, each under the most frequent error code of its sessions. The prompt of a `stale` group (sampled by a
+    policy too old) or of a `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted
+    again.
     """
 
     submitted: int = 0
@@ -96,8 +97,9 @@ class Counts(msgspec.Struct, kw_only=True):
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, with samples, in the order in which they finished.
 
-    `prompts` are the numbers of their prompts. `version` is the policy's when the batch was delivered. `waited` is how
-    many seconds the trainer waited for the batch. `counts` are the outcomes of groups since the batch before.
+    `prompts` are the numbers of the groups' prompts. `version` is the policy version when the batch was delivered.
+    `waited` is how many seconds the trainer waited for the batch. `counts` are the outcomes of groups since the batch
+    before.
     """
 
     number: int
@@ -133,8 +135,8 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prompt(msgspec.Struct):
-    """A prompt in progress. `protected`: the prompt was submitted before, and its group is not stopped any more.
-    Otherwise slow tasks would never be seen."""
+    """A prompt in progress. `protected`: the prompt was submitted before, so its group is not stopped when a batch is
+    full. Otherwise the prompts of slow tasks would be stopped again and again, and never be delivered."""
 
     number: int
     attempt: int = 0
@@ -164,10 +166,10 @@ def rewards_differ(group: GroupView) -> bool:
 def group_advantages(
     rewards: Sequence[float], kind: Literal["grpo", "mean", "leave_one_out"] = "grpo", *, epsilon: float = 1e-4
 ) -> list[float]:
-    """The advantage of each sample of a group over the others, for trainers that do not compute it.
+    """Return the advantage of each sample of a group over the others, for trainers that do not compute advantages.
 
-    "grpo": (reward - mean) / (standard deviation + epsilon), of the population. "mean": reward - mean (Dr. GRPO).
-    "leave_one_out": reward - mean of the others (RLOO); 0 for a single sample.
+    "grpo": (reward - mean) / (standard deviation + epsilon), with the population standard deviation. "mean": reward -
+    mean (Dr. GRPO). "leave_one_out": reward - mean of the others (RLOO); 0 for a single sample.
     """
     mean = fmean(rewards)
     centred = [reward - mean for reward in rewards]
@@ -181,28 +183,29 @@ def group_advantages(
 
 
 class DynamicSampler:
-    """`async with DynamicSampler(client, source, n=8, target=32) as sampler`.
+    """Yields batches of informative groups: `async with DynamicSampler(client, source, n=8, target=32) as sampler`.
 
     `source`: the tasks. A sequence is repeated without end; a function returns the task of prompt number 0, 1, 2, ...
-    and raises IndexError behind the last. The function must return the same task again for the same number.
-    `n` samples for each prompt, `target` groups in a batch, `inflight` groups running (by default twice the target).
-    `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1); "again" submits
-    the prompt again, as for a group with fewer graded sessions. `retries`: how often a prompt is submitted again for
-    these reasons before it is given up.
+    and raises IndexError behind the last. The function must return the same task again for the same number. `n`:
+    samples for each prompt. `target`: groups in a batch. `inflight`: groups running at once (by default twice the
+    target). `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it
+    returns "again", the prompt is submitted again, as for a group with fewer graded sessions. `retries`: how often a
+    prompt is submitted again for these two reasons before it is given up.
 
-    `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all running
-    groups before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for all of it,
-    and filters nothing.
+    `refill`: "asynchronous" replaces a group as soon as it is done. Two other ways are for comparison. "synchronous"
+    waits for all running groups before it submits as many again, as DAPO did at first. "static" submits one batch,
+    waits for all of its groups, and filters nothing.
 
-    `surplus`: the treatment of groups that still run when a batch is full. "carry" lets them run on, for a later batch.
-    "cancel" stops them; "finished" stops them, too, but keeps a group if its finished sessions are informative. A
-    stopped prompt is submitted again first, and not stopped a second time: no task is left out for being slow.
+    `surplus`: the treatment of groups that still run when a batch is full. "carry" lets these groups run on, for a
+    later batch. "cancel" stops them. "finished" stops them, too, but keeps a group if its finished sessions are
+    informative. The prompt of a stopped group is submitted again before any new prompt, and its group is not stopped a
+    second time: no task is left out for being slow.
 
-    `max_age`: how many policy versions older than the current one a trained token may be; older groups are dropped and
-    their prompts submitted again. None sets no bound; with 0 nothing runs while the trainer trains.
+    `max_age`: how many policy versions older than the current version a trained token may be. Older groups are dropped,
+    and their prompts are submitted again. None sets no bound. With 0, nothing is submitted while the trainer trains.
 
-    `state` continues another sampler, from its `state()`. Groups are recognised by their idempotency keys, so groups
-    that ran meanwhile are used and nothing is trained twice.
+    `state`: the `state()` of an earlier sampler, which this sampler continues. Groups are recognised by their
+    idempotency keys, so groups that ran meanwhile are used, and nothing is trained twice.
     """
 
     def __init__(
@@ -274,7 +277,8 @@ class DynamicSampler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop following. Running groups continue in the service; a sampler that continues from `state()` uses them."""
+        """Stop following the results. Running groups continue in the service, where a sampler that continues from
+        `state()` finds them."""
         for worker in self._workers:
             worker.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -289,7 +293,8 @@ class DynamicSampler:
         return self._version
 
     def state(self) -> SamplerState:
-        """The state to keep in a checkpoint after a training step: batches delivered so far count as trained on."""
+        """Return the state to keep in a checkpoint after a training step. Batches delivered so far count as trained
+        on."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
         prompts += [self._submitting] if self._submitting else []
@@ -297,7 +302,7 @@ class DynamicSampler:
         return SamplerState(
             run=self._run,
             next=self._next,
-            # A group that is being stopped is not used any more: its prompt's next try is another group.
+            # A sampler that continues does not use a group that is being stopped: the prompt's next try is a new group.
             pending=tuple(
                 PendingPrompt(prompt.number, prompt.attempt + (prompt.stopping is not None), prompt.failures)
                 for prompt in prompts
@@ -307,9 +312,11 @@ class DynamicSampler:
         )
 
     async def batch(self) -> Batch | None:
-        """Return the next batch, once it is full; a last one with fewer groups when the source has ended; then None.
+        """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups;
+        after the last batch, return None.
 
-        Raises ServiceError when the service is gone or all groups fail, and when no informative group is found.
+        Raises ServiceError if the service is gone, if groups keep failing (FAILED_IN_A_ROW), or if too few groups are
+        informative (FRUITLESS_BATCHES). Also raises any error of a submission, of the source and of `informative`.
         """
         began = _now()
         self._wanted, self._resting = True, False
@@ -339,7 +346,7 @@ class DynamicSampler:
         if self._surplus != "carry":
             try:
                 await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-            except BaseException:  # also when the trainer stops waiting: the groups were not delivered
+            except BaseException:  # after a cancellation, too, the groups were not delivered, and stay ready
                 self._ready.extendleft(reversed(taken))
                 raise
         self._counts.informative += len(taken)
@@ -364,7 +371,8 @@ class DynamicSampler:
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
-        """Record that the engines serve a new policy version from now on. Groups that are too old are stopped."""
+        """Record that the engines serve a new policy version from now on. Groups that are now too old are stopped or
+        dropped, and their prompts are submitted again."""
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
         self._version = version
@@ -386,11 +394,12 @@ class DynamicSampler:
             return self._target - running - len(self._ready) if self._wanted else 0
         if self._refill == "synchronous":
             return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
-        # While the trainer is busy, at most as many batches are made ahead as can be trained on before they are stale.
+        # Batches are made ahead while the trainer is busy, but no more than it can train on before they are stale.
         ahead = self._target * max(1, self._max_age or 1)
         if len(self._ready) >= ahead:
             return 0
-        # If running groups are stopped when a batch is full, each ready group leaves one less to wait for.
+        # If running groups are stopped when a batch is full, groups beyond the rest of the batch would run in vain:
+        # each ready group makes one running group needless.
         needless = 0 if self._surplus == "carry" else len(self._ready)
         return self._inflight - running - needless
 
@@ -414,13 +423,13 @@ class DynamicSampler:
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version
             group = await self._submit_group(prompt, task)
-            while group.cancelled:  # cancelled after the state was saved from which this sampler continues
+            while group.cancelled:  # the earlier sampler cancelled this group after its state was saved
                 prompt.attempt += 1
                 group = await self._submit_group(prompt, task)
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also when the sampler is closed: a sampler that continues submits it
+        except BaseException:  # a closed sampler comes here, too: a sampler that continues submits the prompt
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -428,7 +437,7 @@ class DynamicSampler:
             self._submitting = None
             self._early.clear()
             self._changed.send()
-        if group.state is GroupState.DONE:  # done at once, or by the sampler that this one continues
+        if group.state is GroupState.DONE:  # the group was done at once, or under the earlier sampler
             await self._settle(group)
 
     async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
@@ -452,7 +461,7 @@ class DynamicSampler:
     async def _settle(self, group: GroupView) -> None:
         """Keep a finished group, or drop it and make room for another."""
         prompt = self._running.get(group.id)
-        if prompt is None:  # somebody else's, settled already, or just submitted
+        if prompt is None:  # the group is another client's, is settled already, or is being submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
@@ -465,11 +474,11 @@ class DynamicSampler:
             choice = "again"
         elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # the choice may be a bool of NumPy
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
-        if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
+        if self._running.pop(group.id, None) is None:  # the group was settled while its samples were fetched
             return
         if kept is not None and self._is_stale(prompt.version, kept):
             self._submit_again(prompt, "stale")
@@ -516,7 +525,8 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
-        """True if a group submitted under `version` is too old. The samples of `group` contain the real versions."""
+        """Return True if a group submitted under `version` is too old. The versions in the samples of `group`, if
+        given, count instead of `version`."""
         if self._max_age is None:
             return False
         if group is not None:
@@ -536,7 +546,7 @@ class DynamicSampler:
         """Do background work, and keep its error for the next call of `batch`."""
         try:
             await work()
-        except Exception as error:  # any error: the trainer must not wait for ever
+        except Exception as error:  # any error is kept: the trainer must not wait for ever
             self._failure = error
             self._changed.send()
 

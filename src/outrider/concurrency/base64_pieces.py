@@ -10,7 +10,7 @@ import binascii
 
 PIECE = 1 << 20
 """Characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole call, 10
-ms for this many characters. Decoding a long text in one call would stop all other threads."""
+ms for this many characters. To decode a long text in one call would stop all other threads for longer."""
 
 
 def decode_base64(text: str) -> bytes:

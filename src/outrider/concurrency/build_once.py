@@ -54,7 +54,7 @@ def build_once(
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
-        finally:  # also after a cancel
+        finally:  # also after a cancellation
             if draft.exists():
                 remove_tree(draft)
     return place
@@ -75,7 +75,7 @@ def locked(place: Path, *, on_wait: Callable[[], object] = nothing) -> Iterator[
 
 
 def lock_file(place: Path) -> Path:
-    """The path of the lock file of `place`. The file is never removed: a waiter may hold the old file open while
+    """Return the path of the lock file of `place`. The file is never removed: a waiter may hold the old file open while
     another process creates and locks a new one."""
     return place.parent / ".locks" / place.name
 

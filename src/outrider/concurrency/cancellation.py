@@ -36,7 +36,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
                 if cancelled is None and grace is not None:
                     loop.call_later(grace, task.cancel)
                 cancelled = error
-                waiter = loop.create_future()  # the callback reads the variable and so wakes the new future
+                waiter = loop.create_future()  # the callback reads the variable `waiter`, and so wakes the new future
     try:
         if cancelled is None:
             return task.result()
@@ -52,7 +52,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
 
 @asynccontextmanager
 async def opened_in_thread(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
-    """Yield the result of `make`, and call `end` with the result when the block ends. Both may block, and run in
+    """Yield the result of `make`, and call `end` with the result when the block ends. Both may block, so they run in
     threads. `end` is also called when the caller is cancelled while `make` runs."""
     async with AsyncExitStack() as held:
 

@@ -26,8 +26,8 @@ log = logging.getLogger("outrider.chores")
 T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""Waits between the failed turns of a chore. The longest wait is a third of a session's lease, because a chore renews
-the lease."""
+"""The waits between the failed turns of a chore. A chore renews the leases of sessions, so the longest wait is a third
+of a lease."""
 QUIET_SECONDS = 60.0
 """Minimum time between two log lines about failures of the same name: work that fails every other time must not fill
 the log."""
@@ -109,7 +109,7 @@ class Chores:
             return
         if error is not None:
             self.cancel()
-        await self._group.__aexit__(None, None, None)  # without the block's error, which the group would wrap
+        await self._group.__aexit__(None, None, None)  # without the block's error, which the task group would wrap
 
     def cancel(self) -> None:
         """Cancel chores and other tasks."""
@@ -137,7 +137,7 @@ class Chores:
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
-        task.add_done_callback(lambda _: work.close())  # a task cancelled before its start runs nothing
+        task.add_done_callback(lambda _: work.close())  # a task cancelled before its start never awaits `work`
         return task  # type: ignore[return-value]  # None only after a failure, which readers expect
 
     async def _repeat(self, name: str, turn: Callable[[], Awaitable[object]], every: float, at_once: bool) -> None:

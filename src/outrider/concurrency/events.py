@@ -1,6 +1,6 @@
-"""How a change reaches those who depend on it: a feed calls its subscribers, a broadcast wakes its waiters.
+"""Announces changes: a feed calls its subscribers, a broadcast wakes its waiters.
 
-The module is independent of the change's meaning. Invariants: a feed's subscribers get every value published while they
+The module does not depend on what has changed. Invariants: a feed's subscribers get every value published while they
 are subscribed, in order; a waiter that took `next()` before `send` never misses the broadcast.
 """
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 class Feed(Generic[T]):
-    """Publishes values to subscribers on the same event loop. `Feed[None]` publishes that something has changed."""
+    """Publishes values to subscribers on the same event loop. A `Feed[None]` only announces that something has
+    changed."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[T], None]] = []
@@ -25,7 +26,7 @@ class Feed(Generic[T]):
         return lambda: self._subscribers.remove(receive)
 
     def publish(self, value: T) -> None:
-        """Call all subscribers, in the order of their subscriptions. They neither block nor raise."""
+        """Call all subscribers, in the order of their subscriptions. A subscriber must neither block nor raise."""
         for receive in tuple(self._subscribers):
             receive(value)
 

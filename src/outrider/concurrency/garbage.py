@@ -1,11 +1,11 @@
 """Keeps Python's garbage collector from blocking the event loop while many sessions are live.
 
-A full collection visits every object: 0.3 s with 5,000 live sessions. Python is therefore configured never to start
-one. Every few seconds the young objects are collected, which is a bounded amount of work, and the survivors are frozen:
-no later collection visits them. Nearly all objects are freed by their reference count, frozen or not. Sessions and
-model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin, are freed by
-full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so that memory has
-a bound. Invariant: while the process is not idle and does not grow, collections visit only young objects.
+A full collection visits every object: 0.3 s with 5,000 live sessions. So Python is configured never to start a full
+collection. Every few seconds the young objects are collected, which is a bounded amount of work, and the survivors are
+frozen: no later collection visits them. Nearly all objects are freed by their reference count, frozen or not. Sessions
+and model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin, are freed
+by full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so that memory
+has a bound. Invariant: while the process is not idle and does not grow, collections visit only young objects.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ EVERY_SECONDS = 5.0
 YOUNG = 5_000
 """Number of new objects after which Python collects the youngest generation."""
 MIDDLE = 4
-"""Number of these collections after which the second generation is collected, too: 25,000 objects at most. This took 19
-ms on a slow machine, and 70 ms with four times as many objects."""
+"""Number of collections of the youngest generation after which the second generation is collected, too: 25,000 objects
+at most. This took 19 ms on a slow machine, and 70 ms with four times as many objects."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
-"""Growth of the process in bytes since the last full collection after which an idle moment is used for another full
-collection."""
+"""If the process has grown by this number of bytes since the last full collection, the next idle moment is used for
+another."""
 GROWN_MOST = 512 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class GarbageKeeper:
-    """Collects garbage: call `turn` every EVERY_SECONDS. `idle` returns whether no caller waits for this process now.
+    """Collects garbage: call `turn` every EVERY_SECONDS. `idle` returns True if no caller waits for this process now.
     `resident` returns the resident memory of the process in bytes."""
 
     def __init__(self, idle: Callable[[], bool], resident: Callable[[], int] | None = None) -> None:

@@ -1,6 +1,7 @@
 """An event loop in its own thread, for code that does not await: the blocking client, trainers.
 
-Invariant: submitted work runs in the loop's thread, and has ended when the loop is closed.
+Invariant: submitted work runs in the loop's thread, and has ended when `run`, or the block of `open`, has ended. Only
+Ctrl-C cancels the work without waiting for its end.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class LoopThread:
         try:
             value, closing = opened.result()
         except CancelledError:
-            _outcome(holding)  # raises the error of entering the manager
+            _outcome(holding)  # raises the error that the manager raised on entry
             raise
         except KeyboardInterrupt:
             holding.cancel()

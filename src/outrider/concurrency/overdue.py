@@ -34,7 +34,7 @@ class SessionWait:
         self.queued = queued
         self.since: float | None = None
         self.last = 0.0
-        """Time of the last delivery, such as a chunk."""
+        """Time of the last delivery to this wait, such as a chunk."""
         self.behind = 0.0
         """Time of the last delivery to an earlier, finished wait for the same resource."""
         self.waited = 0.0
@@ -68,14 +68,15 @@ class SessionWait:
 class Overdue:
     """The overdue seconds of one session.
 
-    `pending_checks` are made before the session's run is judged. Each check raises an OutriderError if an engine or
-    service for which the session waited in vain is at fault.
+    `pending_checks` are awaited before the session's run is judged. A check raises an OutriderError if the session
+    waited in vain because of a fault of an engine or the service.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self.pending_checks: list[Callable[[], Awaitable[None]]] = []
         self.given_up_seconds = 0.0
-        """Seconds of the calls that the session has given up since an engine last finished a reply."""
+        """Total seconds of the calls that the session has given up since an engine last finished a reply (see
+        `engines/pool/silence.py`)."""
         self._clock = clock
         self._open: dict[SessionWait, None] = {}  # in order of their start
         self._seconds = 0.0
@@ -112,13 +113,13 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count until now. Call before the end of a stretch that may be overdue."""
+        """Count the overdue seconds until now. Call this before the end of a stretch that may be overdue."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
 
     def remove(self, wait: SessionWait) -> None:
-        """Stop counting the wait, which is over. Idempotent."""
+        """Stop counting a wait that is over. Idempotent."""
         if wait in self._open:
             self.before_end(wait, self._clock())
             later = False
@@ -141,7 +142,8 @@ class Overdue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Mark a wait as already excluded by another clock, such as a pause of the policy."""
+        """Mark the time of the block as a wait that the session's clocks exclude already, such as a pause of the
+        policy."""
         self._holds += 1
         if self._holds == 1:
             self._held_since = self._clock()
@@ -161,7 +163,7 @@ class Overdue:
 
     @contextmanager
     def waiting(self, what: str, allowance: float = 0.0, *, queued: bool = False) -> Iterator[None]:
-        """Count a wait of one stretch while the block runs."""
+        """Count the time of the block as a wait of one stretch."""
         wait = SessionWait(what, allowance, queued=queued)
         wait.begin(self._clock())
         self.add(wait)

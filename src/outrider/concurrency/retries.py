@@ -1,4 +1,4 @@
-"""The policy of everything that is tried again: how often, and with which waits.
+"""The policy for every operation that is tried again: the number of attempts, and the waits between them.
 
 The waits grow exponentially with full jitter, so that clients that failed together do not return together.
 docs/failure.md lists all policies.
@@ -11,7 +11,8 @@ import random
 import msgspec
 
 MAX_DOUBLINGS = 32
-"""2**n is computed no further: the wait has long reached `longest`, and a huge integer would not convert to float."""
+"""`first` is doubled at most this many times. The wait has long reached `longest` by then, and a huge integer would not
+convert to float."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,8 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int | None = None
 
     def wait(self, n: int, requested: float | None = None) -> float:
-        """Return wait number n. A wait that the other side has `requested` takes its place, up to `longest`."""
+        """Return wait number n. If the other side has `requested` a wait, this wait is returned instead, up to
+        `longest`."""
         if requested is not None:
             return min(requested, self.longest)
         return random.uniform(0, min(self.first * 2 ** min(n, MAX_DOUBLINGS), self.longest))

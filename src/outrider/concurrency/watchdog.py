@@ -1,4 +1,4 @@
-"""Detects stalls of the event loop, counts them, and logs the loop's stack.
+"""Detects stalls of the event loop, counts the stalls, and logs the loop's stack.
 
 All sessions share one event loop, so a blocked loop stops them all. A late timer shows that the loop was blocked, or
 that the process got no processor. A thread samples the loop's stack meanwhile. Invariant: a stall of STALL seconds or
@@ -30,12 +30,12 @@ STALL = 0.05
 LOOK = STALL / 2
 """Seconds between two samples of the sampling thread."""
 LOG_SECONDS = 60.0
-"""Seconds between two log lines. The first stall has a line of its own. The stalls of each following minute share a
-line."""
+"""Minimum seconds between two log lines. The first stall has a line of its own. The stalls of each following minute
+share a line."""
 FRAMES = 4
 """Number of innermost frames of the loop's stack in a log line."""
 MOST = 0.5
-"""Fraction of a stall that decides the kind of the stall."""
+"""A cause decides the kind of a stall if it lasts for at least this fraction of the stall."""
 
 
 class StallKind(StrEnum):
@@ -195,8 +195,8 @@ class Watchdog:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """Return the innermost frames as text. `traceback` is avoided: it reads the sources, and no descriptor may be
-    free."""
+    """Return the innermost frames as text. `traceback` is not used, because it opens the source files, and all
+    descriptors may be in use."""
     shown: list[str] = []
     while frame is not None and len(shown) < FRAMES:
         shown.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")

@@ -1,8 +1,8 @@
 """The interface of a dialect: a parser of requests in one wire format, and a writer of replies in the same format.
 
-Pure: bytes in, bytes out; no clock, no I/O, no tokenizer. Unknown request fields are tolerated and noted
-(`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with its name.
-Invariant: a streamed reply and a whole reply carry the same message.
+A dialect is pure: it turns bytes into bytes, without a clock, I/O or a tokenizer. Unknown request fields are tolerated
+and noted (`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with the
+field's name. Invariant: a streamed reply and a whole reply carry the same message.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class StreamWriter(Protocol):
 
     Each method returns the bytes to send, possibly none. `delta` receives `pieces`, the decoded new tokens, when the
     request has logprobs on. `ping` may be called at any time before the end; the gateway calls it after a long
-    silence. `error` may be called without `open`. After `close` or `error` every method returns b"".
+    silence. `error` may be called without `open`. After `close` or `error`, all methods but `open` return b"".
     """
 
     content_type: str
@@ -176,8 +176,8 @@ class Dialect(Protocol):
 
 
 def opencode_caller(call: WireCall) -> Caller:
-    """The caller in OpenCode's headers, which it sends in each dialect: a sub-agent's session and its parent's session.
-    A session without a parent is the main agent's, which has no name."""
+    """The caller in the headers that OpenCode sends in each dialect: a sub-agent's session and its parent's session.
+    A session without a parent is the main agent's, so the caller has no name."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 

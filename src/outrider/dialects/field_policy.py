@@ -1,8 +1,8 @@
 """The treatment of every field that a client may send besides its messages: one table for each dialect.
 
 Each field has one of four treatments: passed on, without effect and noted with the turn, refused, or not about the
-reply at all. This module does not interpret the values. Invariant: a field in no table is noted, never dropped
-silently. docs/dialects.md has the same tables.
+reply at all. This module does not interpret the values. Invariant: a field in no table is noted and not dropped
+silently, up to MAX_NOTES. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.dialects.json import camel_case, decode, is_absent, refuse
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NOTES = 32
-"""Maximum notes of one request."""
+"""Maximum notes of one request. Further notes are dropped."""
 MAX_NOTE = 64
 """Maximum characters of a note, which may hold a name from the client."""
 UNKNOWN = "unknown."
@@ -219,7 +219,7 @@ TABLES: dict[str, Table] = {
 
 
 _ABSENT = Raw()
-"""Stands for a missing field. It is compared by identity, so no sent value equals it."""
+"""Stands for a missing field. The comparison is by identity, so no value from a client counts as missing."""
 _LONGEST_NEUTRAL = 16
 """Maximum bytes of a value that is decoded to test for neutrality: no table has a longer neutral value."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -228,8 +228,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class BodyReader(Generic[T]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table gives the
-    treatment of all others."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table has the treatment
+    of all other fields."""
 
     def __init__(self, kind: type[T], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -237,8 +237,8 @@ class BodyReader(Generic[T]):
         self._known = own | {rule.name for rule in self._rules}
         self._values = attrgetter(*(rule.name for rule in self._rules))
         added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
-        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. The names of unknown
-        # fields take a second pass over the body.
+        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. To find the names of
+        # unknown fields takes further passes over the body.
         strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
         tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
         self._strict: msgspec.json.Decoder[T] = msgspec.json.Decoder(strict)

@@ -19,7 +19,8 @@ from outrider.errors import RequestError
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Maximum nesting of a schema: chat templates print schemas recursively, and engines compile them recursively."""
+"""Maximum nesting of a schema. Chat templates print schemas recursively and engines compile them recursively, so deep
+nesting could exceed a recursion limit."""
 
 
 class _NamedModel(msgspec.Struct):
@@ -28,7 +29,7 @@ class _NamedModel(msgspec.Struct):
 
 _NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
 
-# msgspec reports the path of a wrong value only within its message.
+# msgspec reports the path of a wrong value only within its message, so the path is taken from there.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -52,7 +53,7 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # The decoder reports a byte offset, but a person needs the field.
+            # The decoder reports a byte offset only, but a person needs the field, so it is searched for.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:

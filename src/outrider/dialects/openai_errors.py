@@ -27,7 +27,7 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
             "message": text,
             "type": kind,
             "param": storable(error.field) if error.field else None,
-            # OpenAI's own code if there is one, because clients check for it.
+            # If OpenAI has a code for the error, it is sent instead of ours, because clients check for it.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }
     }

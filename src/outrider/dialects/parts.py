@@ -27,7 +27,8 @@ def image_from_address(url: str, where: str) -> Image:
 
 
 def image_from_base64(media_type: str, data: str, where: str) -> Image:
-    """Raises RequestError for data that is empty or not base64, and for other media than images."""
+    """The image in base64 `data`. Raises RequestError for data that is empty or not base64, and for other media than
+    images."""
     if not media_type.startswith("image/"):
         refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
     try:
@@ -47,8 +48,8 @@ def joined_text(parts: Sequence[Part]) -> str:
 def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
-    """Build a message from texts and images. `parts` is set only if there is an image among them. Adjacent texts are
-    then joined and empty texts dropped, so the message does not depend on how the client splits its text."""
+    """Build a message from texts and images. The message has `parts` only if there is an image. Adjacent texts are then
+    joined and empty texts dropped, so the message does not depend on how the client splits the text."""
     text = joined_text(parts)
     kept: list[Part] = []
     if any(isinstance(part, Image) for part in parts):

@@ -19,8 +19,8 @@ from outrider.dialects.field_policy import UNKNOWN
 from outrider.dialects.json import check_depth, decode, quoted, refuse
 
 MAX_TOKENS = 1 << 24
-"""Output limits above this value are lowered to it. No context is this long: clients send huge numbers for "no
-limit"."""
+"""Output limits above this number of tokens are lowered to it. No context is this long, but clients send huge numbers
+for "no limit"."""
 MAX_CONSTRAINT = 1 << 16
 """Maximum characters of a schema, expression or grammar. The text is kept with the turn."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
@@ -87,8 +87,8 @@ def asked_sampling(
     thinking: bool | None,
     constraint: Constraint | None,
 ) -> AskedSampling:
-    """All sampling parameters of a body. `constraint` is the form of the reply from the dialect's own field. Raises
-    RequestError."""
+    """All sampling parameters of a body. `constraint` is the form of the reply in the dialect's own field. Raises
+    RequestError for more than one form of the reply, and for a form that is not supported."""
     return AskedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -135,7 +135,7 @@ def asked_thinking(body: SamplingFields, thinking: JsonObject | None, notes: lis
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Add the keys of an object that no dialect defines to `notes`."""
+    """Add to `notes` the keys of the object at the path `where` that are not in `known`."""
     notes += [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
 
 
@@ -176,13 +176,15 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 def one_of(choices: list[str]) -> Constraint:
     """The constraint to exactly one of the texts, as a regular expression."""
-    # Not `re.escape`, which also escapes spaces and dashes: the engines' regular expressions are not Python's.
+    # `re.escape` is not used, because it also escapes spaces and dashes, and the engines' regular expressions are not
+    # Python's.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """The form of the reply, from the dialect's own field or from one of the extensions. Raises RequestError."""
+    """The form of the reply, in the dialect's own field or in one of the extensions. Raises RequestError for more than
+    one."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

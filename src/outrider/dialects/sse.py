@@ -15,8 +15,8 @@ PING = b": ping\n\n"
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:
-    """Format one event. `data` is compact JSON without a raw line break. `name` is the event's type, None for a
-    message."""
+    """Format one event. `data` is compact JSON without a raw line break. `name` is the event's type; None for
+    the default type, "message"."""
     if name is None:
         return b"data: %b\n\n" % one_line(data)
     return b"event: %b\ndata: %b\n\n" % (name, one_line(data))

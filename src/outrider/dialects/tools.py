@@ -1,7 +1,7 @@
 """Tools in several dialects: the tools of a session, a function's declaration, the arguments of a call.
 
-Each dialect parses its own list of tools. Invariant: arguments are JSON text exactly as sampled, and stay unchanged on
-the way to a client and back.
+Each dialect parses its own list of tools. Invariant: arguments that a client sends back unchanged are parsed as
+arguments equal to the sampled ones (`tokens/tree/canonical.py`); only the spelling of the JSON may differ.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def check_function(function: Any, where: str) -> None:
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:
-    """Arguments in OpenAI's dialects: a string of JSON. Some clients send an object, which is accepted as written,
-    without white space. Raises RequestError."""
+    """Return the arguments of a call in OpenAI's dialects: a string of JSON, "{}" if the field is absent. Some clients
+    send an object, which is accepted as written, without white space. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)

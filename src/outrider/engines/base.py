@@ -27,9 +27,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
     part of the output ids. `stop_token_ids` end the generation likewise, and are not sampled among the first
-    `min_tokens`. The repetition penalty counts the tokens of prompt and output, the other two penalties only those of
-    the output. `logit_bias` is added to the logits by token id. A `constraint` is given to engines with
-    `TakesConstraints` only.
+    `min_tokens`. The repetition penalty counts the tokens of prompt and output, the other two penalties only the tokens
+    of the output. `logit_bias` is added to the logits by token id. A `constraint` is given only to engines that are
+    `TakesConstraints`.
     """
 
     max_tokens: int
@@ -49,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def altered(self) -> bool:
-        """Whether any parameter besides temperature and truncation changes the distribution that tokens are drawn
-        from."""
+        """True if any parameter besides temperature and truncation changes the distribution from which tokens are
+        drawn."""
         return (
             self.min_tokens > 0
             or self.repetition_penalty != 1
@@ -85,7 +85,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation by an engine that only takes messages (capture and text mode). `thinking` switches the model's
+    """One generation by an engine that takes only messages (capture and text mode). `thinking` switches the model's
     reasoning on or off; None leaves the choice to the engine's template."""
 
     request_id: str
@@ -161,7 +161,7 @@ class TokenizesText(Protocol):
     """An engine that can tokenise a text with its own tokenizer. Special tokens in the text are recognised; none are
     added.
 
-    `token_check` returns the ids, or None if the server has no such route. It raises EngineUnavailable.
+    `token_check` returns the ids, or None if the server has no such route. Raises EngineUnavailable.
     """
 
     async def token_check(self, text: str) -> list[int] | None: ...
@@ -208,14 +208,15 @@ class KnownVersions(msgspec.Struct, frozen=True):
     @property
     def cache_salt(self) -> str:
         """The salt of every request: a server reuses keys and values only between requests with the same salt, so each
-        version has its own."""
+        version has a salt of its own."""
         return f"{self.run}-{self.served}"
 
 
 @runtime_checkable
 class RemembersVersions(Protocol):
-    """An engine that records its server's version, because not every server can report a version. If several processes
-    use the same server, a version set in one process is copied to the other processes through this attribute."""
+    """An engine that records its server's version in `versions`, because not every server can report a version. If
+    several processes use the same server, the attribute is copied from the process that sets the version to the
+    others."""
 
     versions: KnownVersions
 
@@ -236,7 +237,7 @@ class LoadsWeights(Protocol):
 
     `update_weights` is called while nothing is generated. Tokens sampled later have the version `version`, and no key
     or value of the old weights is reused for a new prompt. The method raises EngineRejected, with nothing changed, or
-    EngineUnavailable. An engine whose method cannot be used at present has a false attribute `loads_weights`.
+    EngineUnavailable. An engine that cannot load weights at present has an attribute `loads_weights` that is False.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
@@ -251,8 +252,8 @@ def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, N
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that can constrain a reply, by these kinds of constraints. An engine without this attribute takes
-    none."""
+    """An engine that can constrain a reply. `constraints` are the kinds that the engine supports. An engine without
+    this attribute supports none."""
 
     constraints: frozenset[ConstraintKind]
 

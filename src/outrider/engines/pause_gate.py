@@ -27,8 +27,8 @@ class PauseGate:
 
     @asynccontextmanager
     async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
-        """Run one generation: wait until the gate is open, then count as in flight inside the block. `cut_off` calls
-        `cut`."""
+        """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
+        ends. `cut_off` calls `cut`."""
         await self._open.wait()
         self.in_flight += 1
         self._idle.clear()
@@ -49,7 +49,7 @@ class PauseGate:
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:
-        """Return once nothing is in flight, or after `seconds`."""
+        """Return once nothing is in flight, or after `seconds` (None: no limit)."""
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:

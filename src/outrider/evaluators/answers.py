@@ -1,6 +1,7 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: at most MAX_ANSWER characters are examined, whatever the agent has written.
+Invariant: `last_words` returns at most MAX_ANSWER characters, whatever the agent has written. `last_reply` has no such
+limit.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the text of the answer without surrounding blanks: the content of `file`, or without a file the end of a
-    Python agent's answer, else of the last reply that has text. Raises NoAnswer, and RuntimeFailure if the sandbox is
-    broken."""
+    """Return the text of the answer, without surrounding blanks. The text is the content of `file`. Without a file it
+    is the end of a Python agent's answer or, if there is none, of the last reply that has text. Raises NoAnswer, and
+    RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
         if outcome.task.harness.agent is not None:  # for a program the answer is its whole output: not used
@@ -43,7 +44,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # RuntimeFailure can mean a broken sandbox, but also a file that is too large or not a regular file.
+            # Either the file is too large or not a regular file, or the sandbox is broken.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():

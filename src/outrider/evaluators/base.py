@@ -1,6 +1,6 @@
 """The contract of an evaluator: it turns the outcome of a session into a verdict, or raises.
 
-An evaluator sees neither log-probabilities nor other sessions. Invariant: a failure to grade is an EvaluatorError,
+An evaluator gets neither log-probabilities nor other sessions. Invariant: a failure to grade is an EvaluatorError,
 never a reward.
 """
 
@@ -68,17 +68,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
     the number of model calls. `calls` are the model calls in the order in which they ended.
 
-    `runtime` is the graded sandbox. For an outcome without kept files it refuses every operation (`NothingKept`).
-    `patch` is the agent's change to a repository in the format of `git diff`, if the task carries a diff.
+    `runtime` is the graded sandbox. For an outcome without kept files, `runtime` is a `NothingKept`. `patch` is the
+    agent's change to a repository in the format of `git diff`, if the task carries a diff.
 
-    `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of its
+    `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of the
     block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
-    resources. Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` belongs to the node: evaluators share
-    its parts.
+    resources. Raises RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the host of the node: evaluators
+    share its parts.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). Where evaluations wait for each other, tenants
-    take turns, and so do the buckets of each tenant. `off_the_clock()` is for a long wait of this kind: during its
-    block the evaluation holds no eval slot, and its time limit stands still.
+    take turns, and so do the buckets of each tenant. `off_the_clock()` is for a long wait of this kind: during the
+    block the evaluation holds no eval slot, and the evaluation's time limit stands still.
     """
 
     task: TaskSpec

@@ -78,7 +78,7 @@ class AllEvaluator:
 
 
 def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, EvaluatorPart]:
-    if whole.kind not in KINDS:  # under another name, the allow-list would not check the parts
+    if whole.kind not in KINDS:  # for another kind, the allow-list would not check the parts
         raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
     specs, programs = {}, {}
     for name, given in whole.options["parts"].items():
@@ -90,9 +90,9 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, EvaluatorPar
     made = {}
     for name, spec in specs.items():
         if programs[name]:
-            # By default programs get three quarters of their part's time. Each part gets a share, so that the programs
-            # of all parts together take three quarters of the whole: otherwise slow programs would cause an error
-            # instead of reward 0.
+            # By default programs get three quarters of their part's time. Each part gets a share of the whole time, so
+            # that the programs of all parts together take three quarters of the whole. Otherwise slow programs would
+            # cause an error instead of reward 0.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -101,7 +101,7 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, EvaluatorPar
 
 
 def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option: str) -> dict[str, float]:
-    """Return a number for each part, by default 1."""
+    """Return a number for each part, by default 1. Raises InvalidField for a number without a part."""
     if unknown := numbers.keys() - parts.keys():
         raise InvalidField(
             f"there is no part {sorted(unknown)[0]!r}",

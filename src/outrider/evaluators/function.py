@@ -24,10 +24,10 @@ from outrider.trajectory import Verdict
 
 
 class CallableEvaluator:
-    """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome, whose
-    `task.evaluator.options` are the task's. The function may be async; otherwise it runs in a thread.
+    """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome. The function
+    finds its options in the Outcome's `task.evaluator.options`. A function that is not async runs in a thread.
 
-    The function returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. An
+    The function returns a finite number, a mapping with `reward` and any other fields of a Verdict, or a Verdict. An
     OutriderError from the function is raised again; any other exception becomes an EvaluatorError with the end of the
     traceback.
     """

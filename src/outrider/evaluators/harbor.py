@@ -46,8 +46,8 @@ class Without(Spec):
 
 
 class HarborOptions(Spec):
-    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: empty /tests first. `env`:
-    variables of test.sh. `without`: files to remove from carried folders."""
+    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: whether /tests is emptied
+    first. `env`: variables of test.sh. `without`: files to remove from carried folders."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
     alone: bool = False
@@ -107,8 +107,8 @@ async def clear(runtime: Runtime) -> None:
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
-    """Make the error of failed tests. It is marked `inside`: an agent may have worked in the same sandbox and be the
-    cause."""
+    """Make the error of failed tests. The error is marked `inside`, because an agent that worked in the same sandbox
+    may be the cause."""
     return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
 
 

@@ -88,8 +88,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply by Outrider's contract, whose `version` is the grader's own version. Raises
-    ValueError."""
+    """Read a verdict from a reply by Outrider's contract. The field `version`, the grader's own version, goes into the
+    verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)

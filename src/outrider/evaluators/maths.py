@@ -32,7 +32,7 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 class MathOptions(Spec):
     """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
-    agent writes its answer; without a file the last reply is used. `seconds`: processor time of a check."""
+    agent writes its answer; without a file the last reply is used. `seconds`: maximum processor time of a check."""
 
     gold: Annotated[
         tuple[Gold, ...],
@@ -51,7 +51,7 @@ class MathEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for a gold answer that math-verify cannot parse, or not in time."""
+        """Raise InvalidField for a gold answer that math-verify cannot use, or not in time (see `math_check.check`)."""
         golds = self._options.gold
         checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}

@@ -1,6 +1,6 @@
 """The specs of evaluators inside the spec of a combining evaluator (kinds `weighted` and `all`).
 
-This module makes no evaluator and imports nothing named by a task: the service reads nested specs earlier, to check
+This module makes no evaluator and imports nothing named by a task: the service first reads the nested specs, to check
 which names the task may use. Invariant: a part has the fields of `task.evaluator` except the time limit, the carried
 files and their sandbox, which belong to the whole.
 """
@@ -54,7 +54,7 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part, with the time limit and carried files of the whole. Raises InvalidField below
+    """Return the spec of a part, with the time limit, carried files and runtime of the whole. Raises InvalidField below
     `field`."""
     for name in WHOLE:
         if name in given:

@@ -1,4 +1,4 @@
-"""Reads the options of an evaluator kind when a task is submitted.
+"""Reads the options of an evaluator kind, for the first time when a task is submitted.
 
 Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
 """

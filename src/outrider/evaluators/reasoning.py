@@ -1,7 +1,8 @@
 """The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of its data set.
 
-reasoning-gym runs in other processes (see `checks/pool.py`). Invariants: no answer is run as Python, although some
-scorers would do so; a data set whose scorer rewards wrong answers is refused when the task is submitted.
+reasoning-gym runs in other processes (see `checks/pool.py`). Some scorers evaluate answers as Python. Invariants: such
+a scorer never gets an answer whose Python is more than a plain expression; a data set whose scorer is known to reward
+wrong answers is refused when the task is submitted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for an entry whose own answer does not score 1."""
+        """Raise InvalidField for an entry that cannot be scored, such as an entry whose own answer does not score 1."""
         request = {"entry": self._options.entry}
         checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.seconds)
         why = checked.fault if checked.answer is None else checked.answer["unusable"]

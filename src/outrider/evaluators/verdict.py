@@ -1,7 +1,7 @@
 """Reads a verdict from the return value or the output of a grader. Pure.
 
-Invariant: a reward is a number within MAX_REWARD, never True or False. No part of a grader's output is ignored
-silently.
+Invariant: a reward is a number within MAX_REWARD, never True or False. An unknown field of a verdict is an error and is
+never ignored.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of a session's model, as seen from inside the sandbox. `base_url` is `http://host:port/s/<key>`
-    without `/v1`, `api_key` the session's credential, `model` the served model's name."""
+    """The address of a session's model, as seen from inside the sandbox. `base_url` is `http://host:port/s/<key>`,
+    without `/v1`. `api_key` is the session's credential. `model` is the served model's name."""
 
     base_url: str
     api_key: str
@@ -36,8 +36,8 @@ class ModelRefused(RequestError):
 
 
 class ModelClient(Protocol):
-    """Client of the session's models, for in-process agents. A call takes the gateway's path, but without HTTP. `model`
-    is the name of a frozen model; None is the policy.
+    """Client of the session's models, for in-process agents. A call is admitted and recorded like a call at the
+    gateway, but without HTTP. `model` is the name of a frozen model, or None for the policy.
 
     Raises the errors of a model call: ContextOverflow, EngineError, and the session's limits. A call of a frozen model
     raises ModelRefused and EngineError, and NotFound for an unknown name.
@@ -86,7 +86,7 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent, made for each session from the task's spec. It keeps no state between sessions.
+    """An agent program for one session, made from the task's spec. A harness keeps no state between sessions.
 
     Optional attribute `outlives_node`: True if the whole agent runs in the sandbox, so that `run` on another node with
     the same `run_name` continues the run.
@@ -101,7 +101,8 @@ class Harness(Protocol):
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the agent's config files into the started sandbox. Part of INIT, and of each later step of the task."""
+        """Write the agent's config files into the started sandbox. Called in INIT, and again before each later step of
+        the task."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:

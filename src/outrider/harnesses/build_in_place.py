@@ -36,7 +36,7 @@ def is_complete(folder: Path, contents: BuildInputs) -> bool:
 
 
 def invalidate(folder: Path) -> None:
-    """Mark a broken folder as incomplete and so due for another build."""
+    """Mark a broken folder as incomplete, so that the next request builds it again."""
     (folder / MARKER).unlink(missing_ok=True)
 
 

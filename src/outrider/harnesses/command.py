@@ -27,13 +27,14 @@ LOOKUP_SECONDS = 60.0
 """Time limit of a short lookup command in the sandbox."""
 
 MAX_INSTRUCTION = 100_000
-"""Maximum bytes. Linux refuses any single argument or variable above 128 KiB, and an argument may hold other text
-besides the instruction."""
+"""Maximum bytes of an instruction. Linux refuses any single argument or variable above 128 KiB, and an argument may
+hold other text besides the instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest file. No program puts newlines into the names of its logs."""
+"""Shell script that prints the end of the newest file. No program puts newlines into the names of its logs, so the
+output of `ls` can be used."""
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
@@ -72,8 +73,9 @@ class CommandHarness:
         return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
-        """Write the preset's config files. Raises InvalidField for an instruction that cannot be passed to a program,
-        HarnessUnavailable if the program is not installed."""
+        """Prepare the task's virtual environment, and write the preset's config files. Raises InvalidField for an
+        instruction that cannot be passed to a program, HarnessUnavailable if the program is not installed, and
+        HarnessError if the sandbox has no HOME for the files."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
@@ -85,7 +87,7 @@ class CommandHarness:
             inherited = self._env.get("PATH")
             if inherited is None:
                 told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
-                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # a sandbox without a shell
+                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # there may be no shell
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         if not self._preset.files:
             return
@@ -99,7 +101,7 @@ class CommandHarness:
                 log_tail=told.log_tail(),
             )
         for file in self._preset.files:
-            text = await asyncio.to_thread(fill_file, file.path, file.text, words)  # megabytes, perhaps
+            text = await asyncio.to_thread(fill_file, file.path, file.text, words)  # the text may have megabytes
             await context.runtime.write(str(home / file.path), text.encode())
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
@@ -154,7 +156,7 @@ class CommandHarness:
         }
         options: dict[str, str] = {}
         for name, value in self._options.items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON and TOML write them
+            text = str(value).lower() if isinstance(value, bool) else str(value)  # as in JSON and TOML
             is_template = self._preset.options[name].type == "template"
             options[f"option.{name}"] = fill(text, words) if is_template else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})

@@ -41,8 +41,8 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# An existing display belongs to others: without namespaces, to the host or another session. Without -noreset Xvfb
-# restarts when its last client exits, and meanwhile refuses the next client.
+# The script refuses an existing display, which belongs to others: without namespaces, to the host or another session.
+# Without -noreset Xvfb restarts when its last client exits, and meanwhile refuses the next client.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -196,7 +196,7 @@ class Desktop:
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
             return Text(f"[timed out after {self._seconds:g} s]")
-        # xdotool exits with 0 even for an unknown key.
+        # xdotool exits with 0 even for an unknown key, so its output is the result if there is any.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self) -> Part:

@@ -32,8 +32,8 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need host folders in the sandbox. `mounts` are mounted read-only at the same paths. The
-    first call may block for some seconds while the folders are made."""
+    """An agent whose tools need host folders in the sandbox. `mounts` returns the folders, which are mounted read-only
+    at the same paths. The first call may block for some seconds while the folders are made."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 

@@ -177,7 +177,8 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv if it is available (seconds), else with this interpreter's pip (minutes)."""
+    """Install packages with uv if it is available, which takes seconds, else with this interpreter's pip, which takes
+    minutes."""
     if uv := _uv():
         say(f"uv pip install {' '.join(packages)}")
         try:

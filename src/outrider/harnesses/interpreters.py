@@ -1,7 +1,7 @@
 """Finds a Python of a given minor version on this machine, for programs that need another version than Outrider's.
 
-It downloads nothing. Invariant: the returned interpreter has just been run, has the version and can make virtual
-environments. All functions here block.
+Nothing is downloaded. Invariant: an interpreter found for a version has just been run, has this version, and can make
+virtual environments. All functions here block.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
     """Return an interpreter of version `minor` ("3.12"); for None the interpreter of this process. Tries, in order:
-    this interpreter, `python3.12` in each folder of PATH, uv's result (`uv` is the command that calls uv), pyenv's
-    versions.
+    this interpreter, `python3.12` in each folder of PATH, uv's result (`uv` is the command of uv, or None without uv),
+    pyenv's versions.
 
     Raises HarnessUnavailable, with instructions to install the version.
     """

@@ -27,7 +27,7 @@ NOT_EXECUTABLE = 126
 """Exit codes of shells and the tool server for a program that cannot be started."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH in a sandbox without another PATH."""
+"""PATH for a sandbox that sets no PATH."""
 HEAD = 4096
 """Number of leading bytes of a file that contain its first line, or the program headers of an ELF file."""
 SMALL = 1 << 16
@@ -64,7 +64,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why the command that gave `result` could not be started, or None if it was started."""
+    """Return why the command that gave `result` could not be started. Returns None if it was started, or if the cause
+    is unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -89,8 +90,8 @@ class _Sandbox:
         self._env = env
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Return why the program cannot be started, or None if it can. For a script, the interpreter is checked too,
-        and the interpreter's own interpreter, down to `depth`."""
+        """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is
+        checked too, and the interpreter's own interpreter, down to `depth`."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
@@ -160,8 +161,8 @@ def _head_on_host(path: str) -> bytes:
 
 
 def _not_there(name: str) -> Missing:
-    """Return the error for a program missing in the sandbox. Its remedy depends on whether the host has the program in
-    its PATH."""
+    """Describe a program that is missing in the sandbox. The hint depends on whether the service's PATH on the host has
+    the program."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",

@@ -22,7 +22,7 @@ from outrider.spec import NonzeroExit
 OptionValue = str | int | float | bool
 
 DIALECT = "dialect"
-"""Name of the option of a preset with several dialects."""
+"""Name of the option that chooses the dialect, in a preset with several dialects."""
 
 _MINOR = re.compile(r"3\.[0-9]+")
 
@@ -36,8 +36,9 @@ _TYPES: dict[str, type | UnionType] = {
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset, required if it has no default. In a `template` the endpoint's placeholders ({base_url},
-    {api_key}, {model}, {instruction}) are filled in. `choices`, if not empty, are the allowed values."""
+    """One option of a preset. An option without a default is required. In an option of type `template` the endpoint's
+    placeholders ({base_url}, {api_key}, {model}, {instruction}) are filled in. `choices`, if not empty, are the allowed
+    values."""
 
     type: Literal["string", "template", "integer", "number", "boolean"]
     default: OptionValue | None = None
@@ -57,8 +58,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js for npm packages.
     `python` is the Python version ("3.12") for pip packages; None is the Python that runs Outrider. Install scripts of
-    packages are never run; the commands in `after` run instead, in the program's folder. `check` prints `version` if
-    the program works.
+    packages are never run; the commands in `after` run instead, in the program's folder. The command `check` prints
+    `version` if the program works.
     """
 
     kind: Literal["pip", "npm"]
@@ -80,9 +81,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts that `outrider harness check` needs, and that the program's requests do not show.
 
-    `shell` is the tool for running a command, `finish_command` a command that ends the run. `subagent` is the tool for
-    starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a sub-agent
-    by its id, if the program does not wait by itself.
+    `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent` is the tool
+    for starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a
+    sub-agent by its id, if the program does not wait by itself.
     """
 
     shell: str | None = None
@@ -94,12 +95,13 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
-    paths of the program and its Node.js. `answer` is the output with the final answer, if any.
+    paths of the program and its Node.js. `answer` names the output that is the final answer, if any.
 
     `dialects` are the program's dialects, the default first. A preset with several dialects has the option `dialect`,
     and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
-    `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to its output.
-    `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see NonzeroExit.
+    `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
+    program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
+    NonzeroExit.
     """
 
     name: str

@@ -22,8 +22,8 @@ from outrider.spec import Seconds, Spec, Text
 
 
 class ToolOptions(Spec):
-    """Options of the agent. `tools` may be empty. `max_turns` bounds the model calls, `tool_seconds` one tool call.
-    `desktop` configures the tools of that name."""
+    """Options of the agent. `tools` may be empty. `max_turns` is the maximum number of model calls. `tool_seconds` is
+    the time limit of one tool call. `desktop` configures the tools of that name."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -46,11 +46,11 @@ class ToolOptions(Spec):
 
 
 class ToolAgent:
-    """An `Agent`: a loop over model and tools. The first reply without a tool call is its answer. If `max_turns` is
-    reached first, the last calls still run and there is no answer.
+    """An `Agent`: a loop over model and tools. The first reply without a tool call is the agent's answer. If
+    `max_turns` is reached first, the last calls still run and there is no answer.
 
-    To add tools, write a subclass that passes `own`: its tools follow the tools of the option `tools`. Raises
-    ValueError for a tool with the name of a built-in tool."""
+    To add tools, write a subclass that passes `own`: these tools come after the tools of the option `tools`. The
+    constructor raises ValueError for a tool with the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))

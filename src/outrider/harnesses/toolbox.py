@@ -1,7 +1,7 @@
-"""The tools of the built-in agent, and the conversion of a tool call into a text for the model.
+"""The tools of the built-in agent, which turn each tool call into a result for the model.
 
-Invariant: any call that a model writes gives a text as its result. Only a broken sandbox, or an exception of an agent's
-own tool, raises.
+Invariant: any call that a model writes has a result for the model: a text, or a screenshot. Only three things raise: a
+broken sandbox, a sandbox without the interpreter of a tool, and an exception of an agent's own tool.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool defined by an agent. `run` gets the arguments of a call that are properties in `spec`, always including
-    required ones, and returns the text for the model. Any exception of `run` ends the agent."""
+    """A tool defined by an agent. `run` gets the arguments of a call that `spec` lists as properties, the required
+    arguments always among them, and returns the text for the model. Any exception of `run` ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
@@ -102,7 +102,8 @@ class Toolbox:
             self._shells = {}
 
     async def result(self, call: ToolCall) -> Message:
-        """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken."""
+        """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken or
+        lacks the tool's interpreter."""
         if self._desktop is not None and call.name in ACTIONS:
             part = await self._desktop.call(call.name, call.arguments)
             if isinstance(part, Image):
@@ -144,7 +145,8 @@ class Toolbox:
         try:
             result = await shell.run(text, seconds=self._seconds)
         except RuntimeFailure:
-            # The model may have ended its own shell (`exit`). If the sandbox is broken, opening the next shell fails.
+            # The model may have ended its own shell (`exit`). If the sandbox is broken instead, the next call fails to
+            # open a shell and raises.
             del self._shells[kind]
             await shell.close()
             return f"[the {kind} session ended; the next call starts a new one]"
@@ -156,11 +158,11 @@ class Toolbox:
 
 
 async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
-    """Replace the only occurrence of `old` in a file, or write a new file if `old` is empty. Relative paths are below
-    the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox is broken."""
+    """Replace the only occurrence of `old` in a file. If `old` is empty, write `new` as the whole file. Relative paths
+    are below the working directory. Returns the text for the model. Raises RuntimeFailure if the sandbox is broken."""
     if not 0 < len(path.encode()) <= MAX_PATH or "\0" in path:
         return "give the path of a file"
-    # Checked before the write, which sets the file's mode. Raises if the sandbox itself is broken.
+    # The mode is read first, because the write sets the file's mode. This command raises if the sandbox is broken.
     executable = (await runtime.exec(["test", "-x", path], seconds=PROBE_SECONDS)).exit_code == 0
     try:
         text = (await runtime.read(path)).decode() if old else ""
@@ -172,7 +174,8 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # RuntimeFailure can mean a broken sandbox, but also a file that cannot be read or written.
+        # Either the file cannot be read or written, or the sandbox is broken. A broken sandbox makes this command
+        # raise.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
     return f"changed {path}" if old else f"wrote {path}"
@@ -187,8 +190,8 @@ def shortened(text: str) -> str:
 
 
 def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Parse the arguments of a call, by name. None if the text is no JSON object, a required argument is missing, or a
-    string argument is not a string."""
+    """Return the arguments of a call, by name. Returns None if the text is no JSON object, a required argument is
+    missing, or a string argument is not a string."""
     required, properties = parameters.get("required", ()), parameters.get("properties", {})
     try:
         given = json.loads(text)

@@ -41,9 +41,9 @@ _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """A virtual environment. `prefix` is its folder as the task names it. `shown` are the host folders and files for a
-    sandbox, none below another and none in the host's /usr. `of_system` is True for an interpreter in /usr. `sources`
-    are the folders with importable modules. `stamp` changes with every installation of a package."""
+    """A virtual environment. `prefix` is the environment's folder, as named by the task. `shown` are the host folders
+    and files for a sandbox, none below another and none in the host's /usr. `of_system` is True for an interpreter in
+    /usr. `sources` are the folders with importable modules. `stamp` changes with every installation of a package."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -83,7 +83,7 @@ def read_venv(path: str) -> Venv:
     editable = [place for folder in packages for place in _outside(folder)]
     # Python finds its library by following the links from `home`, so the folders of these links are needed too.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
-    # Each path as named and as resolved, without paths below another one.
+    # `named` has each path as named and as resolved. `outermost` has no path below another path.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
@@ -131,7 +131,7 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
 
     The first caller compiles once for each state of the environment; later callers do not wait. This function never
     raises, because it only saves time. A separate cache folder (PYTHONPYCACHEPREFIX) is not used: every Python started
-    by the agent would inherit the variable and ignore its own bytecode, which took 340 ms per start instead of 54.
+    by the agent would inherit the variable and ignore its own bytecode, which took 340 ms per start instead of 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -167,7 +167,7 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # In one process: several processes take 5 s of processor time to find nothing to do.
+    # compileall runs in one process: with several, it takes 5 s of processor time to find nothing to do.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,

@@ -1,8 +1,8 @@
 """Checks of a node's messages about its sessions against the service's own records.
 
-A node is a program on another machine. Its token permits running sessions, and writing for these sessions alone. Each
-rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run elsewhere.
-Invariant: checked data can be stored, added up, made into samples and shown.
+A node may be anybody's program on another machine. Its token permits running sessions, and writing for these sessions
+alone. Each rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run
+elsewhere. Invariant: checked data can be stored, added up, made into samples and shown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_NUMBER = 1 << 53
 MAX_TURNS = 1 << 20
 """Maximum number of an attempt's turns of one model: ten times the highest limit of a task."""
 MAX_SESSIONS = 100_000
-"""Maximum number of sessions in a node's report of its room."""
+"""Maximum capacity, in sessions, that a node may report."""
 MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. The rest is left out."""
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class ClaimRule(NamedTuple, Generic[T]):
-    """One check: `what` must be `bound`, in words. `holds` tests a value against the service's records of the
+    """One check. In words: `what` must be `bound`. `holds` tests a value against the service's records of the
     attempt."""
 
     what: str
@@ -83,8 +83,8 @@ class Given:
         self.vocabularies: Mapping[str | None, Vocabulary] = {}
         """Vocabularies of the service's models; the policy's key is None."""
         self.kept_here = False
-        """True if artifacts of the attempt arrive over the connection. A process of the service's machine writes its
-        artifacts to disk."""
+        """True if the artifacts of the attempt arrive over the connection. A process on the service's machine writes
+        artifacts to the disk itself."""
         self.began_here = not attempt.goes_on and attempt.stored is None
         """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
@@ -107,8 +107,8 @@ class Given:
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
         """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict the numbers
         must be equal and the stored indexes without gaps. Without a verdict the result must not exceed the stored
-        turns, because the result of a failed attempt may be made without its turns. True where not all stored turns are
-        recorded here."""
+        turns: it may have fewer, because the result of a failed attempt may be made without its turns. Always True if
+        these records may lack a stored turn."""
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:
@@ -118,7 +118,7 @@ class Given:
         return True
 
     def has_tokens(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """`has_turns` for sampled tokens."""
+        """Return the same as `has_turns`, but for sampled tokens."""
         if not self.certain or not self.began_here:
             return True
         return all(
@@ -354,7 +354,7 @@ def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
 
 
 def shortened(result: SessionResult) -> SessionResult:
-    """Return the result with error and log cut to the sizes in a record."""
+    """Return the result with its error and its log cut to their maximum lengths."""
     ended = result.harness_exit
     if ended is not None:
         ended = msgspec.structs.replace(ended, log_tail=ended.log_tail[-MAX_REASON:])
@@ -363,7 +363,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense."""
+    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense for numbers
+    that cannot be."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

@@ -54,7 +54,8 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "its token must be a node's: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Close codes and HTTP statuses that every further try would get, with the error raised for each and a hint."""
+"""Close codes and HTTP statuses with which every further try would end, too: for each, the error to raise and a
+hint."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
 """Close codes and statuses after which the service has dropped the node. 403 and 404 are missing, because a reverse
@@ -90,7 +91,7 @@ class Dialled:
             finally:
                 first.cancel()
                 keeping.cancel()
-                # The task group must not see an error of the block: it would wrap the error in a group.
+                # An error of the block is kept from the task group, which would wrap the error in a group.
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:

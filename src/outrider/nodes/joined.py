@@ -78,8 +78,8 @@ class JoinedNodes:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def attend(self, name: str, socket: Socket, owner: str) -> None:
-        """Serve the node at the other end of a new connection until the connection ends. `owner` is the name of its
-        token."""
+        """Serve the node at the other end of a new connection until the connection ends. `owner` is the name of the
+        node's token."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 frame = await socket.receive()
@@ -123,7 +123,7 @@ class JoinedNodes:
                     return
                 member = self._admit(name, hello, owner)
                 break
-            await member.ended("it was started again")  # others may have waited for the same end: look again
+            await member.ended("it was started again")  # then check again: other connections may have waited, too
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -150,7 +150,7 @@ class JoinedNodes:
             log.info("node %s has joined", node.name)
             member.begun = True
             self._publisher.nodes.append(node)
-            for model, pool in self._parts.pools.items():  # changes since the node's first message
+            for model, pool in self._parts.pools.items():  # the states may have changed since `serve` sent them
                 node.send_pool_state(model, pool.state())
             self.added.publish(node)
 
@@ -192,8 +192,8 @@ class JoinedNodes:
 
 
 class JoinedNode:
-    """A node that has joined, and its present connections: the next may arrive before the loss of the last was
-    noticed."""
+    """A node that has joined. It may have several connections, because the next connection may arrive before the loss
+    of the last connection is detected."""
 
     def __init__(self, node: RemoteNode, hello: NodeHello, owner: str) -> None:
         self.node = node
@@ -217,7 +217,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # where the socket itself found the error, the peer has not seen it
+            if end.code == Close.NONSENSE:  # if the socket here found the error, the peer has not got the reason yet
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

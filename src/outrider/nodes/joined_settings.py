@@ -37,7 +37,7 @@ OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, and the files of its tokenizers. Blocks on the file system."""
+    """Return the service's settings without secrets, and the files of the tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
         "engines": (),
@@ -46,7 +46,7 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
         "store": None,
         "task_key": None,
         "callbacks": CallbacksConfig(),
-        # For machines that share these paths with the service and set no paths of their own.
+        # These paths are for machines that share them with the service and set no paths of their own.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -67,8 +67,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
-    """Merge the service's settings with the machine's own. Copies of the tokenizers are in a folder that exists while
-    the block runs."""
+    """Yield the service's settings, merged with the machine's own. Copies of the tokenizers are in a folder that exists
+    while the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     with own_folder() as folder:
         copies = await asyncio.to_thread(_copies, told.folders, folder)
@@ -91,8 +91,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Make a folder, locked while the block runs and removed afterwards. Folders left by killed nodes are removed
-    first: their locks are free. On a file system without locks the left folders stay."""
+    """Make a folder, locked while the block runs and removed afterwards. First, folders left by killed nodes are
+    removed, which are recognised by their free locks. On a file system without locks such folders stay."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(left, ignore_errors=True)

@@ -99,7 +99,7 @@ class JoiningMachine:
                 await process.pipe.send(encode(LeaveService()))
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
-        """Exchange messages with a process until it hangs up."""
+        """Exchange messages with a process until the process hangs up or the service refuses the machine."""
         name = join.own.name
         self._processes[name] = process
         try:

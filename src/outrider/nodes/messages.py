@@ -1,7 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Each call of a node, to store a turn or to set resources aside, gets one `CallReply` with the same number, unless the
-node gives the call back first. No other message gets an `CallReply`.
+Each call of a node, such as storing a turn or setting resources aside, gets one `CallReply` with the same number,
+unless the node withdraws the call first (`GiveBack`). No other message gets a `CallReply`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_HELLO = 64 << 10
 # Bounds of a node's messages. Decoding refuses values beyond the bounds; docs/nodes.md lists them.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-"""The name of an engine, a model or a session."""
+"""The name of an engine or a model, or the id of a session."""
 ModelName = Name | None
 
 
@@ -60,8 +60,8 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """Sent in place of `NodeSetup` to a process that is to join a service on another machine: the service's address,
-    and this machine's settings in `own`. `machine` is a random name of the process's starter."""
+    """The order to a process, in place of `NodeSetup`, to join a service on another machine, at the address `url`.
+    `own` are this machine's settings. `machine` is a random name of the process's starter."""
 
     url: str
     token: str | None
@@ -71,7 +71,8 @@ class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
 
 
 class LeaveService(msgspec.Struct, tag="leave", frozen=True):
-    """Sent to a process that has joined: take no new sessions, and exit when the present sessions have ended."""
+    """The order to a process that has joined to take no new sessions, and to exit when the present sessions have
+    ended."""
 
 
 class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
@@ -96,7 +97,7 @@ class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
-    """The state of a model's engine pool. `model` is None for the policy, here and below."""
+    """The state of a model's engine pool. `model` is None for the policy, as in all messages."""
 
     model: str | None
     state: PoolState
@@ -110,8 +111,8 @@ class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
 
 
 class RunAttempt(msgspec.Struct, tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `task` is the JSON of its TaskSpec. The node sends `Ran` at the end, also after a
-    cancellation."""
+    """Run an attempt. `attempt` is a number by which `Cancel` and `Ran` name this run. `task` is the JSON of the
+    TaskSpec. The node sends `Ran` at the end, also after a cancellation."""
 
     attempt: int
     session: SessionRow
@@ -152,7 +153,7 @@ class CallReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_de
 
 
 class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a forwarded generation. A part without a chunk is the end."""
+    """A part of a forwarded generation. A part without a chunk is the last part."""
 
     generation: int
     chunk: Chunk | None = None
@@ -169,7 +170,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """The state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the names of
-    the images on the node's machine, or None on the service's machine."""
+    the images on the node's machine, or None for a node on the service's machine."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
@@ -191,7 +192,7 @@ class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
 
 
 class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
-    """An engine failed at the node."""
+    """An engine failed at the node: the service should check the engine."""
 
     model: ModelName
     engine: Name
@@ -323,7 +324,7 @@ def framed(message: msgspec.Struct, *, elsewhere: bool = False) -> bytes:
 
 
 OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
-"""Calls for an attempt that the node must have."""
+"""Calls for an attempt, which must be running on the node."""
 
 Call = OfAttempt | ReadCarried | Take
 ToNode = NodeSetup | Follow | Loads | RunAttempt | EndOutlived | Cancel | Pull | CallReply | Generated | Beat

@@ -1,4 +1,4 @@
-"""Publishes the state of the service's engine pools to nodes in other processes, whose pools follow.
+"""Publishes the state of the service's engine pools to nodes in other processes, whose pools follow the service's.
 
 Invariant: each change of a pool is sent to every node in `nodes`.
 """
@@ -19,8 +19,8 @@ LOADS_SECONDS = 0.1
 
 
 class PoolPublisher:
-    """Publisher of pool states and loads. `async with PoolPublisher(pools) as publisher`: within the block
-    all of `publisher.nodes` receive them."""
+    """Publishes the states and loads of engine pools. `async with PoolPublisher(pools) as publisher`: within the block
+    every node in `publisher.nodes` receives them."""
 
     def __init__(self, pools: Pools, failures: Failures | None = None) -> None:
         self.nodes: list[RemoteNode] = []
@@ -57,7 +57,7 @@ class PoolPublisher:
                         node.send_pool_state(model, state)
                     self._published[model] = state
             except Exception as error:  # an engine may be anybody's code: its state may not be encodable
-                failure = error  # the other pools are sent first
+                failure = error  # raised after the states of the other pools are sent
         if failure is not None:
             self._changed.set()  # try again
             raise failure

@@ -69,8 +69,8 @@ class NodeProcesses:
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
     async def _supervise(self, node: RemoteNode, number: int, started: asyncio.Future[None]) -> None:
-        """Keep a process running for the node. `started` is set when the first process is ready, or to the error of its
-        start."""
+        """Keep a process running for the node. `started` is done when the first process is ready. If the first process
+        cannot start, `started` has the error."""
 
         def ready(error: ErrorRecord | None) -> None:
             if not started.done():
@@ -96,8 +96,8 @@ class NodeProcesses:
 
 
 def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> NodeSetup:
-    """Return the settings of node `number`: its part of the lanes and warm sandboxes that `config.processes` nodes
-    divide."""
+    """Return the settings of node `number`. The slots of the lanes and the warm sandboxes are divided among
+    `config.processes` nodes."""
     lanes, sandboxes, of = config.lanes, config.sandboxes, config.processes
     sizes = {"init": lanes.init, "ready": lanes.ready, "run": lanes.run, "eval": lanes.eval}
     slots = {name: max(1, _part(size, number, of)) for name, size in sizes.items() if size is not None}
@@ -109,7 +109,8 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Node
                 "warm_memory_mb": max(LEAST_WARM_MB, sandboxes.warm_memory_mb // of),
             }
         ),
-        # Engines are sent to the node as they come. The node gets no unnecessary secrets.
+        # Engines are left out, because the states of the pools are sent to the node. Secrets are left out that the node
+        # does not need.
         "engines": (),
         "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
         "token": None,

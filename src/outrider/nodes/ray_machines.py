@@ -39,7 +39,7 @@ class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """A Ray actor: one machine, which joins under `name`."""
+    """A Ray actor, whose machine joins the service under `name`."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
         logging.getLogger().setLevel(level)  # passed on to the machine's processes
@@ -78,8 +78,8 @@ class RayMachine:
 
 class RayFleet:
     """The machines of a Ray cluster, joined to a service by `await fleet.run(stop)`. `address` is the cluster's
-    address, "auto" for a cluster on this machine, "local" for a new cluster. `resource` names a Ray resource required
-    of a machine. `note` is called with a line for each arrival and departure of a machine."""
+    address, "auto" for a cluster on this machine, "local" for a new cluster. If `resource` is given, only machines with
+    this Ray resource join. `note` is called with a line for each arrival and departure of a machine."""
 
     def __init__(
         self, place: JoinTarget, *, address: str, resource: str | None, stop_seconds: float, note: Callable[[str], None]
@@ -128,7 +128,7 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # a new actor might fail again at once
+                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # because a new actor might fail at once
                 if refusal is None:
                     await self._leave()
                 stopping.cancel()

@@ -1,8 +1,8 @@
 """The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
 
 Other modules start the process (`processes.py`) or let the node join (`joined.py`). Invariants: a call of a node is
-carried out only while its connection lasts, so nothing is stored for an attempt that the scheduler has given up with
-its node; all resources set aside for a node are given back when the connection ends.
+carried out only while the node's connection lasts, so nothing is stored for an attempt that the scheduler has given up
+together with the node; all resources set aside for a node are given back when the connection ends.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ HEARTBEAT_SECONDS = 4.0
 SILENCE_SECONDS = 20.0
 """Seconds of silence after which a node is given up as hanging."""
 START_SECONDS = 120.0
-"""`SILENCE_SECONDS` for a starting node, which is busy and sends nothing."""
+"""Seconds of silence after which a starting node is given up. Such a node is busy and sends nothing."""
 
 CANCEL_SECONDS = 120.0
 """Seconds that a node on another machine has to end a cancelled attempt. One call to a container daemon may take as
@@ -116,8 +116,8 @@ Pools = Mapping[str | None, EnginePool]
 
 
 class ServiceParts(msgspec.Struct, frozen=True):
-    """The parts of the service for carrying out the nodes' calls. All nodes on one machine share its `resources`.
-    Failures are recorded in `failures`."""
+    """The parts of the service for carrying out the nodes' calls. All nodes on one machine share the machine's
+    `resources`. Failures are recorded in `failures`."""
 
     store: Store
     artifacts: ArtifactStore
@@ -159,9 +159,9 @@ class RemoteNode:
         taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
-        is called with None when the node is ready to run attempts, or with its error. `ended` is awaited at the end,
-        and returns when the node has stopped using its resources: only then are the resources given back. `heard`,
-        `taken`: see `Link`."""
+        is called with None when the node is ready to run attempts, or with the error if it cannot run any. `ended` is
+        awaited at the end, and returns when the node has stopped using its resources: only then are the resources given
+        back. `heard`, `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -186,12 +186,13 @@ class RemoteNode:
                 connection.give_back()
 
     def send_pool_state(self, model: str | None, state: PoolState) -> None:
-        """Send the state of a model's engine pool to the node, if connected. Later connections begin with the state."""
+        """Send the state of a model's engine pool to the node, if it is connected. Each later connection begins with
+        the states of all pools."""
         if self._connection is not None:
             self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
 
     def send_loads(self, model: str | None, loads: dict[str, float]) -> None:
-        """Send the load that other processes put on a model's engines to the node, if connected."""
+        """Send the load that other processes put on a model's engines to the node, if it is connected."""
         if self._connection is not None:
             self._connection.link.send(Loads(model=model, loads=loads))
 
@@ -313,7 +314,7 @@ class NodeConnection:
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
         """See `Node.run`. A cancellation is raised when the node has torn the attempt down."""
-        # In a thread: a task may hold megabytes of files.
+        # The task is encoded in a thread, because it may have megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self._ended or self.leaving:
             raise self._lost()
@@ -348,13 +349,14 @@ class NodeConnection:
             del self._attempts[number], self._by_number[number]
             del self._running[session.id, session.attempt]
             self._let_go()
-        if result is None:  # not cancelled: the node is about to end, or cannot continue its predecessor's run
+        if result is None:  # without a cancellation: the node will end, or could not continue the last node's run
             raise self._lost()
         return result
 
     async def _end_of(self, name: str, done: asyncio.Future[SessionResult | None]) -> None:
-        """Return when a cancelled attempt has ended or is lost. A node on another machine may be anybody's program: a
-        node that does not end the attempt must not keep a group, or the service, from ending."""
+        """Return when a cancelled attempt has ended or is lost. A node on another machine that does not end the attempt
+        within CANCEL_SECONDS is given up: the node may be anybody's program, and must not keep a group, or the service,
+        from ending."""
         await asyncio.wait([done], timeout=CANCEL_SECONDS if self._dialled else None)
         if not done.done():
             self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
@@ -466,7 +468,7 @@ class NodeConnection:
         task.add_done_callback(lambda _: among.pop(number, None))
 
     def _check_call(self, call: OfAttempt | ReadCarried) -> None:
-        """Check the data to be stored for an attempt of the node. `_do` refuses calls for other attempts. Raises
+        """Check the data to be stored for a running attempt. `_do` refuses calls for all other attempts. Raises
         Nonsense."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
             return
@@ -505,7 +507,7 @@ class NodeConnection:
             self._answered.set()
 
     async def _do(self, call: Call) -> None:
-        """Carry out a call of the node and send the answer. Raises Nonsense."""
+        """Carry out a call of the node and send the reply. Raises Nonsense."""
         store, artifacts = self._parts.store, self._parts.artifacts
         answer = CallReply(call=call.call)
         try:
@@ -520,7 +522,7 @@ class NodeConnection:
                     except Conflict:
                         raise
                     except BaseException:
-                        given.certain = False  # the turn may be stored
+                        given.certain = False  # the turn may be stored all the same
                         raise
                     given.note_turn(call)
                 case SetState():
@@ -538,7 +540,8 @@ class NodeConnection:
                     answer = CallReply(call=call.call, digest=digest)
                 case KeepIndex():
                     assert given is not None
-                    # All of these become paths: session and attempt are taken from the call, and digests are checked.
+                    # Session id, attempt and digests become paths. So the first two are taken from the call, which is
+                    # for a running attempt, and the digests are checked here.
                     check(call, INDEX_RULES, given)
                     listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
                     await artifacts.keep_index(listed)

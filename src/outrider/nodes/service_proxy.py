@@ -84,8 +84,8 @@ DOUBT_SECONDS = 0.5
 process: the process may receive the signal later than the sandbox."""
 
 FOR_EVER = 1e9
-"""Maximum seconds of silence on the link: no limit, because a service that stalled for a while is still the service.
-Only the end of the connection shows that the service is gone."""
+"""Maximum seconds of silence on the link. The silence has no limit, because a service that stalled for a while is still
+the service. Only the end of the connection shows that the service is gone."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -120,7 +120,7 @@ class ServiceProxy:
         self._early: list[ToNode] = []
         """Messages received before the node was ready."""
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
-        """What messages are applied to; None before the node is ready."""
+        """The parts to which messages are applied; None before the node is ready."""
         self._reported: Report | None = None
         self._heard: float | None = None
         """The time of the service's last message; None before the node is ready."""
@@ -176,7 +176,7 @@ class ServiceProxy:
             self._apply(*self._ready, message)
 
     def leave(self) -> None:
-        """Take no new attempts. The service ends the connection when the present ones have ended."""
+        """Take no new attempts. The service ends the connection when the present attempts have ended."""
         self._link.send(Leaving())
 
     def fail(self, error: OutriderError) -> None:
@@ -193,7 +193,7 @@ class ServiceProxy:
         self._link.send(message)
 
     async def call(self, make: Callable[[int], Call]) -> CallReply:
-        """Send a call, made by `make` from its number, and return the answer. Raises the service's error, and
+        """Send a call, made by `make` from its number, and return the reply. Raises the service's error, and
         ServiceError if the service is gone."""
         if self._ended:
             raise ServiceError("the service is gone")
@@ -264,7 +264,8 @@ class ServiceProxy:
                     self._run(node, message), name=f"session {message.session.id}", chore="sessions"
                 )
                 self._attempts[message.attempt] = task
-                # Not within the task: a task cancelled at once runs none of its code.
+                # A callback notes the end, not the task itself, because a task that is cancelled at once runs none of
+                # its code.
                 task.add_done_callback(partial(self._note_end, message))
             case EndOutlived():
                 node.end_outlived(message.session_id)
@@ -282,7 +283,7 @@ class ServiceProxy:
 
     async def _run(self, node: LocalNode, message: RunAttempt) -> SessionResult | None:
         try:
-            # In a thread: validation decodes the base64 of every file in the task.
+            # The task is validated in a thread, because the validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
             attempt = Attempt(
                 session=message.session,
@@ -422,7 +423,7 @@ class SharedResources(NodeResources):
         return ResourceShare(give_back, answer.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None for every amount except zero: optional resources do not wait for the service."""
+        """Return None for every amount except zero, because an optional use must not wait for the service."""
         return None if any(amount.quantities) else super().try_take(amount, tenant)
 
 

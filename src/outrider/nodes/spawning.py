@@ -1,6 +1,7 @@
 """Starts the processes of nodes, ends them, and replaces a process that has exited.
 
-Invariant: a process and everything started by its plugins are gone when `end` returns.
+Invariant: a process and its process group, with everything that plugins have started there, are gone when `end`
+returns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ END_SECONDS = 10.0
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
-"""A process that exits after this many seconds or more is started again at once."""
+"""A process that exits after this many seconds or more is started again after the shortest wait of RESTARTS."""
 
 
 class NodeProcess:
@@ -48,7 +49,7 @@ class NodeProcess:
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         pipe = await Pipe.over(ours)
-        # Variables with this prefix set the service up; a node is sent the necessary settings, without secrets.
+        # Variables with this prefix configure the service. A node gets its settings over the socket, without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:
             with theirs:
@@ -65,8 +66,8 @@ class NodeProcess:
         return cls(process, pipe)
 
     async def end(self) -> None:
-        """End the process, and kill it if it has not exited after END_SECONDS. Everything that its plugins have left is
-        killed, too. Idempotent."""
+        """End the process, and kill it if it has not exited after END_SECONDS. Everything that its plugins have left in
+        its process group is killed, too. Idempotent."""
         if self._ended:
             return
         self._ended = True

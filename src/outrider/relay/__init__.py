@@ -1,4 +1,4 @@
-"""The worker's end of a relay: a program with a model that the service cannot reach connects to the service and serves
+"""The worker's end of a relay: a program whose model the service cannot reach connects to the service and generates for
 it.
 
 `Worker` holds the connection, `FunctionEngine` makes an engine from any generate function, and `hf` samples from a

@@ -1,4 +1,4 @@
-"""An `Engine` made of one generate function, with pausing, aborting and policy versions added.
+"""Makes an `Engine` of one generate function, and adds pausing, aborting and policy versions.
 
 Invariant: every token is marked with the version named by its chunk or, for a chunk without versions, with the version
 set when the chunk arrived.
@@ -21,7 +21,7 @@ from outrider.errors import EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
-"""Called for each generation: an async generator of chunks, or a coroutine function that returns the whole
+"""The function called for each generation: an async generator of chunks, or a coroutine function that returns the whole
 response."""
 
 
@@ -29,9 +29,9 @@ class FunctionEngine:
     """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
 
     A last chunk without versions gets the versions that were set (`set_version`, or the attribute `version`) while the
-    tokens arrived. Any other chunk may name the versions of its own tokens, as spans of the whole output: the tokens
-    of a chunk from a queue were sampled earlier. `healthy` returns a description of the fault, or "" when there is
-    none. `changed` is called after the version was set.
+    tokens arrived. Any other chunk may name the versions of its own tokens, as spans of the whole output: the tokens of
+    a chunk from a queue were sampled earlier. `healthy` returns a description of a fault, or "" if there is none.
+    `changed` is called after the version was set.
     """
 
     mode = TokenMode.TOKENS
@@ -77,10 +77,10 @@ class FunctionEngine:
         self._changed_version()
 
     async def start(self) -> None:
-        """Nothing to open."""
+        """Do nothing: there is nothing to open."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         spans: list[VersionSpan] = []
@@ -110,7 +110,7 @@ class FunctionEngine:
     async def health(self) -> EngineHealth:
         try:
             trouble = "" if self._healthy is None else await self._healthy()
-        except Exception as error:  # third-party code; a health report never raises
+        except Exception as error:  # `healthy` may raise any error; a health report never raises
             trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,
@@ -121,8 +121,8 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generations. After the return the function is not running, except in the mode "keep": there the
-        current step continues, and its chunk is passed on after `resume`."""
+        """Pause generations. When this method has returned, the generate function is not running. The exception is the
+        mode "keep": the current step of each generation continues, and its chunk is passed on after `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()
@@ -150,7 +150,7 @@ class FunctionEngine:
         return None if self._tokenize is None else self._tokenize(text)
 
     async def _thawed(self, aborts: int) -> None:
-        """Wait while generations are frozen, unless this one is aborted."""
+        """Wait while generations are frozen, unless this generation is aborted."""
         changed = self._changed.next()
         while self._frozen and self._aborts == aborts:
             await changed.wait()

@@ -1,4 +1,5 @@
-"""The generations of a worker: each runs once, and its messages are kept until the service has acknowledged them.
+"""The generations of a worker: each generation runs once, and its messages are kept until the service has acknowledged
+them.
 
 The connection is used only for sending. Invariants: a generation's messages are numbered from 1 without a gap; a
 generation's next chunk is requested only while the windows have room, so the number of kept messages is bounded.
@@ -36,8 +37,7 @@ class _Generation:
 
 
 class Generations:
-    """The generations of one worker. `link` is the connection for sending, None while there is none; the windows are
-    the ones in `WorkerWelcome`."""
+    """The generations of one worker. The windows are those of `WorkerWelcome`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class Generations:
                         self._send(generation, tokens_of(generation.number, generation.produced + 1, chunk))
         except OutriderError as error:
             self._fail(generation, error)
-        except Exception as error:  # the engine may be third-party code
+        except Exception as error:  # the engine's code may raise any error
             self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
 
     async def _room(self, generation: _Generation) -> None:

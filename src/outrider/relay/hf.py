@@ -6,9 +6,9 @@
                 train(model, batch)
                 worker.set_version(step)
 
-Invariants: the model computes either for the trainer or for the sampler, never for both; a token's log-probability is
-computed with the weights of its version, over all tokens before it: when the weights change, the keys and values of
-running generations are computed again.
+Invariants: the model computes either for the trainer or for the sampler, never for both at once; a token's
+log-probability is computed with the weights of its version, over all tokens before it. So when the weights change, the
+keys and values of running generations are computed again.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ModelSampler:
         self._stepping = False
         self._wanted = 0
         self._owed = False
-        """Whether the sampler, if it has work, gets the model next: a trainer that enters one `weights` block after
-        the other must not starve the sampler."""
+        """True if the sampler gets the model next, if it has work. A trainer that enters one `weights` block after
+        another must not starve the sampler."""
         self._holder: int | None = None
         self._stale = False
         self._stepped = version
@@ -177,8 +177,8 @@ class ModelSampler:
         end = "the model's sampler is closed"
         try:
             while self._step():
-                """One token for each running generation."""
-        except Exception as error:  # an error of the model: waiting generations must receive it
+                """Each step samples one token for each running generation."""
+        except Exception as error:  # waiting generations must receive any error of the model
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self._end = end
@@ -189,7 +189,7 @@ class ModelSampler:
             row.give(EngineUnavailable(end))
 
     def _step(self) -> bool:
-        """Run one step of sampling. Returns whether another step follows."""
+        """Wait for work, and run one step of sampling. Returns False, without a step, once the sampler is closed."""
         with self._state:
             self._state.wait_for(self._may_step)
             if self._closed:
@@ -226,7 +226,8 @@ class ModelSampler:
 
 
 class _Batch:
-    """The running generations with their keys and values, padded on the left, so that all end in the same column."""
+    """The running generations with their keys and values, padded on the left, so that all rows end in the same
+    column."""
 
     def __init__(self, model: Any, slots: int) -> None:
         self.slots = slots
@@ -280,7 +281,7 @@ class _Batch:
             if stop is None:
                 left.append(place)
                 count = len(row.ids) - len(row.sequence.prompt)
-                # The span is named now, because the trainer may change the version before the chunk is read.
+                # The span is set now, because the trainer may change the version before the chunk is read.
                 span = VersionSpan(version, count - 1, count)
                 row.give(Chunk(ids=[token.token], logprobs=[token.logprob], versions=(span,)))
             else:
@@ -296,7 +297,7 @@ class _Batch:
         self._keep(left)
 
     def _prefill(self, new: list[_Row]) -> torch.Tensor:
-        """Add rows. Returns the logits after the last token of each."""
+        """Add rows to the batch. Returns the logits after the last token of each new row."""
         import torch
 
         device = next(self._model.parameters()).device

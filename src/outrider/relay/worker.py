@@ -2,7 +2,7 @@
 
     async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
 
-Invariants: generated messages are kept until the service has acknowledged them or no longer waits for them; a
+Invariants: the messages of a generation are kept until the service has acknowledged them or no longer waits for them; a
 generation runs once, over any number of connections; a call of the service is executed once.
 """
 
@@ -80,7 +80,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses that would recur on every try, and the errors that `Worker.run` raises for them."""
+"""Close codes and HTTP statuses after which another try would end in the same way, and the errors that `Worker.run`
+raises for them."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -94,10 +95,10 @@ class Worker:
     """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
 
     `generate` is an `Engine`, started and closed by the caller, or a function (see `FunctionEngine` for its form and
-    options). `update_weights(weights, version)` is a coroutine function that loads the weights at a path, and raises
-    on failure; an engine that loads weights itself needs none. `name` is for people. `ca` is a PEM file with the
-    authority of the service's certificate, for a machine without that authority. `reconnecting` are the waits between
-    attempts to connect.
+    options). `update_weights(weights, version)` is a coroutine function that loads the weights at a path, and raises on
+    failure; an engine that loads weights itself needs no such function. `name` is shown in the service's logs and
+    errors. `ca` is a PEM file with the authority of the service's certificate, for a machine that does not trust this
+    authority. `reconnecting` are the waits between attempts to connect.
 
     Run a worker in one of three ways, one at a time: `await worker.run()`; `async with worker` beside other work of the
     event loop; `with worker.in_thread()` beside code that blocks. All three raise the errors of `run`.
@@ -150,7 +151,7 @@ class Worker:
             connector = aiohttp.TCPConnector(ssl=self._trusted)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
-        except ExceptionGroup as group:  # the task group's, around the only error of its block
+        except ExceptionGroup as group:  # the task group puts the error of its block into a group
             if len(group.exceptions) > 1:
                 raise
             self._set_attached(group.exceptions[0])
@@ -192,7 +193,7 @@ class Worker:
             try:
                 with asyncio.Runner(loop_factory=lambda: loop) as runner:
                     runner.run(until_stopped())
-            except BaseException as error:  # for the caller, which waits in the other thread
+            except BaseException as error:  # the block in the caller's thread raises the error
                 ended.set_exception(error)
             else:
                 ended.set_result(None)
@@ -216,8 +217,8 @@ class Worker:
         ended.result()
 
     def set_version(self, version: int) -> None:
-        """Mark tokens with this policy version from now on, and report it to the service. Callable from any thread.
-        Only for a worker over a function: an engine of another kind has its own `set_version`."""
+        """Mark tokens with this policy version from now on, and report the version to the service. Callable from any
+        thread. Only for a worker over a function: an engine of another kind has its own `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
             raise TypeError("the engine of this worker has versions of its own: call its set_version")
         self.engine.version = version
@@ -238,7 +239,7 @@ class Worker:
                 task = group.create_task(self.run(), name=f"relay worker {self.name}")
                 try:
                     yield
-                except Exception as error:  # from the caller's block: the task group would wrap it
+                except Exception as error:  # the task group would wrap this error of the caller's block
                     failure = error
                 finally:
                     task.cancel()
@@ -248,7 +249,7 @@ class Worker:
             raise failure
 
     async def _stay_attached(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
-        """Connect again and again. Raises the errors of `run`."""
+        """Connect, and connect again after each lost connection. Raises the errors of `run`."""
         failed = 0
         while True:
             before = self.connections
@@ -260,7 +261,7 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                if code != Close.SILENT:  # a worker that the service drops each time must back off
+                if code != Close.SILENT:  # a worker that the service drops each time must wait longer and longer
                     failed = 0
                 # After these seconds the service no longer waits, and the kept messages have no receiver.
                 seconds = self._welcome.resume if self._welcome is not None else 0
@@ -276,7 +277,7 @@ class Worker:
         async with asyncio.timeout(CONNECT_SECONDS):
             websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
         socket = ClientSocket(websocket)
-        code = Close.SILENT  # for a connection that is still open but unusable: the worker reconnects
+        code = Close.SILENT  # the code for an open connection that is of no use: the worker reconnects
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
@@ -339,7 +340,7 @@ class Worker:
         try:
             with plugin_code():
                 answer = await self._done(call)
-        except Exception as error:  # the engine may be third-party code
+        except Exception as error:  # the engine's code may raise any error
             record = record_of(error if isinstance(error, OutriderError) else EngineMisbehaved(f"{error!r}"))
             answer = WorkerReply(call=call.call, error=record)
         self._answers[call.call] = answer

@@ -27,8 +27,8 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
     end = clock() + WAIT_SECONDS
     with ExitStack() as held:
         for name in sorted(names):
-            # An abstract socket name and not a file: the kernel frees the name when this process exits, and any user
-            # can take it.
+            # The lock is an abstract socket name and not a file: the kernel frees the name when this process exits, and
+            # any user can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
             while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
                 if clock() >= end:

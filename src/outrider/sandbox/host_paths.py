@@ -1,11 +1,11 @@
 """The files of a machine that tasks may name, and the files that no setting can open to tasks.
 
 A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
-or a virtual environment (below an entry of `sandboxes.allow`). Each sandbox is also shown some folders of the host.
-`KEPT` lists the files that none of these folders may hold. Folders are compared by device and inode, not by name alone,
-because a link, a bind mount and another spelling lead to the same folder. Invariant: the path read or mounted is the
-checked path, with all links resolved; uploads are opened without following any link (see
-sandbox/runtimes/tool_server/uploads.py).
+or a virtual environment (below an entry of `sandboxes.allow`). Some folders of the host are visible in every sandbox of
+a kind (`SHOWN`). `KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are
+compared by device and inode, not by name alone, because a link, a bind mount and another spelling lead to the same
+folder. Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without
+following any link (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
 
 Id = tuple[int, int] | str
-"""Device and inode; for a path that does not exist, the path."""
+"""Device and inode, or the path itself if it does not exist or cannot be examined."""
 
 SHOWN = {
     "namespace": ("/usr", *(f"/{name}" for name in SYSTEM_FOLDERS)),
     "process-landlock": SHOWN_BY_LANDLOCK,
 }
-"""Folders of the host shown to each sandbox of a kind, whatever the task."""
+"""Folders of the host that are visible in every sandbox of a kind, whatever its task names."""
 
 
 class HostPathRule(NamedTuple):
-    """Files that tasks may not read. `below`: folders below them may not be named either. `shown`: they may not lie in
-    the folders shown to every sandbox either."""
+    """A rule about a file or folder that tasks may not read as a whole. `what` describes the file or folder. If
+    `below`, nothing below the folder may be named either. If `shown`, the file or folder must also be outside of the
+    folders of `SHOWN`."""
 
     what: str
     below: bool
@@ -61,8 +62,8 @@ KEPT = {
     "etc": HostPathRule("the machine's own settings", below=False, shown=False),
     "run": HostPathRule("the sockets of the machine's services", below=False, shown=False),
 }
-"""Rules for the folders of `files` and `sandboxes.allow`, which may neither be nor hold an entry of this table.
-docs/security.md has the same table."""
+"""The files and folders that tasks may not read as a whole. The settings `files` and `sandboxes.allow` may neither name
+an entry of this table nor a folder that holds one. docs/security.md has the same table."""
 
 
 class Located(NamedTuple):
@@ -74,8 +75,8 @@ class Located(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below it. `shown`:
-    every sandbox is shown the folder."""
+    """A folder or file that tasks may read because of `setting`. `at` are the path and all mounts below the path. If
+    `shown`, the folder is one of `SHOWN`, and `setting` is the kind of sandbox."""
 
     path: Path
     setting: str
@@ -90,8 +91,7 @@ class Kept(NamedTuple):
 
 
 def refused(named: Iterable[Named], kept: Sequence[Kept]) -> InvalidField | None:
-    """Return the error for the first folder that holds, is or lies in a file or folder that tasks may not read.
-    Pure."""
+    """Return the error for the first path of `named` that violates a rule of `kept`, or None. Pure."""
     for one in named:
         for place in kept:
             if one.shown and not place.rule.shown:
@@ -168,8 +168,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload(self, name: str, *, field: str) -> Path:
-        """Return the file or folder that an upload step names, resolved. Raises InvalidField for a path that is outside
-        of `files` or does not exist."""
+        """Return the file or folder that an upload step names, resolved. Raises InvalidField without the setting
+        `files`, and for a path that is outside of `files`, does not exist, or is neither a file nor a folder."""
         if self.files is None:
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
@@ -189,9 +189,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def upload_now(self, name: str, *, field: str) -> Path:
-        """`upload`, for a sandbox under preparation. Raises RuntimeFailure where `upload` raises InvalidField, because
-        the file existed on the service's machine when the task was checked; also for a hard link to a file that tasks
-        may not read."""
+        """Resolve a path as `upload` does, for a sandbox under preparation. Raises RuntimeFailure where `upload` raises
+        InvalidField, because the task was valid when the service checked it on its own machine. Raises RuntimeFailure
+        also for a hard link to a file that tasks may not read."""
         try:
             real = self.upload(name, field=field)
         except InvalidField as error:
@@ -201,7 +201,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return real
 
     def as_named(self, message: str) -> str:
-        """Return a message about uploads with the paths as tasks name them, without the location of the folder."""
+        """Return a message about uploads with the paths as tasks name them, without the path of the files folder."""
         return message if self.files is None else message.replace(f"{self.files}/", "")
 
     def resolved(self, spec: RuntimeSpec) -> RuntimeSpec:
@@ -222,8 +222,9 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
         """Raise InvalidField for a virtual environment that needs forbidden paths of the host.
 
-        The targets of an allowed environment's links are not allowed with the environment, because its maker chose the
-        links. The service's own interpreter is allowed: the sandbox of every harness preset shows the interpreter.
+        An allowed environment does not make the targets of its links allowed: whoever made the environment chose the
+        links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
+        preset.
         """
         own = Path(sys.base_prefix).resolve()
         roots = (*self.allow, own)
@@ -247,7 +248,7 @@ def _resolved(path: str | Path) -> Path | None:
 
 
 def names_paths(spec: RuntimeSpec) -> bool:
-    """Return whether a sandbox uses paths of the host that its task names."""
+    """Return whether the spec names mounts, a root folder or an image's path on the host."""
     return bool(spec.mounts) or spec.rootfs is not None or (spec.image is not None and os.path.isabs(spec.image))
 
 
@@ -287,7 +288,7 @@ def _kept(config: Config) -> Iterator[Kept]:
 
 
 def _named(config: Config) -> Iterator[Named]:
-    """Yield the folders that tasks may read by these settings."""
+    """Yield the files and folders that these settings make readable to tasks."""
     given = [(config.files, "files")] if config.files is not None else []
     for path, setting in (*given, *((path, "sandboxes.allow") for path in config.sandboxes.allow)):
         below = [place for place, _ in inner_mounts([(path, "/")])]

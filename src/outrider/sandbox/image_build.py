@@ -1,7 +1,8 @@
 """Builds the image of a Dockerfile: runs the steps in one sandbox, and keeps the written files as an image.
 
-sandbox/rootfs/dockerfile.py reads a Dockerfile as a plan. Invariants: the image appears whole or not at all; if several
-processes request the image at once, only the first builds it; no process of a build is alive after the build.
+sandbox/rootfs/dockerfile.py makes the plan of the steps from the Dockerfile. Invariants: the image appears whole or not
+at all; if several processes request the image at once, only the first builds it; no process of a build is alive after
+the build.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
 ROOT_LAYER = "0"
-"""The name of the root's layer in an archive of layers."""
+"""The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"))
 """Prefixes of the paths that belong to the running sandbox and not to the image."""
 
@@ -85,7 +86,8 @@ def build_image(
 
 
 async def save_build(plan: BuildPlan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
-    """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
+    """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage if a step fails,
+    and RuntimeFailure if the sandbox cannot be started or saved."""
     failure: OutriderError | None = None
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
@@ -115,7 +117,7 @@ async def save_build(plan: BuildPlan, target: Path, *, seconds: float, note: Cal
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, seconds: float) -> None:
-    """Raises RuntimeFailure."""
+    """Carry out one step. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
             done = await runtime.exec(step.argv, env=step.env, cwd=step.workdir, merged=True, seconds=seconds)
@@ -142,8 +144,8 @@ async def checked(runtime: Runtime, command: list[str]) -> None:
 
 
 def as_image_layer(saved: Path, target: Path) -> None:
-    """Write the root's part of a sandbox's layer archive as an image layer. Removals are marked as in images, by file
-    names, and no longer as in overlayfs."""
+    """Write the root's part of a sandbox's layer archive as an image layer. The archive marks removals as overlayfs
+    does, by devices and attributes. The image layer marks them by file names."""
     with tarfile.open(saved, "r:") as archive, tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as layer:
         for member in archive:
             top, _, name = member.name.partition("/")

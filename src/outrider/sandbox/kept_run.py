@@ -68,7 +68,7 @@ class KeptRun(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode((directory / RUN_FILE).read_bytes(), type=cls)
 
     def charged(self, seconds: float) -> Self:
-        """Return the record after `seconds` more of the run."""
+        """Return the record with `seconds` deducted from the time that is left."""
         return msgspec.structs.replace(
             self,
             session_seconds=max(0.0, self.session_seconds - seconds),
@@ -84,8 +84,8 @@ class Outlived(NamedTuple):
 
 
 def outlived(folder: Path, directories: Sequence[Path]) -> dict[str, Outlived]:
-    """Return, by session, the sandboxes that have outlived the node of this folder, with the used time charged.
-    Blocks."""
+    """Return, by session, the sandboxes that have outlived the node of this folder. The time until the node's last
+    pulse is deducted from their records. A sandbox whose record cannot be read is logged and left out. Blocks."""
     found = {}
     for directory in directories:
         try:

@@ -1,12 +1,14 @@
 """A node's private folder below the system's temporary folder, and the removal of the leftovers of killed nodes.
 
 The folder's path is short, because the path of the gateway's Unix socket in the folder must fit into 107 bytes. Every
-process run for a sandbox of the node carries the folder's name (runtimes/kernel/process_marks.py). After the node was
-killed, the processes can thereby be found and ended: at once by the node's keeper, a small process beside the node; and
-by any node, at its start and every minute, which also removes the folder. Sandboxes that may outlive their node are
-kept for a while: the next node of the same owner gets the whole folder from the keeper. Invariant: only a process that
-holds the folder's lock, or the folder's keeper, removes the folder and kills the processes marked with its name. A node
-and its keeper hold the lock as long as they need the folder.
+process run for a sandbox of the node is marked with the folder's name (runtimes/kernel/process_marks.py). The marks
+show which processes a killed node has left. The node's keeper, a small process beside the node, ends these processes
+within seconds. Every node, at its start and every minute, ends the processes of this user's dead nodes and removes the
+folders of these nodes. Sandboxes that may outlive their node are kept for a while: the next node of the same owner gets
+the whole folder from the keeper.
+
+Invariant: only a process that holds the folder's lock removes the folder. Only such a process, or the folder's keeper,
+kills the processes marked with the folder's name. A node and its keeper hold the lock as long as they need the folder.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Keeper:
 
     @classmethod
     def start(cls, folder: Path, lock: int, sign: int) -> Self:
-        """Start the keeper of a folder. The node alone holds its end of the connection, so the kernel closes the
+        """Start the keeper of a folder. Only the node has the node's end of the connection. So the kernel closes the
         connection however the node ends, even while the keeper is still starting."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", process_marks.__file__, str(folder), str(lock), str(sign)]
@@ -76,7 +78,7 @@ class Keeper:
         return cls(ours, process)
 
     def end(self) -> None:
-        """Make the keeper exit: the folder is gone."""
+        """Make the keeper exit, after the folder was removed."""
         with contextlib.suppress(OSError):
             self._end.send(process_marks.DONE)
         self._end.close()
@@ -88,10 +90,10 @@ class Keeper:
 class NodeFolder:
     """A node's folder. The methods block.
 
-    `lock` is the descriptor of the lock file: the kernel releases the lock when this process and its keeper have ended,
-    in whatever way. The same holds for `sign` (`node_host.sign_of_life`). `guard` is a lock on the folder itself, which
-    makes systemd-tmpfiles spare the folder and its contents at any age (tmpfiles.d(5)). `keeper`, `sign` and `guard`
-    are None for the folder of a dead node.
+    `lock` is the descriptor of the lock file. `sign` is the socket that marks the folder as in use
+    (`node_host.sign_of_life`). The kernel releases both when this process and its keeper have ended, in whatever way.
+    `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at any age
+    (tmpfiles.d(5)). `keeper`, `sign` and `guard` are None for the folder of a dead node.
     """
 
     path: Path
@@ -117,7 +119,7 @@ class NodeFolder:
             return left
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # None if another node's sweep removed the folder before it was locked here.
+            # `_lock` returns None if another node's sweep removed the folder before it was locked here.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
                     (path / OWNER).write_text(owner)
@@ -133,7 +135,7 @@ class NodeFolder:
 
     @classmethod
     def sweep(cls) -> int:
-        """Remove the folders of this user's dead nodes. Returns the number of folders."""
+        """Remove the folders of this user's dead nodes, and kill their processes. Returns the number of folders."""
         removed = 0
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if (dead := cls._lock(path)) is not None:
@@ -176,8 +178,8 @@ class NodeFolder:
         try:
             if alive := process_marks.kill_marked(f"{self.path.name}/"):
                 log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
-            # `remove_tree` logs failures. The lock file goes last: if a kill interrupts the removal, a folder without a
-            # lock file would never be swept.
+            # `remove_tree` logs failures. The lock file is removed last: if this process is killed before, the next
+            # sweep removes the rest. A folder without a lock file would never be swept.
             with contextlib.suppress(OSError), os.scandir(self.path) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -185,7 +187,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also if /proc cannot be read for want of descriptors: the next sweep must get the lock
+        finally:  # also if no descriptor is left for reading /proc: the next sweep must get the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.end()
@@ -229,7 +231,8 @@ def _guard(path: Path) -> int | None:
 def remove_tree(path: Path) -> None:
     """Remove a folder and its contents. Entries that cannot be removed are left, and logged in one line. Blocks."""
     try:
-        # `empty_folder` works at any depth that an agent makes; shutil.rmtree calls itself once for each level.
+        # `empty_folder` works at any depth. shutil.rmtree calls itself once for each level, and fails in folders that
+        # an agent nested too deeply.
         if empty_folder(os.open(path, FOLDER)):
             path.rmdir()
             return
@@ -250,18 +253,18 @@ def remove_tree(path: Path) -> None:
 
 
 async def sweep(host: Host, failures: Failures) -> dict[str, int]:
-    """Remove the leftovers of killed nodes: folders, processes, control groups, and those found by the parts of `host`.
-    Call this function every SWEEP_EVERY_SECONDS.
+    """Remove the leftovers of killed nodes: folders, processes, control groups, and what the parts of `host` find. Call
+    this function every SWEEP_EVERY_SECONDS.
 
-    Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not cost
-    the node its sessions, and the next sweep tries again.
+    Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
+    the node's sessions, and the next sweep tries again.
     """
     ended: dict[str, int] = {}
     for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():
         try:
             if number := await asyncio.to_thread(part):
                 ended[kind] = number
-        except Exception as error:  # of any kind: the other parts are swept, too
+        except Exception as error:  # any error: the other parts are swept, too
             failures.note(f"sweep of {kind}", error)
         else:
             failures.note_success(f"sweep of {kind}")

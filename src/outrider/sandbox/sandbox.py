@@ -1,6 +1,6 @@
-"""The sandboxes of a node: each has a private folder, is prepared by its spec, and is stopped completely.
+"""The sandboxes of a node: how they are made, prepared and stopped. Each has a private folder.
 
-Invariant: whatever happens, a sandbox is stopped exactly once, by its owner, and its folder is removed.
+Invariant: whatever happens, a started sandbox is stopped exactly once, and its folder is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
-"""Waits between the attempts of one prepare step."""
+"""Waits between the attempts of a prepare step that sets no pause."""
 
 RUNTIME = "task.runtime"
 """The request's field with the spec of the agent's sandbox."""
@@ -36,7 +36,8 @@ class CommandFailed(RuntimeFailure):
 
 
 class Sandbox:
-    """One sandbox, for one session. The owner stops the sandbox, unless `ready` raised."""
+    """One sandbox, with its folder and the locks of its GPUs. The owner must stop the sandbox, unless `ready`
+    raised."""
 
     def __init__(
         self,
@@ -48,8 +49,8 @@ class Sandbox:
         field: str = RUNTIME,
         prepared: bool = False,
     ) -> None:
-        """`field` is the spec's field in the task. `prepared`: the prepare steps are skipped, because the sandbox was
-        prepared by an earlier node, or starts from the layer of a prepared sandbox."""
+        """`field` is the spec's field in the task. If `prepared`, the prepare steps are skipped, because the sandbox
+        was prepared by an earlier node, or starts from the layer of a prepared sandbox."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
@@ -65,7 +66,7 @@ class Sandbox:
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.
 
-        If this raises or is cancelled, the sandbox has been stopped.
+        If `ready` raises or is cancelled, the sandbox has been stopped.
         """
         if self._ready:
             return
@@ -82,7 +83,7 @@ class Sandbox:
         self._ready = True
 
     async def stop(self) -> None:
-        """Stop the sandbox and remove its folder, also if cancelled meanwhile. Idempotent."""
+        """Stop the sandbox and remove its folder, even if the caller is cancelled meanwhile. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
@@ -107,8 +108,8 @@ class Sandboxes:
 
     @contextmanager
     def gateway_at(self, url: str) -> Iterator[None]:
-        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block, unless they
-        use the socket. Blocks nest."""
+        """Set the model gateway's URL, such as http://127.0.0.1:8700, for sandboxes made within this block. Sandboxes
+        that reach the gateway by its socket do not use the URL. Blocks nest."""
         before, self._gateway_url = self._gateway_url, url
         try:
             yield
@@ -126,9 +127,10 @@ class Sandboxes:
         gpus: tuple[str, ...] = (),
         field: str = RUNTIME,
     ) -> Sandbox:
-        """Make a sandbox without starting it. `name` and `attempt` together are used once on this node; `field` is the
-        spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the spec is
-        not allowed here: links on this machine may lead elsewhere than on the service's machine, or than before."""
+        """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
+        is the spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the
+        spec is not allowed here. A path that was allowed when the task was checked may be refused now: its links may
+        lead elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -184,7 +186,7 @@ async def prepare(
 ) -> None:
     """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
 
-    Raises RuntimeFailure naming the step that failed, with the end of its output.
+    Raises RuntimeFailure. The error of a command names the step, and includes the end of the command's output.
     """
     for number, step in enumerate(steps):
         match step:
@@ -201,8 +203,8 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands for collecting the outcome. A failed command raises nothing: the grader sees that its
-    outcome is missing."""
+    """Run a task's commands that collect the outcome. A failed command raises nothing: the grader finds the outcome
+    missing."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)

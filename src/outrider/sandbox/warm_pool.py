@@ -1,8 +1,8 @@
 """Warm sandboxes: started and prepared before a session needs them, of the most recently requested kinds.
 
 A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
-the pool is unused, and is either given away once, alive and young, or stopped here; all ready and starting sandboxes
-together are within the memory limit.
+the pool is unused, and is either given away once, alive and young, or stopped here; all ready, starting and stopping
+sandboxes together are within the memory limit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
 """Memory counted for a sandbox whose task declares none. An idle sandbox takes 2 to 4 MiB as measured; the rest is for
-the files written by its prepare steps, which are in memory."""
+files written by its prepare steps, because a sandbox keeps its files in memory."""
 
 MAX_STARTING = 2
-"""Maximum number of warm sandboxes starting at once. Few, because they compete with sandboxes for waiting sessions."""
+"""Maximum number of warm sandboxes starting at once. A small number, because these starts compete with the starts of
+sandboxes for waiting sessions."""
 
 START_SECONDS = 3600.0
 CHECK_SECONDS = 30.0
@@ -48,7 +49,8 @@ CHECK_SECONDS = 30.0
 
 PROBE_SECONDS = 5.0
 MAX_AGE_SHARE = 0.1
-"""Maximum age of a warm sandbox that is given away, as a share of its lifetime. The rest is for the session."""
+"""Maximum age of a warm sandbox that is given away, as a share of its lifetime. The rest of the lifetime is left to the
+session."""
 
 MAX_FAILURES = 6
 """Number of failed starts in a row after which a kind is given up until it is requested again."""
@@ -58,7 +60,8 @@ PAUSES = RetryPolicy(first=1.0, longest=300.0)
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """At most `each` sandboxes of a kind, and `memory_mb` for all kinds together, as declared or assumed."""
+    """Limits of a warm pool. `each` is the maximum number of sandboxes of one kind. `memory_mb` is the maximum memory
+    of all sandboxes, as declared by their tasks, or else ASSUMED_MB each."""
 
     each: int = 0
     memory_mb: int = 0
@@ -88,17 +91,18 @@ class SandboxKind:
         """The event loop's time before which no start is tried."""
 
     def most(self, each: int) -> int:
-        """Return how many sandboxes, of at most `each`, are worth starting."""
+        """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures, or if
+        its sandboxes would be too old at the first check."""
         if self.max_age < CHECK_SECONDS:
-            return 0  # they would be too old at the first check
+            return 0  # a sandbox would be too old at the first check
         if self.failures:
             return min(each, 1) if self.failures < MAX_FAILURES else 0
         return each
 
 
 class WarmPool:
-    """The warm sandboxes of a node. `async with WarmPool(...) as pool`: the pool keeps itself full within the block,
-    and stops all remaining sandboxes at the end."""
+    """The warm sandboxes of a node. Within the block of `async with WarmPool(...) as pool` the pool is kept full. At
+    the end of the block all remaining sandboxes are stopped."""
 
     def __init__(
         self,
@@ -140,8 +144,9 @@ class WarmPool:
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes are started for
-        later sessions. Sandboxes with GPUs are never kept warm, because the GPUs would be kept from others."""
+        """Return a ready sandbox, which the caller must stop, or None. If none is ready, sandboxes of this kind are
+        started for later sessions. Sandboxes with GPUs are never kept warm, because no session could use their GPUs
+        meanwhile."""
         if not self._limits.each or spec.resources.gpus:
             return None
         key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.paths)
@@ -154,7 +159,7 @@ class WarmPool:
             good = False
             try:
                 good = not self._too_old(warm, kind) and await usable(warm.sandbox)
-            finally:  # a cancelled take stops the sandbox
+            finally:  # also if `take` is cancelled
                 if not good:
                     await self._stop(warm, kind)
             if good:
@@ -171,13 +176,13 @@ class WarmPool:
     async def _stop(self, warm: WarmSandbox, kind: SandboxKind) -> None:
         try:
             await warm.sandbox.stop()
-        except Exception:  # a bug of a plugin must not cost the node its sessions
+        except Exception:  # a bug of a plugin must not end the node's sessions
             log.exception("a warm sandbox cannot be stopped")
         finally:
             self._free_memory(kind)
 
     def _free_memory(self, kind: SandboxKind) -> None:
-        """Free the memory of a sandbox after giving it away or stopping it. Only then may another start."""
+        """Free the memory of a sandbox that was given away or has been stopped, so that another sandbox may start."""
         self._memory_mb -= kind.memory_mb
         self._work.set()
 
@@ -185,7 +190,7 @@ class WarmPool:
         """Bring the pool to its targets, and wait until the targets may have changed."""
         self._work.clear()
         left = self._limits.memory_mb
-        for kind in reversed(self._kinds.values()):  # the kinds requested last get their memory first
+        for kind in reversed(self._kinds.values()):  # the most recently requested kinds get memory first
             kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
             left -= kind.target * kind.memory_mb
         await self._stop_surplus()
@@ -197,7 +202,8 @@ class WarmPool:
             await self._stop_unusable()
 
     async def _stop_surplus(self) -> None:
-        """Stop sandboxes above their kind's target or too old, and drop kinds without sandboxes."""
+        """Stop sandboxes that are too old or exceed their kind's target. Drop kinds without sandboxes whose target is
+        0."""
         for key, kind in list(self._kinds.items()):
             while len(kind.ready) > kind.target or (kind.ready and self._too_old(kind.ready[0], kind)):
                 await self._stop(kind.ready.popleft(), kind)
@@ -223,7 +229,7 @@ class WarmPool:
             async with asyncio.timeout(START_SECONDS):
                 sandbox = await self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
                 await sandbox.ready()
-        except Exception as error:  # perhaps of a plugin; a session that needs this kind will report the error
+        except Exception as error:  # also a plugin's exception; a session that needs this kind will report it
             self._free_memory(kind)
             kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
             kind.failures += 1
@@ -250,7 +256,7 @@ class WarmPool:
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Return whether the sandbox works, and its image is still the image that a new sandbox would get."""
+    """Return whether the sandbox works, and a new sandbox would get the same image."""
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
@@ -265,13 +271,13 @@ async def usable(sandbox: Sandbox) -> bool:
 
 
 def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> str | None:
-    """Return a digest of everything that a sandbox is made from: it changes when a file, a mount or an image does. None
-    if a file cannot be read. Blocks."""
+    """Return a digest of everything that a sandbox is made from. The digest changes when an uploaded file, a mount or
+    an image changes. Returns None if a path cannot be read or is not allowed. Blocks."""
     digest = hashlib.sha256(spec.model_dump_json().encode())
     digest.update(repr(mounts).encode())
     try:
         for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
-            status = source.stat()  # of the target: the link may lead elsewhere tomorrow
+            status = source.stat()  # not lstat: the digest changes if a link leads elsewhere later
             digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
@@ -286,7 +292,7 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                 try:
                     state = ImageStore().image(root).digest
                 except RequestError:
-                    state = ""  # the name is a container engine's, whose runtime is `TellsImage`
+                    state = ""  # an image of a container engine: `usable` compares images
             digest.update(state.encode())
     except (RuntimeFailure, InvalidField, OSError):
         return None
@@ -294,6 +300,6 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
 
 
 def _state(path: Path) -> str:
-    """Return a text that changes when a file does, without reading the file."""
+    """Return a text that changes when a file changes. Reads only the file's status."""
     status = path.lstat()
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -1,7 +1,7 @@
 """Admission: reads the body of a request into a spec, and checks a task against the capabilities of this machine.
 
 Admission resolves every name in the task, but starts nothing. Invariant: a group is stored only after it has passed
-these checks, so only later events can make a session fail.
+these checks, so a session can fail for a reason checked here only on another machine, or after something has changed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ RUNTIME_METHODS = ("create", "available", "check_spec")
 """Methods that an object must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
+"""Maximum nesting of objects and lists in a request. JSON decoders accept values that are nested too deeply for
+encoders to write."""
 MAX_NAMES = 1024
 """Maximum fields of an object outside of `options`: as many as `env` may have."""
 
@@ -70,7 +71,7 @@ WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders of every sandbox with its own root file system. A read-only mount over such a folder would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""Parts of a location with which pydantic names the kind of prepare step that it has tried."""
+"""Parts of a location that name a kind of prepare step. Pydantic adds the name of each kind that it tries."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
 """Parts of a location that are not field names."""
 LIST_OF = "list["
@@ -125,8 +126,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = complaints(error)
-        # For a prepare step pydantic reports the complaints of every kind of step tried. The kind with the fewest
-        # complaints is most likely the intended one.
+        # For a prepare step pydantic reports the complaints of every kind of step that it has tried. The kind with the
+        # fewest complaints is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
         chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
@@ -148,7 +149,8 @@ def _step_kind_tried(location: Location) -> Location:
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raises InvalidField if a session does not fit on any node, even an empty one. Passes while there is no node."""
+    """Raise InvalidField if a session does not fit on any node, even if the node is empty. While there is no node,
+    nothing is raised."""
 
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
@@ -158,7 +160,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    name = short[0] if short else "memory_mb"  # each resource is enough on some node, but not all on one
+    # If each resource alone fits some node, but no node has them all, the message names the memory.
+    name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
         f"{getattr(needs, name):g}{graded} is more than a node has: {have}",
@@ -180,12 +183,12 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""Maximum seconds for which a session may hold a slot of a lane: of `init`, of `run` and of `eval`. No session is
-interrupted for the session of another tenant, so these bounds limit each tenant's wait for a first slot."""
+"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. No session is interrupted
+for the session of another tenant, so these bounds limit each tenant's wait for a first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
-    """Raises InvalidField for quantities that only an admin's task may request."""
+    """Raise InvalidField for quantities that only an admin's task may request."""
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
@@ -206,8 +209,8 @@ def check_group(
     of the task's steps, for `SubmissionChecks`.
 
     `paths` are the host's files that a task may name, and `endpoints` the external graders. `here`: sessions run on
-    this machine. Other machines check their own capabilities when a session starts there. Raises InvalidField,
-    RuntimeUnavailable or HarnessUnavailable.
+    this machine, so the machine's runtimes and harnesses are checked, too. Other machines check their own when a
+    session starts there. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -285,7 +288,7 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Raises InvalidField, and EvaluatorError if a check cannot be completed."""
+        """Check the specs of the evaluators. Raises InvalidField, and EvaluatorError if a check cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -315,15 +318,15 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
 
 
 def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: str) -> None:
-    """Every upload must be a file or folder in the service's folder for tasks."""
+    """Raise InvalidField unless every upload is a file or folder in the service's folder for tasks."""
     for number, step in enumerate(prepare):
         if isinstance(step, Upload):
             paths.upload(step.upload, field=f"{field}.{number}.upload")
 
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
-    """Every path of the host must be allowed and exist. An image given by name is not a path: the operator has
-    imported it."""
+    """Raise InvalidField unless every path of the host is allowed and exists. An image given by name is not a path: the
+    operator has imported the image."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
@@ -335,7 +338,8 @@ def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """A task's virtual environment must be allowed with all its mounts, and work in the sandbox."""
+    """Raise InvalidField unless a task's virtual environment is allowed, with all the folders that it needs, and works
+    in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
         return

@@ -41,7 +41,7 @@ class AllowLists:
         self._names = [place.lower() for place in places if "/" not in place]
 
     def check(self, spec: GroupSpec, caller: Principal) -> None:
-        """Raises InvalidField for any name in the group that the settings do not allow."""
+        """Raise InvalidField for any name in the group that the settings do not allow."""
         task = spec.task
         runtimes = runtimes_of(task)
         for runtime, field in runtimes:
@@ -58,7 +58,7 @@ class AllowLists:
             self.check_host(str(spec.callback_url))
 
     def check_runtime(self, runtime: RuntimeSpec, caller: Principal, *, field: str) -> None:
-        """Raises InvalidField for a kind of sandbox or an image that the caller may not use."""
+        """Raise InvalidField for a kind of sandbox or an image that the caller may not use."""
         sandboxes, kind, image = self._config.sandboxes, runtime.kind, runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(
@@ -76,7 +76,7 @@ class AllowLists:
             )
 
     def check_python(self, name: str | None, *, field: str) -> None:
-        """Raises InvalidField for a dotted path that plugins.allow does not cover. Call this before the import."""
+        """Raise InvalidField for a dotted path that plugins.allow does not cover. Call this before the import."""
         if name is None or ":" not in name:
             return
         module, _, attribute = name.partition(":")
@@ -92,7 +92,7 @@ class AllowLists:
         )
 
     def check_host(self, url: str) -> None:
-        """Raises InvalidField for a callback to a host or literal address that is not allowed."""
+        """Raise InvalidField for a callback to a host or literal address that is not allowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         try:
             address = plain(ip_address(host))
@@ -130,7 +130,7 @@ class AllowLists:
 
 
 def _begins(image: str, prefix: str) -> bool:
-    """Return True if `prefix` is a whole-part prefix of the image's name: `python` allows python:3.12, not
-    pythonic/x."""
+    """Return True if the image's name begins with `prefix`, and `prefix` ends where a part of the name ends: `python`
+    allows python:3.12, but not pythonic/x."""
     rest = image.removeprefix(prefix)
     return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")

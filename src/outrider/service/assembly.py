@@ -52,14 +52,15 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Opened(NamedTuple):
-    """An open service, and the node in this process that runs its sessions; None if its nodes are other processes."""
+    """An open service, and the node in this process that runs the sessions. `node` is None if other processes run the
+    sessions."""
 
     service: Service
     node: LocalNode | None
 
     @property
     def own_node(self) -> LocalNode:
-        """The node in this process. Asserts that there is one."""
+        """The node in this process. Raises AssertionError if there is none."""
         assert self.node is not None
         return self.node
 
@@ -78,11 +79,11 @@ class Models(NamedTuple):
 
 @asynccontextmanager
 async def open_store(config: Config, failures: Failures | None = None) -> AsyncIterator[Store]:
-    """Open the store of a service that is not running. Raises ServiceError if the service runs, and InvalidField for a
-    data folder that cannot be used."""
+    """Open the store, and lock the data folder while the block runs. Raises ServiceError if another service uses the
+    data folder, and InvalidField if the data folder cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock of the kernel and not a file with a process id: the lock is released however the process ends.
+        # The kernel holds the lock, and releases it however the process ends. A file with a process id would stay.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(
@@ -189,9 +190,9 @@ async def open_models(
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
-    """Open the models of the settings, with engine pools that are still empty. `known` and `keep` preserve the
-    policy's version across restarts. `paces` are the engines' paces in an earlier service. With `leader`, each pool
-    follows the pool of the same model in another process."""
+    """Open the models of the settings, with engine pools that are still empty. `known` is the policy's version in an
+    earlier service, and `keep` stores a new version. `paces` are the engines' paces in an earlier service. With
+    `leader`, each pool follows the pool of the same model in another process."""
     if config.model.tokenizer is None:
         raise InvalidField(
             "no tokenizer is set",
@@ -249,8 +250,8 @@ def local_node(
     service_silence: Callable[[], float] = lambda: 0.0,
     failures: Failures | None = None,
 ) -> LocalNode:
-    """Return the node of the settings in this process, to be entered. `owner` and `failures`: see `LocalNode`;
-    `service_silence`: see `NodeServices`."""
+    """Return the node in this process that the settings describe. The caller enters the node. `owner` and `failures`:
+    see `LocalNode`. `service_silence`: see `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
         name,
@@ -301,7 +302,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer))
-        except InvalidField as error:  # it names a field of the policy's model
+        except InvalidField as error:  # the error names a field of the policy's model
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers

@@ -1,7 +1,7 @@
 """The audit log: each changing call with its caller, time and outcome, as JSON lines in the data folder.
 
-The log is a file, not a table: log collectors can read a file, and the API cannot change it. Invariant: the log holds
-at most FILES files of FILE_BYTES each, plus one line.
+The log is a file and not a table, because log collectors can read a file, and the API cannot change a file. Invariant:
+the log has at most FILES files, each of at most FILE_BYTES plus one line.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. A failure for lack of means (such as a full disk) is noted and not raised, because cancelling
-        work must remain possible. Each line that cannot be written goes to the service's log instead."""
+        """Write a line. A failure for lack of means (such as a full disk) is recorded and not raised, because
+        cancelling work must remain possible. A line that cannot be written for this reason goes to the service's log
+        instead."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")

@@ -29,7 +29,8 @@ COUNT_SECONDS = 0.5
 
 
 class BackPressure:
-    """Call `await check(group)` before a group is stored, and `note_done` whenever a session has ended."""
+    """Refuses groups while the queue is full. Call `await check(group)` before a group is stored, and `note_done`
+    whenever a session has ended."""
 
     def __init__(self, store: Store, bound: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -46,7 +47,8 @@ class BackPressure:
         self._ends.append(self._clock())
 
     async def check(self, group: GroupRow) -> None:
-        """Raises QueueFull, unless the group was accepted before."""
+        """Count the group as accepted, or raise QueueFull. A group whose idempotency key is known was accepted before,
+        and is not refused."""
         length = await self._count()
         waiting = length.sessions + self._added
         if waiting >= self._bound:
@@ -60,7 +62,8 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions added since the count may have started: they alone make no queue full.
+            # Sessions added since the count may have started. A queue that is full only because of them is counted
+            # again.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

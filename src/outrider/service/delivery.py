@@ -32,7 +32,7 @@ from outrider.store.store import Store
 log = logging.getLogger("outrider.delivery")
 
 TRY_SECONDS = 30.0
-"""Maximum duration of one push."""
+"""Maximum duration of one push in seconds."""
 PAUSES = RetryPolicy(first=1.0, longest=600.0)
 """Waits between the tries of a push. The outbox is read at least every `first` seconds."""
 LONGEST_PAUSE = 3600.0
@@ -45,9 +45,10 @@ MAX_PUSHES = 32
 """Maximum number of pushes under way."""
 MAX_PUSHES_EACH = 8
 """Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to others. After a
-failed push a receiver gets a single push at a time until a push succeeds."""
+failed push the receiver gets one push at a time, until a push succeeds."""
 LOOK_AHEAD = 1000
-"""Outbox rows read at a time: many more than can be pushed, in case the first rows all go to one slow receiver."""
+"""Maximum number of outbox rows read at a time: many more than can be pushed, because the first rows may all be for one
+slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
 NOT_REFUSED = frozenset({408, 425, 429})
@@ -64,9 +65,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. `allow_lists` restrict the receivers. Pushes are
-    signed if there is a `secret`. `pauses` are the waits between the tries of a push, which is tried for at least
-    `patience` seconds unless it is refused."""
+    """Pushes finished groups. Run `run` in a task group, and call `wake` when a group is done. `allow_lists` restrict
+    the receivers. Pushes are signed if there is a `secret`. `pauses` are the waits between the tries of a push. Unless
+    it is refused, a push is tried for at least `patience` seconds."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Deliverer:
 
     async def run(self) -> None:
         """Push until cancelled."""
-        # Without cookies: the cookies of a receiver must not reach another.
+        # Cookies are not kept, because the cookies of one receiver must not reach another.
         async with (
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
@@ -117,7 +118,8 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # Behind a full page of rows for busy receivers there may be rows for others.
+        # Behind a full page there may be rows for other receivers. So the outbox is read again at once, unless no push
+        # could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
@@ -132,7 +134,7 @@ class Deliverer:
         return 1 if receiver in self._failing else MAX_PUSHES_EACH
 
     def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
-        """Select the deliveries to start now, within the limits, and note them as under way."""
+        """Select the deliveries to start now, within the limits, and record them as under way."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:
@@ -154,7 +156,7 @@ class Deliverer:
                 failure = await self._push(http, delivery, await self._reader.encoded(view))
             except NotFound:
                 raise
-            except Exception as error:  # such as MemoryError for a large group: put off, with the reason stored
+            except Exception as error:  # for example MemoryError for a large group: the push is tried again later
                 failure = Failure(described(error)[:MAX_FAULT])
             if failure is None:
                 self._failing.discard(delivery.receiver)
@@ -204,7 +206,7 @@ class Deliverer:
         except (
             aiohttp.InvalidURL,
             ValueError,
-        ):  # aiohttp raises either; the text contains the URL, which may be secret
+        ):  # aiohttp raises one or the other; the text is left out, because the URL in the text may be secret
             return Failure("its address cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))

@@ -1,7 +1,7 @@
 """Keeps the usual paces of engines across restarts of the service.
 
-Without them, a service started while an engine is silent or slow would measure that as the engine's usual pace, and
-attribute the engine's fault to agents. `engines/pool/pace.py` defines a pace.
+Otherwise a service that starts while an engine is silent or slow would take the slowness for the engine's usual pace,
+and would blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
     for engine, pace in (await store.engine_paces()).items():
         try:
             found[engine] = msgspec.json.decode(pace, type=RememberedPace)
-        except msgspec.DecodeError:  # of another version: the pace is measured again
+        except msgspec.DecodeError:  # stored by another version: the pace is measured again
             log.warning("the remembered pace of engine %s cannot be read", engine)
     return found
 

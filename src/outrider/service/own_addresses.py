@@ -59,7 +59,7 @@ def is_own(address: Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # no netlink, as behind some system-call filters: only an own address can be bound
+    except OSError:  # netlink is missing, as behind some system-call filters; only an own address can be bound
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))

@@ -74,7 +74,8 @@ class _NodeSlots(Generic[N]):
 
 
 class NodePlacement(Generic[N]):
-    """Nodes by name. Evaluations that wait come first for the fraction `evaluation_share` of the run slots."""
+    """The nodes by name. For the fraction `evaluation_share` of the run slots, waiting evaluations come before all
+    other sessions."""
 
     def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
@@ -95,7 +96,7 @@ class NodePlacement(Generic[N]):
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: N) -> None:
-        """Remove a node. The sessions placed on it are still to be given back."""
+        """Remove a node. The functions that `take` returned for the node's sessions must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -117,7 +118,7 @@ class NodePlacement(Generic[N]):
         return list({node.machine: node for node in nodes}.values())
 
     def check_known(self, name: str) -> None:
-        """Raises NotFound for an unknown node."""
+        """Raise NotFound for an unknown node."""
         if name not in self._places:
             raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places)) or 'none'}")
 
@@ -134,7 +135,7 @@ class NodePlacement(Generic[N]):
         return min(max(0, share - self._reserved), self.free_slots())
 
     def look_again(self) -> None:
-        """Clear the lists of sessions without room: the queue is read from the beginning."""
+        """Clear the lists of sessions without room, because the queue is about to be read from the beginning."""
         for place in self._places.values():
             place.machine.waiting.clear()
 
@@ -147,8 +148,8 @@ class NodePlacement(Generic[N]):
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session that is too large for every node was accepted when there was a larger node: any node will refuse it
-        # with an error.
+        # A session that is too large for every node was accepted when there was a larger node. Any node may get the
+        # session, and will refuse it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
             found = [place for place in found if place.has_room(needs.quantities)]
@@ -164,8 +165,8 @@ class NodePlacement(Generic[N]):
         return max(found, key=fitness).node if found else None
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
-        """Return True if a node large enough for these needs is here or may come: such a node has left, or, with
-        `others`, the service began so recently that not all nodes may have joined."""
+        """Return True if a node large enough for these needs is here or may come. A large enough node that has left may
+        come back. With `others`, any node may come while the service has run for less than JOIN_SECONDS."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

@@ -1,4 +1,4 @@
-"""The caller of the control API, as seen by routes and service.
+"""The caller of the control API, for routes and the service.
 
 `tokens.py` authenticates the caller.
 """
@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""Every caller on this machine, while the service has no token."""
+"""Every caller while the service has no token. The service then listens on this machine only."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
 """The holder of the token in the settings."""

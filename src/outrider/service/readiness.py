@@ -1,7 +1,7 @@
 """Readiness of the service, for `/readyz`.
 
-The check changes only one row of the store. Invariant: for any number of callers at once, the store is probed once in
-FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
+The check changes only one row of the store. Invariant: for any number of callers at once, the store is probed at most
+once in FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.store.store import Store
 FRESH_SECONDS = 1.0
 """Seconds for which a probe's result is valid."""
 STORE_SECONDS = 2.0
-"""Seconds that a probe of the store may take. Orchestrators wait a few seconds for a probe."""
+"""Maximum seconds for a probe of the store. An orchestrator waits only a few seconds for the reply of `/readyz`."""
 HINT = "nothing is accepted until it is back; sessions under way wait for it"
 
 
@@ -31,7 +31,7 @@ class StoreReadiness:
         self._fault: str | None = None
 
     async def check(self) -> None:
-        """Raises StoreUnavailable while nothing can be stored."""
+        """Raise StoreUnavailable while nothing can be stored."""
         clock = asyncio.get_running_loop().time
         async with self._asking:
             if self._answered < 0 or clock() - self._answered >= self._fresh:

@@ -26,9 +26,10 @@ async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
     """Return a group that grades again every session of `group_id` whose run ended by itself. Raises NotFound, also
-    for a group of another tenant; Conflict if no run did; UnreadableTask; and InvalidField."""
+    for a group of another tenant; Conflict if the group is not done, no run ended by itself, or the task has several
+    steps; UnreadableTask; and InvalidField."""
     spec = await _spec_of(store, (await store.group(group_id, tenant=tenant)).id)
-    # A regrading group took over the runs of earlier sessions: use these, so that nothing is kept twice.
+    # If the group itself regrades earlier sessions, the runs of these are graded, so that nothing is kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for it, or grade single sessions of it again")
@@ -69,8 +70,8 @@ def _can_be_graded(row: SessionRow) -> bool:
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
-    """Return a group with the old group's task, whose evaluator gets the files kept from the first grading. Raises
-    Conflict for a task of several steps, and InvalidField."""
+    """Return a group that has the old group's task and grades `runs`. The evaluator gets the files that were kept from
+    the first grading. Raises Conflict for a task of several steps, and InvalidField."""
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(

@@ -30,7 +30,7 @@ T = TypeVar("T")
 CHECK_SECONDS = 60.0
 """Seconds between two checks of the settings' bounds."""
 STEP_ROWS = 100
-"""Rows deleted in one transaction: the store's other writers wait a few milliseconds."""
+"""Maximum number of rows deleted in one transaction, so that the store's other writers wait only a few milliseconds."""
 SESSIONS_AT_ONCE = 128
 """Sessions in one batch of groups to hide."""
 COUNTED_AT_ONCE = 10_000
@@ -41,7 +41,7 @@ MB = 1 << 20
 
 
 class Retention:
-    """Run `run` in a task group."""
+    """Removes groups. Run `run` in a task group."""
 
     def __init__(
         self, store: Store, artifacts: ArtifactStore, settings: RetentionConfig, *, failures: Failures | None = None
@@ -51,7 +51,7 @@ class Retention:
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Lets one caller at a time remove groups."""
+        """Held by the caller that removes groups, one caller at a time."""
 
     async def run(self) -> None:
         """Finish the deletions of an earlier service; then enforce the settings' bounds, until cancelled."""
@@ -70,9 +70,9 @@ class Retention:
                 await chores.begin("retention", keep)
 
     async def collect(self, spec: GcSpec) -> GcReport:
-        """Remove the groups that exceed the age or size of `spec`, oldest first, for about REQUEST_SECONDS; a dry run
-        only counts them. Without bounds in `spec`, the settings' bounds apply. Raises InvalidField if there are none
-        either."""
+        """Remove the groups that exceed the age or size of `spec`, oldest first, for about REQUEST_SECONDS. A dry run
+        only counts these groups. If `spec` has no bounds, the settings' bounds apply. Raises InvalidField if the
+        settings have none either."""
         if spec.days is None and spec.size_mb is None:
             spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
         if spec.days is None and spec.size_mb is None:
@@ -88,7 +88,7 @@ class Retention:
             groups = sessions = size = 0
             place, more = (-inf, 0), False
             while not more:
-                # Groups counted by a dry run are still stored.
+                # Groups that a dry run has counted are still stored, so their size is subtracted.
                 stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
                 limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
                 found = await removals.candidates(force=spec.force, after=place, limit=limit)
@@ -122,7 +122,8 @@ class Retention:
     async def _resume(self) -> None:
         async with self._turn:
             await self._erase()
-            # A database restored from a copy lacks the sessions that are younger than the copy.
+            # The artifacts of unknown sessions are removed, too: a database restored from a copy lacks the sessions
+            # that are younger than the copy.
             kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
@@ -149,8 +150,8 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the first candidates that finished before a time or are needed to free `excess` bytes, up to a number of
-    sessions."""
+    """Return the first candidates that finished before the time `before` or are needed to free `excess` bytes. The
+    batch ends when it has `sessions` sessions or more."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

@@ -51,8 +51,8 @@ LEASE_SECONDS = 30.0
 """A session is requeued this many seconds after its last lease renewal. Leases are renewed three times as often."""
 
 MAX_RECOVERED = 10
-"""Maximum number of new attempts of a session after the loss of a node. A lost node does not count as the session's
-failure, but a session may be the cause of the loss, so there is a limit."""
+"""Maximum number of new attempts that a session gets because its node was lost. A lost node does not count as the
+session's failure, but the session may be the cause of the loss, so there is a limit."""
 
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
 """Waits between a session's failed attempts."""
@@ -65,7 +65,8 @@ EXPIRED = ErrorRecord(
 )
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue, even without an event: the clock behind due times may be set back."""
+"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the clock by which
+sessions are due may be set back."""
 
 
 @dataclass(eq=False)
@@ -84,9 +85,9 @@ class _RunningAttempt:
 
 
 class Scheduler:
-    """Run `run` in a task group; call `wake` when sessions were queued. `on_done` is called when a group is done,
-    `on_session_done` when a session is. `evaluation_share`: see `NodePlacement`. `policy_version` returns the version
-    recorded for groups whose first session starts now."""
+    """Runs queued sessions on nodes. Run `run` in a task group, and call `wake` when sessions were queued. `on_done` is
+    called when a group is done, and `on_session_done` when a session is done. `evaluation_share`: see `NodePlacement`.
+    `policy_version` returns the version recorded for groups whose first session starts now."""
 
     def __init__(
         self,
@@ -131,13 +132,14 @@ class Scheduler:
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
-        """Requeue the sessions of an earlier service: none of its leases is valid."""
+        """Read which nodes are drained, and requeue the sessions of an earlier service, whose leases are not valid any
+        more."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
     async def _place(self, chores: Chores) -> None:
         """Place the queued sessions, and wait until there may be more."""
-        self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
+        self._work.clear()  # cleared before the queue is read, because a `wake` during the read must end the wait below
         due = await retry_store(lambda: self._place_all(chores), self._failures)
         wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
         await wait_for_event(self._work, wait)
@@ -193,7 +195,8 @@ class Scheduler:
         self._places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End the sessions marked with `ending`: interrupt the attempts under way, once; finish the queued sessions."""
+        """End the sessions marked with `ending`. An attempt under way is interrupted, but only once. Queued sessions
+        are finished."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -207,8 +210,8 @@ class Scheduler:
                     placement.task.cancel()
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
-        """Requeue the sessions whose lease ended before `now` and that do not run here, to start after `wait` seconds.
-        Finish sessions that have lost their node too often, and sessions marked with `ending`."""
+        """Requeue the sessions whose lease ended before `now` and that do not run here. They may start again after
+        `wait` seconds. Finish sessions that have lost their node too often, and sessions marked with `ending`."""
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
@@ -227,7 +230,7 @@ class Scheduler:
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
-        # Evaluations first, as many as their share has room for; then the next sessions of any kind.
+        # Evaluations come first, as many as their share has room for, and then the next sessions of any kind.
         for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
             while not self._stopping and (slots := free()):
@@ -247,12 +250,13 @@ class Scheduler:
                         continue
                     if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
-        # No `wake` follows when a session becomes due, so the caller must not wait for longer than this.
+        # No `wake` follows when a session becomes due, so the caller must not wait beyond this time.
         return await self._store.next_due(after=looked)
 
     async def _resume_outlived(self, chores: Chores) -> None:
-        """Start the sessions whose agents have outlived their node, before any other: the agents wait for their model.
-        Outlived agents of sessions that are gone, done or to end are stopped."""
+        """Start the sessions whose agents have outlived their node. They come before all others, because their agents
+        wait for the model. Agents are stopped if their session is gone, done, to be ended, or has had another attempt
+        since."""
         for node in self._places.nodes():
             for session_id, number in node.outlived().items():
                 try:
@@ -295,7 +299,7 @@ class Scheduler:
     ) -> None:
         """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task, reserved=reserved)  # now: the node may leave during the write
+        give_back = self._places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -325,12 +329,13 @@ class Scheduler:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Raises UnreadableTask for a task stored by another version of Outrider that this version cannot read, or
-        encrypted with a missing key."""
+        """Return the session's task. Raises UnreadableTask if another version of Outrider stored the task in a form
+        that this version cannot read, or if the key is missing with which the task was encrypted."""
         if session.group_id not in self._specs:
             spec = await self._store.spec(session.group_id)
             try:
-                # In a thread: validation decodes the base64 of every file in the task.
+                # The task is validated in a thread, because the validation decodes the base64 of every file in the
+                # task.
                 self._specs[session.group_id] = await asyncio.to_thread(StoredGroupSpec.model_validate_json, spec)
             except ValidationError as error:
                 log.error("the task of group %s cannot be read: %s", session.group_id, error)
@@ -360,23 +365,24 @@ class Scheduler:
         finally:
             placement.give_back()
             self._under_way[session.bucket] -= 1
-            if not self._under_way[session.bucket]:  # there may be any number of buckets
+            if not self._under_way[session.bucket]:  # dropped, because there may be any number of buckets
                 del self._under_way[session.bucket]
-            # A requeued session may already run again, as another attempt, by now.
+            # By now a requeued session may run again, as another attempt.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
             self._work.set()
             self._ended.set()
         if lost:
-            # The first time at once. Later with a pause, because the session may be the cause of the losses.
+            # A session that has lost its node for the first time may start again at once. After later losses there is a
+            # pause, because the session may be the cause of the losses.
             wait = self._pauses.wait(session.recovered - 1) if session.recovered else 0.0
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0), self._failures)
             await retry_store(partial(self._retake, time.time(), wait=wait), self._failures)
 
     async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
-        """Run the attempt on its node. Returns the result, or None for an attempt interrupted for the reason in
-        `ending`. A cancellation may come before the node has the attempt; after the attempt's end it has no effect.
-        Raises NodeLost."""
+        """Run the attempt on its node. Returns the result, or None for an attempt that was interrupted for the reason
+        in `ending`. The interruption may come before the node has the attempt; after the end of the attempt it has no
+        effect. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -396,7 +402,7 @@ class Scheduler:
                 raise
         except NodeLost:
             raise
-        except Exception as error:  # the attempt could not be sent to the node: a failure of this attempt
+        except Exception as error:  # the attempt could not be sent to the node, which fails this attempt only
             if _is_bug(error):
                 raise
             session, task = placement.attempt.session, placement.attempt.task
@@ -447,7 +453,7 @@ class Scheduler:
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
-        """Requeue a session whose failure is worth another attempt; finish any other."""
+        """Requeue a session whose failure is worth another attempt. Finish any other session."""
         session, error = placement.attempt.session, result.error
         failures = session.attempt - session.recovered  # the loss of a node is not a failure of its sessions
         if (
@@ -466,7 +472,7 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.ending is not None:  # set while this attempt was under way: `end` left the session to it
+        if placement.ending is not None:  # set while the attempt was under way, so `end` did not finish the session
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
@@ -485,7 +491,7 @@ class Scheduler:
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
-            # Perhaps it was settled here, by a commit whose reply was lost, and ended the group.
+            # Perhaps the session was settled here, by a commit whose reply was lost, and ended the group.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return

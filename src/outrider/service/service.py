@@ -70,7 +70,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
-"""Callbacks changed in one transaction: few enough that the store's other writers do not wait."""
+"""Maximum number of callbacks changed in one transaction, few enough that the store's other writers do not wait."""
 
 
 class ComingNodes(Protocol):
@@ -89,12 +89,12 @@ class ComingNodes(Protocol):
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    An object of a tenant other than the `caller`'s raises NotFound, like an unknown id, and is in no list: see
-    docs/security.md.
+    For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and no
+    list has the object: see docs/security.md.
 
-    `service/assembly.py` makes the service of parts that are open already; the service closes none of them. `host` is
-    shared by the checks of tasks. `pauses` are the waits between a session's failed attempts. Failures of background
-    work are noted in `failures`.
+    `service/assembly.py` makes the service of parts that are open already; the service closes none of them. The checks
+    of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background work are
+    recorded in `failures`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # now: read from a file, for which there may be no descriptor later
+        self._version = version("outrider")  # read now from a file, for which there may be no descriptor later
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -164,13 +164,14 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Run sessions and deliver results while the block runs. Can be entered once.
 
-        Enter it after the model gateway is being served and leave it before the gateway stops: a session without a
-        gateway fails. Sessions under way at the end are interrupted; the next service on the same data resumes them.
+        Enter the block once the model gateway is served, and leave it before the gateway stops, because a session
+        without a gateway fails. Sessions under way at the end are interrupted. The next service on the same data starts
+        them again.
         """
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The task group does not get the block's error: it would wrap the caller's own error in a group.
+            # The block's error is kept from the task group, which would wrap the caller's own error in a group.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -272,7 +273,7 @@ class Service:
             tenant=caller.tenant,
         )
         await self._back_pressure.check(row)
-        # Last, because this check takes the machine's time.
+        # This check takes the most time of the machine, and so comes last.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -289,8 +290,8 @@ class Service:
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session; the group's other sessions go on. Cancelling it again, or a done session, changes
-        nothing."""
+        """Cancel one session. The group's other sessions go on. Cancelling the session again, or a session that is
+        done, changes nothing."""
         await self._scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
@@ -343,8 +344,8 @@ class Service:
             await wait_for_event(done, left)
 
     async def redeliver(self, group_id: str | None = None) -> int:
-        """Retry one abandoned callback, or all. Returns the number of callbacks. Raises NotFound for a callback not
-        given up."""
+        """Retry one callback that was given up, or all such callbacks. Returns the number of callbacks. Raises NotFound
+        for a callback that was not given up."""
         if group_id is not None:
             await self.store.redeliver(group_id)
             count = 1
@@ -369,8 +370,8 @@ class Service:
         ]
 
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
-        """Switch to another policy version from the next token on; see `Policy.update`. Groups that are too old are
-        cancelled before generation resumes."""
+        """Switch to another policy version from the next token on; see `Policy.update`. Groups that began at a version
+        below `cancel_older_than` are cancelled before generation resumes."""
         cancelled: list[str] = []
 
         async def cancel_old() -> None:
@@ -408,7 +409,7 @@ class Service:
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
-        """The engines of the policy, then of each frozen model."""
+        """The engines of the policy, then the engines of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
     def failing(self) -> tuple[FailingChore, ...]:

@@ -1,4 +1,4 @@
-"""Refuses an engine that serves another model, detected by a tokenizer different from that of the prompts' renderer."""
+"""Refuses an engine that serves another model: its tokenizer differs from the tokenizer of the prompts' renderer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenizerCheck:
         self._expected = tokenizer.encode(PROBE)
 
     async def __call__(self, engine: Engine | ChatEngine) -> None:
-        """Raises ModelMismatch, or EngineUnavailable when the engine does not respond."""
+        """Check an engine. Raises ModelMismatch, or EngineUnavailable when the engine does not respond."""
         if not isinstance(engine, TokenizesText):
             return
         ids = await engine.token_check(PROBE)

@@ -46,8 +46,8 @@ class TokenRegistry:
         self._calls: dict[asyncio.Task[object], str] = {}
         """Token names of the calls under way, by asyncio task."""
         self._revoked: set[str] = set()
-        """Names revoked by this process: a call may be authenticated just before the revocation and begin just
-        after."""
+        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be authenticated
+        just before the revocation and begin just after."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""
@@ -73,8 +73,8 @@ class TokenRegistry:
 
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
-        """Context of a call under way. Raises RevokedMeanwhile in place of the cancellation with which `revoke` ends
-        the call."""
+        """Record a call as under way while the block runs. Raises RevokedMeanwhile if the token was revoked before the
+        block began, and in place of the cancellation with which `revoke` ends the call."""
         task = asyncio.current_task()
         assert task is not None
         if caller.name in self._revoked:

@@ -44,8 +44,8 @@ PAGE_BYTES = 8 << 20
 
 
 class ViewReader:
-    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids and, with a `tenant`, for
-    the ids of other tenants."""
+    """Reads groups, sessions, turns and samples by id, as views. Raises NotFound for unknown ids and, with a `tenant`,
+    for the ids of other tenants."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ViewReader:
 def _turn_view(
     turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
 ) -> TurnView:
-    """`tokenizer` is None for a frozen model that is no longer in the settings."""
+    """Return the view of a turn. `tokenizer` is None for a frozen model that is no longer in the settings."""
     return TurnView(
         index=turn.index,
         parent=turn.parent,
@@ -207,7 +207,7 @@ class EncodedPage:
 
     def add(self, group: GroupView, body: bytes, *, max_bytes: int) -> bool:
         """Add a group whose JSON is `body`, unless the page would exceed `max_bytes`. Returns True if the group was
-        added. The first group is always added, or a consumer could never get past a large group."""
+        added. The first group is always added, because otherwise a consumer could never get past a large group."""
         if self.groups and self._size + len(body) > max_bytes:
             return False
         self.groups.append(group)

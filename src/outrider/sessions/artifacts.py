@@ -1,6 +1,7 @@
 """Keeps the files of the agent's sandbox that a task names as its artifacts, after the agent's run has ended.
 
-Invariant: keeping files raises nothing but a cancellation; a file that could not be kept is listed with the reason.
+Invariant: keeping files raises nothing but a cancellation. A file that is not kept is listed with the reason, or the
+log has the reason.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_FILES_IN_MEMORY = 8
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one file, bytes of all files of an attempt, matches of one pattern, and seconds for the whole
-    collection."""
+    """Maximum bytes of one file, bytes of all collected files of an attempt, matches of one pattern, and seconds for
+    the whole collection."""
 
     file_bytes: int = 32 << 20
     total_bytes: int = 128 << 20
@@ -36,7 +37,7 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArtifactCollector:
-    """The collector of the artifacts of a node's sessions into `store`."""
+    """Collects the artifacts of a node's sessions into `store`."""
 
     def __init__(self, store: KeepsArtifacts, limits: ArtifactLimits | None = None) -> None:
         self._store = store
@@ -44,7 +45,7 @@ class ArtifactCollector:
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep the artifacts of an attempt, once. Returns their list."""
+        """Keep the artifacts of an attempt, and return the list of them. Call this once per attempt."""
         if not task.artifacts:
             return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
@@ -57,13 +58,13 @@ class ArtifactCollector:
             except TimeoutError:
                 collection.leave_out("", f"what is not listed could not be had within {self._limits.seconds:g} s")
             await self._store.keep_index(collection.listed())
-        except Exception as error:  # a session is not lost for want of its artifacts
+        except Exception as error:  # a failure to keep artifacts must not fail the session
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return collection.listed()
 
     async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
-        """Keep a file of this machine that is carried to the grading, and add it to the list under `name`, which is in
-        KEPT. Returns the new list."""
+        """Keep the local file with the data carried to the grading, and add it to the list under `name`, one of KEPT. A
+        file that is too large is listed as left out. Returns the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
@@ -77,20 +78,21 @@ class ArtifactCollector:
                 kept = Artifact(path=name, size=size, sha256=digest)
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
-        except Exception as error:  # as above
+        except Exception as error:  # as in `collect`
             log.warning("what session %s attempt %d carries is not kept: %r", session_id, attempt, error)
         return listed
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
-        """Write the file that `keep_carried` kept for an attempt into a new file of this machine. Raises OutriderError,
-        and OSError."""
+        """Write the data that `keep_carried` kept for an attempt into the local file `file`. Raises OutriderError and
+        OSError."""
         async with self._reading:
             data = await self._store.carried(session_id, attempt)
             await asyncio.to_thread(file.write_bytes, data)
 
 
 class ArtifactCollection:
-    """The artifacts of one attempt: kept so far, and left out with reasons."""
+    """Collects the artifacts of one attempt. Lists the files kept so far, and the files left out, each with the
+    reason."""
 
     def __init__(
         self,

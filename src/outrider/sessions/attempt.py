@@ -1,4 +1,4 @@
-"""One attempt of a session: the input of a node, its result, and the protocol of a node.
+"""One attempt of a session: the input of a node, the result, and the protocol of a node.
 
 `rollout.py` runs an attempt. Invariant: every `SessionResult` is built here.
 """
@@ -36,8 +36,9 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
-    slots reserved for evaluations. `stored`: the run to grade, in place of running an agent. `goes_on`: the attempt
-    continues the run of the previous attempt, which has outlived the last node (`Node.outlived`)."""
+    slots reserved for evaluations. `stored` is an earlier run that is graded again, in place of running an agent.
+    `goes_on`: the attempt continues the run of the previous attempt, which has outlived the last node
+    (`Node.outlived`)."""
 
     session: SessionRow
     task: TaskSpec
@@ -62,7 +63,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptStore(Protocol):
-    """The store's methods for an attempt. They raise Conflict for an attempt that is no longer under way."""
+    """The store's methods for an attempt. `set_state` and `add_turn` raise Conflict for an attempt that is no longer
+    under way."""
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None: ...
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None: ...
@@ -71,17 +73,17 @@ class AttemptStore(Protocol):
 
 
 class NodeLost(Exception):
-    """The node is lost, and the attempt with it; or the attempt continued the run of a lost node, and failed. Nothing
-    more is stored for the attempt."""
+    """The node is lost, and with it the attempt; or the attempt failed to continue the run of a lost node. Nothing more
+    is stored for the attempt."""
 
 
 class Node(Protocol):
     """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost.
-    `has_image` returns whether a sandbox of this kind can start without fetching its image first; `pull_image` fetches
-    an image from a registry, and raises OutriderError. Nodes on one `machine` share resources and images.
+    `has_image` returns True if the runtime's image need not be fetched before a sandbox starts. `pull_image` fetches an
+    image from a registry, and raises OutriderError. Nodes on one `machine` share resources and images.
 
-    `outlived` are the attempts, by session, whose sandboxes and agents have outlived the last node of this name. Each
-    must be run with `goes_on`, or ended with `end_outlived`.
+    `outlived` returns the numbers of attempts, by session, whose sandboxes and agents have outlived the last node of
+    this name. Each such session must be run again with `goes_on`, or ended with `end_outlived`.
     """
 
     name: str
@@ -133,7 +135,7 @@ def session_result(
     regrades: str | None = None,
 ) -> SessionResult:
     """Build the result of `session`, and count every token of `turns`. `turns` are the turns of attempt
-    `session.attempt`; `frozen` are its turns of frozen models.
+    `session.attempt`, and `frozen` the same attempt's turns of frozen models, by model.
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
     `at_most` is the upper bound of the policy for rows of every kind. `forks` are counted by cause while the attempt

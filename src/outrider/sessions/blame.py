@@ -1,4 +1,4 @@
-"""Decides what the end of a stage means for an attempt: a grade, a typed error, or the agent's own excess.
+"""Decides what the end of a stage means for an attempt: a grade, no grade, a typed error, or the agent's own excess.
 
 `decide(facts)` applies the first rule of RULES that fits. The module is pure: its callers collect the facts and build
 the errors. docs/failure.md prints the rules.
@@ -41,9 +41,10 @@ class End(StrEnum):
     RETURNED = "its own end"
     AGENT_CLOCK = "the agent's time"
     SESSION_CLOCK = "the session's time"
-    """Also the time for the preparation."""
+    """The session's time, or the time for its preparation, has run out."""
     TIMEOUT = "another timeout"
-    """A TimeoutError of no clock of the session: one that a plugin let out."""
+    """A TimeoutError from no clock of the session. Either a plugin raised it, or the run was cut off, because a limit
+    was reached or a turn could not be stored."""
     LIMIT = "a limit"
     """`LimitReached` came out of an in-process agent."""
     REFUSED = "a refusal"
@@ -61,7 +62,7 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """The end of a stage that raised `error`. Which clock a TimeoutError came from is the caller's knowledge."""
+    """Return the end of a stage that raised `error`. The caller handles a TimeoutError of one of the clocks."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -75,20 +76,21 @@ def end_of(error: BaseException) -> End:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about the end of a stage."""
+    """The known facts about the end of a stage."""
 
     stage: Stage
     end: End
     unrecorded: bool = False
     """A turn could not be stored."""
     engine_failed: bool = False
-    """A model call failed, and the agent has not gone on with a later one."""
+    """A model call failed, and no later call has made up for the failure (see `FailedCalls`). A prompt that was too
+    long is no such failure."""
     node_died: bool = False
     """The agent has outlived a node."""
     stalled: bool = False
-    """The service stood still for HARMFUL_SECONDS while the agent ran."""
+    """The service stood still for HARMFUL_SECONDS or more at once while the agent ran."""
     overdue: bool = False
-    """The agent waited for an engine or the store for HARMFUL_SECONDS more than is due."""
+    """The run's waits for an engine or the store were overdue by HARMFUL_SECONDS or more in all."""
     in_vain: bool = False
     """The agent gave a call up because of an engine, the store or a pause of the policy."""
     hung_up: bool = False
@@ -96,15 +98,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     limit: bool = False
     """The newest model call was refused because the session had used up its turns or tokens."""
     overflow: bool = False
-    """The agent has not gone on from a model call whose prompt was too long."""
+    """The prompt of a model call was too long, and no later call has made up for this failure."""
     called: bool = False
-    """The step under way has a turn."""
+    """The current step has a turn."""
     replied: bool = False
-    """The session has a turn that the agent was given to its end."""
+    """The agent has received at least one whole reply in this session."""
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """CONFIRM: the first failure was the sandbox's rather than the evaluation's."""
+    """In the stage CONFIRM: the failure to be confirmed is not the evaluator's, but that of the sandbox or the
+    program."""
 
     @property
     def ended_badly(self) -> bool:
@@ -127,20 +130,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blame(StrEnum):
-    """What becomes of the attempt."""
+    """The consequence for the attempt."""
 
     GRADE = "graded"
     UNGRADED = "not graded"
-    """The session has a stop reason, and neither a verdict nor an error. It is not tried again."""
+    """The session ends with a stop reason, but with neither a verdict nor an error, and is not tried again."""
     AGENT = "agent_excess"
-    """The session ends with `agent_excess`, if what failed works in a sandbox that no agent has touched. What the agent
-    left is graded; where that is impossible, the reward is at most 0 and at most that of doing nothing."""
+    """The agent is blamed, once the failed operation has succeeded in a sandbox that no agent has touched: the session
+    ends with `agent_excess`. If the agent's work can still be graded, the verdict on the work counts. Otherwise the
+    reward is 0, or the reward for doing nothing if that is lower."""
     ERROR = "error"
     """The attempt is tried again, if the error is retryable and the task has attempts left."""
 
 
 class Cause(StrEnum):
-    """The error of an attempt, by how its message begins or where it is from."""
+    """The error with which an attempt ends, named by its code or its origin."""
 
     RAISED = "as raised"
     FIRST = "the first failure"
@@ -156,9 +160,10 @@ class Cause(StrEnum):
 
 
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule fits a stage and an end if all facts in `when` are true. `reason` is the stop reason of a graded or
-    ungraded attempt; None for the run's own, or the limit's. `maybe_agent`: the error is the agent's excess if it came
-    from inside the sandbox, and the model had replied."""
+    """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. `reason` is the
+    stop reason of a graded or ungraded attempt; a rule with neither `reason` nor `cause` has the limit's reason.
+    `cause` is the error. `maybe_agent`: the agent is blamed instead, if the error came from inside the sandbox and the
+    model had replied."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -252,7 +257,7 @@ RULES = (
         maybe_agent=True,
         why="the agent could not work in it, whatever limit it had reached",
     ),
-    # How the run ended, by its strongest reason.
+    # Then come the ends of a run, with the strongest reason first.
     BlameRule(
         name="model refused",
         stages=RUN,
@@ -391,7 +396,8 @@ RULES = (
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):
-    """See Rule for `reason` and `cause`. `maybe_agent`: the agent is to blame if the failure came from inside."""
+    """A decision on an attempt, and the name of the rule that made it. `reason` and `cause`: see `BlameRule`.
+    `maybe_agent`: the agent is to blame if the failure came from inside the sandbox."""
 
     rule: str
     blame: Blame

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two looks at a clock that stands still. A pause may last for minutes, and begin when next to
-nothing is left of a budget."""
+"""Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when next to
+nothing is left of the budget. Without a minimum the timer would then fire all the time."""
 
 
 class Budget:

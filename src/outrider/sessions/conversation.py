@@ -57,21 +57,23 @@ from outrider.trajectory import TokenMode, Turn
 
 STORE = "the store"
 STORE_SECONDS = 1.0
-"""Seconds after which the storing of a turn is overdue. Usually it takes milliseconds."""
+"""Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""Bytes of text and images for which the store is allowed one more second: a large turn is the agent's own doing."""
+"""For each of these many bytes of text and images in a turn, the store is allowed one more second, because a large turn
+is the agent's own doing."""
 
 
 GIVEN_UP_SECONDS = 0.25
-"""If a call was overdue for more than this many seconds, the delay may be why its client gave it up."""
+"""If a call was overdue for more than this many seconds, the delay may be why the client gave the call up."""
 
 
 HELD_SECONDS = 2.0
-"""If a pause of the policy held a call for this many seconds or more, the pause may be why its client gave it up."""
+"""If a pause of the policy held a call for this many seconds or more, the pause may be why the client gave the call
+up."""
 
 
 class RunEnded(RequestError):
-    """A call after the session's run was over."""
+    """A call came after the session's run had ended."""
 
     code = "session_ended"
     http_status = 410
@@ -80,16 +82,17 @@ class RunEnded(RequestError):
 class Conversation:
     """One attempt's calls of one model. `record` stores a turn and is awaited before the completion of a call is
     returned. `on_limit` is called at most once: when the session has used up its turns or tokens, a call was refused
-    for this reason, and no call is in flight. `limit` is the limit for which the last call was refused; None once
-    another call was admitted.
+    for this reason, and no call is in flight. `limit` is the reason why the last call was refused; None after a call
+    that was admitted.
 
     `step` is the index of the task's current step, and `step_turns` the number of its turns.
 
-    `broken` is the error that broke the record of a turn, after which no call is accepted. `on_broken` is called then.
-    `hung_up`: a client has given up a call. `frozen` is the name of a frozen model, for errors; None for the policy.
-    `overdue` counts the seconds that calls wait for an engine or the store beyond the usual time.
+    `broken` is the error because of which a turn is missing in the record. When `broken` is set, `on_broken` is called,
+    and later calls are refused. `hung_up`: a client gave up a call before the run ended. `frozen` is the name of a
+    frozen model, for errors; None for the policy. `overdue` counts the seconds that calls wait for an engine or the
+    store beyond the usual time.
 
-    Requests are read and joined one at a time; long work on a request runs in the worker thread (`offload`).
+    Requests are read and joined one at a time. Long work on a request runs in the worker thread (`offload`).
     """
 
     def __init__(
@@ -138,14 +141,14 @@ class Conversation:
         self._memories: dict[str, Memory] = {}
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
-        """The values of `_waited` at the beginning of each call still being received or read."""
+        """For each call that is still being received or read, the result of `_waited` at its beginning."""
 
     async def restore(self, turns: Sequence[Turn]) -> None:
-        """Continue an earlier conversation, given all its stored turns in the order of their indexes: later calls are
-        joined, counted and seeded as in the earlier conversation. Call this method once, before any call. Calls without
-        a turn are dropped: when the agent repeats them, they are answered as for the first time.
+        """Continue an earlier conversation, given all its stored turns in the order of their indexes. Later calls are
+        joined, counted and seeded as they would have been in the earlier conversation. Earlier calls without a turn are
+        dropped: if the agent repeats such a call, the call is answered as for the first time.
 
-        Raises ServiceError on failure; the conversation is then of no use.
+        Call this method once, before any call. Raises ServiceError on failure; the conversation is then of no use.
         """
         assert not self.turns
         assert not self._calls
@@ -202,11 +205,12 @@ class Conversation:
             raise
 
     async def count(self, request: ModelRequest) -> int:
-        """Return the number of tokens in the request's prompt, as `call` would send it. Nothing is generated or
+        """Return the number of tokens in the prompt that `call` would send for the request. Nothing is generated or
         recorded.
 
-        The count is this renderer's, also for an engine with its own renderer; images cannot be counted. Raises
-        RequestError; for images RunEnded and EngineError too, and ContextOverflow for far too much text.
+        The prompt is rendered here, even if the session's engine has a renderer of its own. Images cannot be counted.
+        Raises RequestError, also for images. Before a RequestError is raised, the session's engine is looked up to
+        explain an error about images: this may raise RunEnded or EngineError instead.
         """
         try:
             async with self._reading:
@@ -226,11 +230,11 @@ class Conversation:
             raise
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
-        """Run one model call. Yields an Opening once the engine has the call, Deltas as tokens are sampled, one
+        """Run one model call. Yields an Opening with the engine's first chunk, Deltas as tokens are sampled, and one
         Completion at the end. Steps of the same moment are in one list; no list is empty.
 
         Raises RequestError, LimitReached, RunEnded, ContextOverflow or EngineError. Closing the generator aborts the
-        generation; the tokens sampled until then are recorded as an aborted turn.
+        generation. The tokens sampled until then are recorded as an aborted turn, unless the engine takes messages.
         """
         self._admit()
         number, tools = self._failed.begin(), bool(request.tools)
@@ -252,11 +256,12 @@ class Conversation:
                                 break
                     if steps := call.finish():
                         yield steps
-            except BaseException:  # cancelled, too: the sampled tokens are recorded
+            except BaseException:  # the sampled tokens are also recorded if the call was cancelled
                 if (aborted := call.abort()) is not None:
                     await self._store(aborted)
                 raise
-            # Stored before the client gets the end of the reply: the client's next request may quote this turn.
+            # The turn is stored before the client gets the end of the reply, because the client's next request may
+            # quote this turn.
             await self._store(call.commit())
             self.replies += 1
             self._failed.ended(number, tools=tools)
@@ -275,7 +280,7 @@ class Conversation:
             elif isinstance(error, LimitReached):
                 self.limit = error.reason
             raise
-        except Exception as error:  # such as the store's
+        except Exception as error:  # for example, an error of the store
             raise self._mark_broken(error) from error
         finally:
             self._calls.discard(task)
@@ -291,7 +296,7 @@ class Conversation:
         return self.broken or self._failed.error
 
     def was_cut_off(self, error: OutriderError) -> None:
-        """Record that a call may have been cut off. The run fails with `error`, unless the agent makes another call."""
+        """Record that a call may have been cut off. The run fails with `error`, unless the agent makes a later call."""
         self._failed.ended(self._failed.begin(), tools=False, error=error)
 
     @property
@@ -308,7 +313,7 @@ class Conversation:
             task.cancel()
 
     async def close(self) -> None:
-        """End the run. Returns when the calls that were cut off are recorded. Idempotent."""
+        """End the run. Returns once the calls that were cut off are recorded. Idempotent."""
         self.end()
         try:
             await self._idle.wait()
@@ -316,7 +321,7 @@ class Conversation:
             self.backend.pool.release(self.session_key)
 
     def begin_step(self) -> None:
-        """Accept the calls of the task's next step, after `close`, unless the record is broken."""
+        """After `close`, accept calls again, for the task's next step, unless the record is broken."""
         self._open = self.broken is None
         self._failed.forget()
         self.limit, self.hung_up = None, False
@@ -336,9 +341,9 @@ class Conversation:
 
     @contextmanager
     def _may_be_given_up(self) -> Iterator[None]:
-        """Count a call as not begun while the block runs: if it is cancelled, or the run ends, the call is noted as
-        given up. A hang-up may be noticed late, because a request's connection is not read while the request waits for
-        an engine."""
+        """Count a call as not begun while the block runs. If the block is cancelled or the run ends, the call is
+        recorded as given up. The end of the run counts because a hang-up may be detected late: the connection of a
+        request is not read while the request waits for an engine."""
         key, waited = object(), self._waited()
         self._not_begun[key] = waited
         try:
@@ -382,15 +387,15 @@ class Conversation:
         self.limit = None
 
     def _refuse_at_limit(self, reason: StopReason) -> None:
-        """Refuse this call; calls in flight are not affected."""
+        """Raise LimitReached for this call. Calls in flight go on."""
         self.limit = reason
         if not self._calls:
             self._end_at_limit()
         raise LimitReached(reason, self._frozen)
 
     def _end_at_limit(self) -> None:
-        """Call `on_limit` if a call was refused and every later call would be refused, too. Only called while no call
-        is in flight, because a failed call gives its turn back."""
+        """Call `on_limit` if a call was refused and every later call would be refused, too. This is checked only while
+        no call is in flight, because a call that fails gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -444,12 +449,13 @@ class Conversation:
         )
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
-        """The task's choice, else the client's; None leaves the choice to the chat template."""
+        """Return whether the model is to reason: the task's choice, else the client's. None leaves the choice to the
+        chat template."""
         return first_of(self._sampling.thinking, request.sampling.thinking, None)
 
     def _thinking_in_prompt(self, request: ModelRequest) -> bool | None:
-        """Return True or False for a prompt whose end turns reasoning on or off, and None if the model's template has
-        no switch. A constrained reply does not reason, because no constraint covers reasoning."""
+        """Return whether the end of the prompt turns reasoning on or off. None leaves the choice to the chat template,
+        which may have no switch. Reasoning is off for a constrained reply, because no constraint covers reasoning."""
         if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
@@ -494,7 +500,8 @@ class Conversation:
         )
 
     async def _store(self, turn: Turn) -> None:
-        """Store a turn, also when the call is cancelled: a turn stored later would be missing from the result."""
+        """Store a turn. A cancellation of the call does not cut the storing short, because a turn that is stored later
+        would be missing from the result."""
         self.turns += 1
         self.step_turns += 1
         if self.step:
@@ -507,12 +514,12 @@ class Conversation:
     async def _recorded(self, turn: Turn) -> None:
         try:
             await self._record(turn)
-        except Exception as error:  # handled here: a cancelled caller gets CancelledError in its place
+        except Exception as error:  # handled here, because a cancelled caller gets CancelledError instead of the error
             self._mark_broken(error)
             raise
 
     def _mark_broken(self, error: Exception) -> OutriderError:
-        """Record that a turn is missing: no later call may add to the record, and the attempt has failed."""
+        """Record that a turn is missing: later calls are refused, and the attempt has failed. Returns the error."""
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")

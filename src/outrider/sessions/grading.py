@@ -1,13 +1,19 @@
-"""Grades the outcome of an agent's run, and decides whether the agent is to blame if grading is impossible.
+"""Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
-An outcome is graded in the agent's own sandbox, or in a new sandbox, untouched by agents, of the agent's runtime or of
-the evaluator's own. A new sandbox gets the paths carried by the task, and may start while the agent still runs; or it
-starts from everything written by the agent. Tokens, and the lanes of the session itself, are handled elsewhere.
+An outcome is graded in the agent's own sandbox or, if the task carries files, in a new sandbox that no agent has
+touched, of the agent's runtime or of the evaluator's own. If the task carries paths or a diff, the new sandbox gets
+only these, and may start while the agent still runs. If the task carries `all`, the new sandbox starts from all files
+that the agent wrote. Tokens, and the lanes of the session itself, are handled elsewhere.
 
-Invariants: with carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows
-in that sandbox; every sandbox begun here is stopped; two sandboxes of a session are alive at once only while the
-resources of both are set aside, or the second needs none; an agent is blamed only if the runtime reports a failure from
-inside the sandbox, the model had replied by then, and the failed operation works in an untouched sandbox.
+Invariants:
+
+- With carried files, the evaluator begins after the agent's sandbox has stopped, unless another step follows in that
+  sandbox.
+- Every sandbox begun here is stopped.
+- Two sandboxes of a session are alive at once only while the resources of both are set aside, unless the second needs
+  none or is opened by `Outcome.beside`.
+- An agent is blamed only if the failure came from inside the sandbox, the model had replied by then, and the failed
+  operation works in an untouched sandbox.
 """
 
 from __future__ import annotations
@@ -48,18 +54,19 @@ from outrider.trajectory import Verdict
 log = logging.getLogger("outrider.session")
 
 EXCESS = "agent_excess"
-"""The metric of an agent that made grading impossible, and the first word of the verdict's reason."""
+"""Name of the metric in the verdict on an agent that broke its sandbox or made grading impossible. The verdict's reason
+begins with the same word."""
 
 TRIES_BEFORE_BLAME = 2
 """Number of failed evaluations before the agent can be blamed: an unreliable grader seldom fails twice."""
 
 PROBE_SECONDS = 30.0
-"""Seconds that an untouched sandbox has to run `true`."""
+"""Time limit in seconds for the command `true` in an untouched sandbox."""
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt, whether the agent made further work or grading impossible (`agent_excess`), and the
-    agent's patch of a repository, if the task carries one."""
+    """The verdict on an attempt. `excess`: the agent made further work or the grading impossible (`agent_excess`).
+    `patch` is the agent's change to a repository, if the task carries a diff."""
 
     verdict: Verdict
     excess: bool
@@ -67,7 +74,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """The parts of a sandbox: a runtime, its field in the task, and the mounts."""
+    """The data from which a sandbox is made: the runtime, the runtime's field in the task, and the mounts."""
 
     runtime: RuntimeSpec
     field: str
@@ -75,14 +82,14 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class Grading:
-    """The grading of one step: `async with Grading(...) as grading`, `start_ahead` when the agent's run begins, and
-    `await grading.grade(...)` once, when the run has ended; or only `await grading.grade_again(...)`. Leaving the block
-    stops all remaining sandboxes of the grading.
+    """The grading of one step. Within `async with Grading(...) as grading`, call `start_ahead` when the agent's run
+    begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
+    that the grading has started and not yet stopped.
 
-    `keep` is awaited with a file of carried data that is to be kept, and the file's name as an artifact. `numbers`
-    distinguish the session's sandboxes for grading. `field` is the evaluator's field in the task. If another step
-    follows (`goes_on`), the agent's sandbox is stopped only if the session ends with this grade, and the session's
-    resources are enough for a second sandbox beside the agent's.
+    `keep` stores a file of carried data as an artifact of the given name. `numbers` yields a new number for each of the
+    session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on`: another step follows in
+    the agent's sandbox. Then this sandbox is stopped only if the agent is to be blamed, and the session's resources are
+    enough for a second sandbox beside the agent's.
     """
 
     def __init__(
@@ -117,20 +124,21 @@ class Grading:
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
-        """Path of the repository in the sandbox whose changes are carried."""
+        """Path in the sandbox of the repository whose changes are carried. Empty if the task carries no diff."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
         self._paths = [posixpath.join(workdir, path) for path in self._carry] if isinstance(self._carry, list) else []
-        """The paths in the archive. Absolute, because the evaluator's own runtime may have another working
+        """The paths in the archive. They are absolute, because the evaluator's own runtime may have another working
         directory."""
         self._patch: bytes | None = None
-        """The changes to a repository, if they are carried: made in the first sandbox for grading."""
+        """The agent's changes to a carried repository. The first sandbox for grading makes the patch."""
         self._second_share: Slot | None = None
-        """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
+        """The resources of a sandbox that is started beside the agent's. They are released once the agent's sandbox
+        has stopped, because the session's own resources then suffice."""
         self._ahead: GraderSandbox | None = None
         self._gpus: tuple[str, ...] = ()
-        """The session's GPUs, once they are free of the agent's sandbox. Later sandboxes use them in turn."""
+        """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use them one after another."""
         self._numbers = numbers
         self._undo = AsyncExitStack()
 
@@ -140,11 +148,15 @@ class Grading:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await shielded(self._undo.aclose)  # a step that raises does not keep the others from running
+        await shielded(self._undo.aclose)  # a callback that raises does not keep the others from running
 
     def start_ahead(self) -> None:
-        """Start a new sandbox now, if it can start without the agent's files and the resources for both are free. A
-        sandbox with GPUs cannot start ahead, because the agent has the session's GPUs until the end of the run."""
+        """Start the new sandbox for grading now, if it can start without the agent's files and its resources are free.
+
+        The sandbox that grades the last step cannot start ahead if it has GPUs, because the agent has the session's
+        GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
+        part of the session's.
+        """
         needs = required(self._graders.runtime.resources)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
             return
@@ -164,16 +176,16 @@ class Grading:
         model_replied: bool,
         gpus: tuple[str, ...],
     ) -> Grade:
-        """Grade the agent's work in `sandbox`. The sandbox is stopped before a new sandbox takes its place, unless
-        another step follows there.
+        """Grade the agent's work in `sandbox`. If files are carried to a new sandbox, `sandbox` is stopped first,
+        unless another step follows in it.
 
-        `failure` ended the agent's run from inside the sandbox: the remaining work is graded all the same, if possible.
-        `gpus` are the session's: the agent has them until `sandbox` is stopped. Raises the failure of the grading if
-        the agent is not to blame.
+        `failure` is the error from inside the sandbox that ended the agent's run, if any. The work done until then is
+        graded all the same, if possible. `gpus` are the session's GPUs, which the agent has until `sandbox` is stopped.
+        Raises the failure of the run or of the grading if the agent is not to blame.
         """
         verdict: Verdict | None = None
         place = self._agents
-        """The origin of the sandbox in which a failure occurs."""
+        """The origin of the sandbox in which the failure occurs."""
         try:
             if self._carry is not None:
                 async with mark_inside_failures(sandbox.runtime):
@@ -196,7 +208,7 @@ class Grading:
             try:
                 confirmed = await self._confirm_excess(failure, outcome, place)
             finally:
-                del failure  # see `_confirm_excess`
+                del failure  # breaks a cycle: see `_confirm_excess`
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
@@ -205,9 +217,9 @@ class Grading:
     async def grade_again(
         self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None, *, gpus: tuple[str, ...]
     ) -> Grade:
-        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. None if no data was
-        kept: then the evaluator has the agent's answer and transcript, and `Outcome.beside`. `gpus` are set aside for
-        this grading. Raises as `grade`."""
+        """Grade a run whose sandbox is gone. `fetch` writes the run's carried data into a file. If no data was kept,
+        `fetch` is None, and the evaluator gets no files, but has the agent's answer and transcript, and
+        `Outcome.beside`. `gpus` are set aside for this grading. Raises as `grade`, and the errors of `fetch`."""
         self._gpus = gpus
         if fetch is None:
             self._carry = None
@@ -221,7 +233,7 @@ class Grading:
         try:
             return Grade(verdict=await self._verdict(outcome), excess=False, patch=self._patch)
         except OutriderError as error:
-            # Whether the model had replied was decided when the run was graded first.
+            # The model is taken to have replied: only a run that could be graded is stored for another grading.
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=True)
             if decide(facts).blame is not Blame.AGENT:
                 raise
@@ -240,8 +252,8 @@ class Grading:
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # Alone: programs left running by the agent could change the files during archiving. The next step may need
-            # the programs, though.
+            # `alone` ends the programs that the agent left running, which could change the files during the copy. The
+            # next step may need these programs, so they go on if another step follows.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -251,10 +263,11 @@ class Grading:
         await asyncio.to_thread(self._folder.mkdir, mode=0o700)
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate, up to the task's `max_attempts` times, so that a failed evaluation does not cost the agent's work.
+        """Evaluate up to the task's `max_attempts` times, so that one failed evaluation does not cost the agent's work.
 
-        A failure from inside the sandbox is tried TRIES_BEFORE_BLAME times in any case. Carried files are evaluated in
-        another new sandbox each time, so a failure of that sandbox is tried again too.
+        If a failure comes from inside the sandbox, there are at least TRIES_BEFORE_BLAME tries. With carried files each
+        try has a new sandbox, so a retryable RuntimeFailure is tried again, too. Any other RuntimeFailure is raised at
+        once.
         """
         if self._second_share is not None:  # with carried files, the agent's sandbox has stopped by now
             self._second_share.release()
@@ -275,7 +288,7 @@ class Grading:
         try:
             raise failure
         finally:
-            del failure  # see `_confirm_excess`
+            del failure  # breaks a cycle: see `_confirm_excess`
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
@@ -297,13 +310,15 @@ class Grading:
             yield runtime
 
     async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, place: Origin) -> Verdict:
-        """Return the verdict on an agent that broke its sandbox or made grading impossible. The sandbox has been
-        stopped. `place` is the origin of the sandbox with the failure.
+        """Return the verdict on an agent that broke its sandbox or made grading impossible. The agent's sandbox has
+        been stopped. `failure` occurred in a sandbox made from `place`.
 
-        Raises `failure` if untouched sandboxes fail too: to write a file, to run a command, to open the missing shell,
-        or to carry their files without any agent's work. `outcome` is also evaluated in an untouched sandbox, but a
-        failure of this evaluation counts only if `failure` is the evaluator's. The reward is at most 0, and at most the
-        reward for doing nothing.
+        Untouched sandboxes, without any agent's work, must start, take a file, run a command, open the shell that was
+        missing, and carry their files. If they cannot, `failure` is raised.
+
+        `outcome` is then evaluated in an untouched sandbox, where nothing was done. The reward is that of this
+        evaluation, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an EvaluatorError is
+        raised; for any other `failure` the reward is 0.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None
@@ -329,14 +344,15 @@ class Grading:
             if decide(facts).blame is Blame.ERROR:
                 raise failure from error
         finally:
-            # The failure's traceback holds this frame. If the frame held the failure, the cycle would keep the
+            # The failure's traceback holds this frame. If the frame held the failure, this cycle would keep the
             # session's tokens, perhaps megabytes, until the next garbage collection.
             del failure
         return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=reason)
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
-        """Yield the sandbox started ahead, if it came up, else another sandbox. The sandbox is stopped on leaving."""
+        """Yield the sandbox that was started ahead, if it is ready, or else another new sandbox. The sandbox is stopped
+        when the block ends."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
@@ -350,8 +366,8 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. The sandbox sets nothing aside and waits for no resources, but its limits hold. It has
-        no GPUs, because the other sandbox uses the session's."""
+        """See `Outcome.beside`. No resources are set aside for the sandbox, and it waits for none, but its limits hold.
+        The sandbox has no GPUs, because the graded sandbox uses the session's."""
         async with started(self._start(self._graders)) as runtime:
             yield runtime
 
@@ -409,10 +425,10 @@ class Grading:
 
 @asynccontextmanager
 async def _off_the_clock(clock: asyncio.Timeout, off_the_clock: OffTheClock) -> AsyncIterator[None]:
-    """Stop the clock during a block of `off_the_clock`."""
+    """Stop the evaluation's clock while a block of `off_the_clock` runs."""
     now = asyncio.get_running_loop().time
     end = clock.when()
-    if end is None or clock.expired():  # an evaluator may wait for several things at once
+    if end is None or clock.expired():  # another wait of the evaluator has stopped the clock, or the time is over
         async with off_the_clock():
             yield
         return
@@ -425,7 +441,7 @@ async def _off_the_clock(clock: asyncio.Timeout, off_the_clock: OffTheClock) -> 
 
 @asynccontextmanager
 async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
-    """Yield the sandbox's runtime once the sandbox is ready. The sandbox is stopped on leaving."""
+    """Yield the sandbox's runtime once the sandbox is ready. The sandbox is stopped when the block ends."""
     try:
         yield await sandbox.ready()
     finally:
@@ -433,7 +449,7 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Raise RuntimeFailure unless a sandbox takes a file, runs a command and opens that shell."""
+    """Raise RuntimeFailure unless the sandbox takes a file, runs a command and opens `shell`, if it is given."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -443,9 +459,10 @@ async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
 
 
 class GraderSandbox:
-    """A sandbox made and started by a task of `owner`, from the construction of this object on.
+    """A sandbox for grading. A task of `owner` makes and starts the sandbox, as soon as this object is made.
 
-    `starts` bounds how many such sandboxes start at once. Starting may take `seconds`, without the wait for a slot.
+    The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
+    counting the wait for a slot.
     """
 
     def __init__(
@@ -464,8 +481,8 @@ class GraderSandbox:
         )
 
     async def ready(self) -> Runtime:
-        """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. A cancelled wait
-        leaves the sandbox starting."""
+        """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. If the wait is
+        cancelled, the start goes on."""
         await asyncio.wait({self._task})
         if self._failure is not None:
             raise self._failure
@@ -488,16 +505,16 @@ class GraderSandbox:
                 sandbox = await make()
                 await sandbox.ready()
                 self._sandbox = sandbox
-        except Exception as error:  # kept for `ready`: raised here, it would end all background tasks of the node
+        except Exception as error:  # `ready` raises it: raised here, it would end all background tasks of the node
             late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.expired() else error
 
 
 @asynccontextmanager
 async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
-    """Set `inside` on a failure that came from inside the sandbox.
+    """Set `inside` on an error of the block that came from inside the sandbox.
 
-    The sandbox must not be stopped within the block. Other failures, such as an engine's, stay as they are.
+    The block must not stop the sandbox. Other errors, such as an engine's, stay as they are.
     """
     try:
         yield
@@ -508,8 +525,8 @@ async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
 
 
 async def came_from_inside(runtime: Runtime, failure: OutriderError) -> bool:
-    """Return whether a failure of the sandbox, of the agent's program or of the evaluator came from inside the sandbox,
-    which has not been stopped yet."""
+    """Return True if `failure` is a failure of the sandbox, the agent's program or the evaluator, and came from inside
+    the sandbox. The sandbox must not have been stopped yet."""
     if not isinstance(failure, RuntimeFailure | HarnessError | EvaluatorError):
         return False
     return failure.inside or (isinstance(runtime, TellsCause) and await runtime.broken_inside())

@@ -63,7 +63,7 @@ class HeldSlot:
         self._release()
         yield
         slot = await self._lane.take(URGENT, self._tenant)
-        if self._over or self._slot is not None:  # an evaluator may wait for several things at once
+        if self._over or self._slot is not None:  # the block has ended, or another wait of the evaluator has a slot
             slot.release()
         else:
             self._slot = slot
@@ -79,8 +79,8 @@ class Lanes:
 
     A session holds a slot of `ready` from before its sandbox is prepared until it has a slot of `run`. So `ready`
     bounds the sandboxes that are being prepared or wait for their run, by default to twice as many as are prepared at
-    once (`init`). Waiting sandboxes do not keep others from being prepared. `grading` bounds how many sandboxes for
-    grading start at once; sandboxes for agents start in `init`.
+    once (`init`). Sandboxes that wait hold no slot of `init`, and so do not keep others from being prepared. `grading`
+    bounds the sandboxes for grading that start at once; sandboxes for agents start in `init`.
     """
 
     def __init__(self, *, init: int, run: int, evaluate: int, ready: int | None = None) -> None:

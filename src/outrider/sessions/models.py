@@ -50,14 +50,14 @@ class SessionModels:
             return await self.policy.receive(body, parts)
 
         async def any_capacity() -> BodyCapacity:
-            """Return no limit: the body names the model, and is not complete yet."""
+            """Return the widest limits. The called model, and so its context, is known only from the complete body."""
             return _ANY
 
         return await body.received(parts, any_capacity)
 
     async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-        """Return the conversation for a request: a frozen model's for exactly its name, else the policy's, because
-        programs have their own names for their model. Raises TooLarge."""
+        """Return the conversation for a request: with a frozen model if the request names exactly this model, else with
+        the policy, because programs have names of their own for their model. Raises TooLarge and ContextOverflow."""
         if not self._frozen:
             return self.policy
 
@@ -101,12 +101,14 @@ class SessionModels:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error of a run that ends now. A prompt that was too long is no failure: the agent wrote the prompt."""
+        """The error of the run if it ends now. A prompt that was too long is no error here: the agent wrote the
+        prompt."""
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
     async def restore(self, turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]]) -> None:
-        """Continue the conversations of an earlier node, given their stored turns. Raises ServiceError."""
+        """Continue the conversations of an earlier node, given their stored turns, and let calls begin. Raises
+        ServiceError."""
         await self.policy.restore(turns)
         for name, conversation in self._frozen.items():
             await conversation.restore(frozen.get(name, ()))
@@ -122,7 +124,7 @@ class SessionModels:
         """End the run: later calls are refused, calls in flight are cut off and recorded. Idempotent."""
         for one in self._all:
             one.end()
-        self._known.set()  # waiting calls are refused
+        self._known.set()  # calls that wait in `receive` go on, and are refused
         async with AsyncExitStack() as stack:
             for one in self._all:
                 stack.push_async_callback(one.close)
@@ -131,7 +133,7 @@ class SessionModels:
 class InProcessClient:
     """A `harnesses.base.ModelClient` for agents in this process, which call the conversations without HTTP.
 
-    Such a call is admitted, recorded and limited like a call through the gateway. The client hides the conversations'
+    Their calls are admitted, recorded and limited like calls through the gateway. The client hides the conversations'
     other methods from the agent.
     """
 

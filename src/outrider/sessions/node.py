@@ -72,8 +72,8 @@ class LocalNode:
         service_silence: Callable[[], float] = lambda: 0.0,
         failures: Failures | None = None,
     ) -> None:
-        """`owner` names the owner of the node: sandboxes may outlive the node for the next node of the same owner and
-        name. Without an owner they end with the node. Failures of background work are recorded in `failures`."""
+        """`owner`: sandboxes may outlive this node, and the next node of the same owner and name continues them.
+        Without an owner the sandboxes end with the node. Failures of background work are recorded in `failures`."""
         self.name = self.machine = name
         self._owner = owner and f"{owner} {name}"
         self.backend = backend
@@ -185,7 +185,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     def keeps_runs(self) -> bool:
-        """Return True if agents may outlive the node."""
+        """Return True if an agent would outlive the node now."""
         return any(survives(directory) for directory in self._folder.path.iterdir())
 
     def outlived(self) -> dict[str, int]:
@@ -208,8 +208,8 @@ class LocalNode:
         """Run an attempt to its result, whatever fails. Raises only CancelledError, and NodeLost for an attempt that
         `goes_on`."""
         left = self._outlived.pop(attempt.session.id) if attempt.goes_on else None
-        # `_models` finds the key by hash, for which Python has a random seed: the time of a look-up reveals nothing of
-        # the key.
+        # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
+        # reveals nothing of the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}" if left is None else left.run.key
         try:
             rollout = Rollout(attempt, key, self._services, left)
@@ -217,7 +217,7 @@ class LocalNode:
             return without_secrets(await rollout.run(), attempt.task)
         except NodeLost:
             raise
-        except Exception as error:  # such as that of a record that cannot be read back
+        except Exception as error:  # for example, the stored turns cannot be read
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))

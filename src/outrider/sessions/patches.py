@@ -1,7 +1,7 @@
-"""The agent's changes to a git repository, as a patch, and the patch applied in an untouched sandbox.
+"""Makes a patch of the agent's changes to a git repository, and applies the patch in an untouched sandbox.
 
-The patch is made in a new sandbox: its git compares its repository with the files that the agent left. So the agent's
-own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no difference.
+The patch is made in a new sandbox, whose git compares the new repository with the files that the agent left. So the
+agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no difference.
 Invariant: after `make_patch` and `apply_patch` the repository is as the sandbox's preparation left it, with the patch
 and nothing else of the agent.
 """
@@ -28,17 +28,18 @@ git() {{
     command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false "$@"
 }}
 """
-# Uncommitted changes of the preparation are not the agent's: so the base is the folder, not HEAD.
+# The base of the patch is the folder, not HEAD, because uncommitted changes of the preparation are not the agent's.
 BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# The old files are moved within `.git`, which is surely on the same file system.
+# The old files are moved to a folder in `.git`, which is surely on the same file system.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
 """
-# Git would add a repository within the repository as a link to a commit that nobody has.
+# The `.git` of each repository within the repository is removed. Otherwise git would add the inner repository as a link
+# to a commit that exists nowhere else.
 MAKE = """find . -path ./.git -prune -o -name .git -prune -exec rm -rf -- {{}} +
 git add -A --ignore-errors . || true
 git diff --binary --full-index --no-renames --no-color --no-ext-diff --no-textconv \
@@ -49,7 +50,8 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# A file that git ignores may be there from the preparation, and may also have been added by the agent.
+# Untracked files at the paths of the patch are removed first. The preparation may have left a file there that git
+# ignores, and the agent may have added the same file: then the patch would not apply.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
@@ -89,7 +91,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 async def apply_patch(runtime: Runtime, repository: str, patch: bytes) -> None:
     """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure, and EvaluatorError if the patch does not
-    apply, because the repository differs from the one that the patch was made from."""
+    apply, because the repository differs from that of the sandbox in which the patch was made."""
     if not patch:
         return
     await runtime.write(f"{repository}/.git/outrider-patch", patch)

@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
-"""An amount of each kind. Whole numbers, because their sums are exact."""
+"""An amount of each kind, in whole numbers, because their sums are exact."""
 
 
 URGENT = 1 << 20
-"""The lowest priority that comes before all owners."""
+"""The lowest priority of an URGENT request. URGENT requests come before all others."""
 
 
 def fits(needs: Quantities, room: Quantities) -> bool:
@@ -35,14 +35,14 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
-    """Return the part of `room` that is left for requests behind a waiting request. Of a kind of which the request
-    needs more than there is, nothing is left. Of the other kinds everything is left, less the request's needs if it is
-    the first in line."""
+    """Return the part of `room` that is left for the requests behind a waiting request. If the waiting request needs
+    more of a kind than there is, nothing of this kind is left. Of the other kinds everything is left, except what the
+    waiting request needs if it is the first in line."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
 class Slot:
-    """A taken amount. `give_back` is called by `release`, which is idempotent, or at the end of the `async with`
+    """A taken amount. `give_back` is called once: by `release`, which is idempotent, or at the end of the `async with`
     block."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class PrioritySemaphore:
         return self._slot(quantities, owner)
 
     def try_take(self, quantities: Quantities, owner: str = "") -> Slot | None:
-        """Return None if the request would have to wait."""
+        """Take the quantities now, or return None if the request would have to wait."""
         room, first = self._free(), True
         for line in sorted(self._lines(), key=self._rank):
             for _, _, turn, needs, _ in sorted(line.waiters):
@@ -128,8 +128,8 @@ class PrioritySemaphore:
         yield from self._owners.values()
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
-        """Sort key of lines: the urgent line first, then by the largest fraction held of any kind, then by the last
-        turn."""
+        """Sort key of lines: the urgent line first, then by the largest fraction of any kind that the owner holds, then
+        by the owner's last turn."""
         parts = (has / most for has, most in zip(line.taken, self.capacity, strict=True) if most)
         return line is not self._urgent, max(parts, default=0.0), line.last
 
@@ -176,9 +176,9 @@ class PrioritySemaphore:
             if not line.waiters:
                 waiting.remove(line)
             _, _, turn, quantities, owner = entry
-            if turn.done():  # cancelled, and its task has not yet left the line
+            if turn.done():  # the wait was cancelled, and its task has not yet removed the entry
                 continue
-            if not self._may_have(owner, quantities):  # all behind are of the same owner, unless this request is urgent
+            if not self._may_have(owner, quantities):  # the rest of the line has the same owner, except in `_urgent`
                 passed.append((line, entry))
                 if line is not self._urgent and line.waiters:
                     waiting.remove(line)

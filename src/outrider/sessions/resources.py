@@ -27,7 +27,7 @@ CORES_EACH = 4
 too."""
 MILLI = 1000
 MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
-"""Upper bounds above any machine, because amounts also come from nodes on other machines."""
+"""Upper bounds, above those of any machine, for the amounts that nodes on other machines report."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -121,7 +121,7 @@ class NodeResources:
         return self._share(await self._taken.take(quantities, priority, tenant), amount.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
-        """Return None if not enough is free, or if others wait for resources: for optional uses."""
+        """Set an amount aside for an optional use. Returns None if less is free, or if waiting requests come first."""
         if not any(quantities := amount.quantities):
             return ResourceShare()
         slot = self._taken.try_take(quantities, tenant)
@@ -133,7 +133,7 @@ class NodeResources:
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # before the next in line is served, who may get these GPUs
+            self._free_gpus.update(gpus)  # before `release`, which serves the next in line, perhaps with these GPUs
             slot.release()
 
         return ResourceShare(give_back, gpus)
@@ -192,11 +192,11 @@ def free_of(stats: ResourceStats) -> ResourceAmount:
 
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
-    """Return the processors and memory available to this process: the machine's, or less under a control group's (v1 or
-    v2) limits. An unreadable limit counts as none."""
+    """Return the processors and memory available to this process: those of the machine, or less if control groups (v1
+    or v2) limit the process. An unreadable limit counts as none."""
     try:
         processors = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    except AttributeError:  # macOS does not have the function
         processors = os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups = by_controller(_text(proc / "self" / "cgroup"))

@@ -5,7 +5,8 @@
     → eval slot (then the run slot is released) → verdict → teardown → result
 
 The steps of a task with several steps run one after another in the same sandbox. All but the last are graded in the run
-slot. An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
+slot. An attempt that grades an earlier session's run again runs no agent: it takes resources and an eval slot, and
+grades.
 
 To cancel the session is to cancel this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
 happens, the sandbox is stopped exactly once and every slot is given back, the resources last.
@@ -78,15 +79,16 @@ AGENT = "agent"
 """The name of an agent's run in a sandbox that may outlive its node."""
 
 HARMFUL_SECONDS = 2.0
-"""Seconds. A stall of the service, or an overdue wait for an engine or the store, of this length or more may have made
-an agent's client give up. Shorter waits are no longer than a slow model call."""
+"""An agent's client may have given up if the service stood still for this many seconds or more at once, or if the run's
+waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
+call."""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
-"""Ends of a step's run after which no further step is begun."""
+"""Stop reasons of a step after which the next step does not begin."""
 
 
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
-    """The shared parts of all rollouts of a node."""
+    """The parts that all rollouts of a node share."""
 
     model: ModelBackend
     frozen: tuple[FrozenModel, ...] = ()
@@ -99,9 +101,9 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     may_outlive: bool = False
-    """Whether the next node may continue this node's sandboxes after its death."""
+    """Whether the next node may continue the runs in this node's sandboxes if this node is killed."""
     service_silence: Callable[[], float] = lambda: 0.0
-    """Returns the seconds for which the service, if another process, has stood still until now."""
+    """Returns the seconds for which a service in another process has stood still until now."""
 
     def stalled_seconds(self) -> float:
         """The total seconds until now in which no session could go on: the event loop was blocked, or the service stood
@@ -110,8 +112,8 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an agent's run. `failure` is set for AGENT_EXCESS: it came from inside the agent's sandbox, and is not
-    yet confirmed to be the agent's doing."""
+    """The end of an agent's run. `failure`, set only for AGENT_EXCESS, is an error from inside the agent's sandbox. The
+    grading has yet to confirm that the agent caused the error."""
 
     reason: StopReason
     outcome: HarnessOutcome
@@ -124,7 +126,8 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an attempt ended, and its verdict or its error. `run_reason`: see `SessionResult`. `patch`: see `Grade`."""
+    """The reason why an attempt ended, with the verdict or the error, if there is one. `run_reason`: see
+    `SessionResult`. `patch`: see `Grade`."""
 
     reason: StopReason
     verdict: Verdict | None = None
@@ -136,7 +139,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 class Rollout:
     """The run of one attempt: `await Rollout(attempt, key, node).run()` once. `key` is the credential for the agent's
-    model calls. `outlived` is the sandbox of an attempt that `goes_on`."""
+    model calls. `outlived`, for an attempt that `goes_on`, is the sandbox left by the last node, with its record."""
 
     def __init__(self, attempt: Attempt, key: str, node: NodeServices, outlived: Outlived | None = None) -> None:
         self._attempt = attempt
@@ -147,7 +150,7 @@ class Rollout:
         self._node = node
         seconds = attempt.task.limits.session_seconds if outlived is None else outlived.run.session_seconds
         self._overdue = Overdue()
-        overdue = self._overdue  # no reference to this rollout: see `on_limit` below
+        overdue = self._overdue  # the lambda must not refer to this rollout: see `on_limit` below
         self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
         """Returns the seconds that are charged to no clock of the session."""
         self._budget = Budget(seconds, self._stalled_seconds)
@@ -175,7 +178,8 @@ class Rollout:
             sampling=attempt.task.sampling,
             history=attempt.task.history,
             record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
-            # No reference to this rollout: in a cycle, a token tree of megabytes would wait for the garbage collector.
+            # A reference to this rollout would make a cycle, and the token tree, which may have megabytes, would be
+            # freed only by the garbage collector.
             on_limit=self._cutoff.cut,
             on_broken=self._cutoff.cut,
             overdue=overdue,
@@ -190,14 +194,14 @@ class Rollout:
         )
 
     async def run(self) -> SessionResult:
-        """Run the attempt and return its result. Raises only CancelledError, ServiceError if its turns cannot be read
-        back, and NodeLost if it cannot continue the run of a dead node."""
+        """Run the attempt and return its result. Raises only CancelledError, NodeLost if the attempt cannot continue
+        the run of a dead node, and the store's error if the stored turns cannot be read."""
         try:
             with plugin_code():
                 ending = await self._stages()
         except NodeLost:
             raise
-        except Exception as failed:  # of plugins, too: any error is this session's failure alone
+        except Exception as failed:  # plugins may raise anything; an error fails this session and no other
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
@@ -234,7 +238,8 @@ class Rollout:
         """Run the stages of the attempt, in order. Everything held is released in the reverse order, whatever
         happens."""
         lanes, line = self._node.lanes, (self._attempt.priority, self._attempt.tenant)
-        # In a thread: options may have megabytes to be read, and some harnesses build the folder that they mount first.
+        # The parts are made in a thread, because this may take long: options may have megabytes, and some harnesses
+        # must build the folder that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
         if self._attempt.stored is not None:
@@ -259,8 +264,8 @@ class Rollout:
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # From here on each slot is taken before the previous slot is released: so the slots bound the number of
-            # living sandboxes.
+            # From here on each slot is taken before the previous slot is released, so that the slots bound the number
+            # of living sandboxes.
             run = await held.enter_async_context(await lanes.run.take(*line))
             ready.release()
             self._stopwatch.lap("ready")
@@ -285,8 +290,8 @@ class Rollout:
             return self._with_all_steps(await self._grade(grading, sandbox, ended, place.off_the_clock))
 
     def _made(self) -> tuple[Harness, tuple[Path, ...], list[Evaluator]]:
-        """Make the harness, the host paths needed by its programs, and the evaluator of each step. Raises InvalidField
-        for host paths that the task may not name."""
+        """Make the harness and the evaluator of each step. Returns the harness, the host paths that its programs need,
+        and the evaluators. Raises InvalidField for a host path that the task may not name."""
         harness = make_harness(self._task.harness)
         mounts = harness.mounts()
         if (venv := self._task.harness.venv) is not None:
@@ -312,8 +317,8 @@ class Rollout:
     async def _run_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Run and grade a step that another step follows. Returns the end of the session if the next step is not to
-        begin."""
+        """Run and grade a step that another step follows. Returns the ending of the session, or None if the next step
+        may begin."""
         async with grading:
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
@@ -333,10 +338,10 @@ class Rollout:
     async def _begin_step(
         self, grading: Grading, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> Ending | None:
-        """Prepare the sandbox and the agent for the next step. Returns the end of the session if that is impossible.
+        """Prepare the sandbox and the agent for the next step. Returns None, or the ending of the session if the time
+        has run out or the agent is to blame. Raises the failure if the agent is not to blame.
 
-        An agent has worked in the sandbox: a command that fails here and succeeds in a new sandbox fails because of the
-        agent.
+        The agent is to blame for a command that fails here, where an agent has worked, but succeeds in a new sandbox.
         """
         before = len(self._verdicts) - 1  # the index in `then` of the step that begins: the first step is not in `then`
         self._step = self._steps[before + 1]
@@ -348,7 +353,8 @@ class Rollout:
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
         except (RuntimeFailure, HarnessError) as failure:
-            # A command that fails here succeeded in a new sandbox: see `_begin_step`.
+            # A failed command counts as a failure from inside. The grading then runs the command in a new sandbox, and
+            # blames the agent only if the command succeeds there.
             inside = isinstance(failure, CommandFailed) or await came_from_inside(sandbox.runtime, failure)
             replied = self.conversation.replies > 0
             facts = Facts(stage=Stage.NEXT_STEP, end=end_of(failure), inside=inside, replied=replied)
@@ -383,7 +389,8 @@ class Rollout:
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Start the sandbox unless it was warm, and install the harness; or continue both as left by the last node."""
+        """Start the sandbox, unless it is warm, and install the harness. To a sandbox that has outlived the last node,
+        only reconnect: its harness is installed already."""
         if self._outlived is None:
             await sandbox.ready()
         else:
@@ -412,11 +419,11 @@ class Rollout:
 
     @asynccontextmanager
     async def _outliving(self, sandbox: Sandbox, harness: Harness, clock: Budget) -> AsyncIterator[str | None]:
-        """Let the sandbox and its agent outlive this node within the block, if they can. Yields the name of the agent's
-        run, or None.
+        """Within the block, let the sandbox and its agent outlive this node, if they can. Yields the name of the
+        agent's run, or None if they cannot.
 
-        Only tasks of one step qualify, because the verdicts of earlier steps are in no store, and only tasks without
-        GPUs, whose locks end with the node.
+        A task of several steps cannot go on at the next node, because the verdicts on earlier steps are not stored. Nor
+        can a task with GPUs, because the locks of the GPUs end with the node.
         """
         kind = resolve("runtime", self._task.runtime.kind)
         able = self._node.may_outlive and isinstance(kind, TakesOver) and getattr(harness, "outlives_node", False)
@@ -440,25 +447,26 @@ class Rollout:
             await shielded(partial(asyncio.to_thread, forget, sandbox.directory))
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
-        """Run the agent and collect its artifacts, also after a failure: then they are needed most.
+        """Run the agent and collect its artifacts, also after a failure, when the artifacts are needed most.
 
-        Raises the error of a run that says nothing about the policy, as `blame.py` decides.
+        Raises an error if `blame.decide` rules that the attempt has failed and the agent is not to blame.
         """
         models, conversation = self.models, self.conversation
         self._overdue.begin_run()
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
-            # A program that ends while a call is in flight had no reply: the turn of that call does not count.
+            # These facts are taken before `_collect` ends the calls in flight. Turns of such calls do not count,
+            # because the program got no reply to them.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
-            except Exception as failed:  # plugins too
+            except Exception as failed:  # plugins may raise anything
                 # Only the sandbox's failure may come from the agent: no program is running, and no clock.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
                 if failed.__context__ is None:
                     failed.__context__ = error
                 error = failed
-        failure = models.failure or failure  # also a call that was cut off
+        failure = models.failure or failure  # calls may also have failed while `_collect` ended them
         longest = max(stalls.longest, self._node.service_silence())
         limit = error.reason if isinstance(error, LimitReached) else conversation.limit
         facts = Facts(
@@ -518,7 +526,7 @@ class Rollout:
             raise final
         finally:
             # An error's traceback holds this frame. If the frame held the error, this cycle would keep the session's
-            # tokens, which may have megabytes, until the next garbage collection.
+            # tokens, perhaps megabytes, until the next garbage collection.
             del error, failure, unanswered, in_vain, final
             errors.clear()
 
@@ -526,7 +534,7 @@ class Rollout:
         self, sandbox: Sandbox, harness: Harness, context: HarnessContext
     ) -> tuple[End, Exception | None, HarnessOutcome]:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it. Returns what ended the run,
-        what was raised, and the outcome."""
+        the exception that was raised, if any, and the outcome."""
         seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
         clock = Budget(seconds, self._stalled_seconds)
         try:
@@ -553,7 +561,7 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError outside of a run. Raises HarnessError for a timeout of no budget."""
+        """Return the ending for a TimeoutError outside of a run. Raises HarnessError if no budget is exhausted."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:
@@ -561,7 +569,8 @@ class Rollout:
         return Ending(reason=decision.reason)
 
     async def _fault_of_waits(self) -> OutriderError | None:
-        """Return the error of an engine or store that was at fault for a wait in vain, if any. An agent that gave a
+        """Check the calls that the agent gave up. Returns the error of the engine, the store or the pause of the policy
+        that was at fault, if any. The calls are also checked after a run without errors, because an agent that gave a
         call up may have ended as if all were well."""
         try:
             for pending in self._overdue.pending_checks:
@@ -602,7 +611,8 @@ class Rollout:
         return _graded(ended, grade)
 
     async def _grade_again(self, grading: Grading, stored: StoredRun) -> Ending:
-        """Grade an earlier session's run, once there is room for a sandbox."""
+        """Grade an earlier session's run again, once resources and an eval slot are free. A verdict that blames the
+        agent stays, and is returned at once."""
         code, log_tail = 0, ""
         if stored.harness_exit is not None:
             code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
@@ -645,8 +655,8 @@ class Rollout:
     async def _ask_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. The judged
-        text cannot open or end a turn, because its special tokens are removed."""
+        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. Special
+        tokens are removed from the messages, so that the judged text cannot open or end a turn."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
@@ -694,8 +704,8 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
 def _frozen_conversation(
     model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
 ) -> Conversation:
-    """Make an attempt's conversation with a frozen model. The agent's sampling applies: the task's sampling is for the
-    policy."""
+    """Make an attempt's conversation with a frozen model. The agent's sampling applies, because the task's sampling is
+    only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

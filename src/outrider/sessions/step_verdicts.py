@@ -10,8 +10,10 @@ from outrider.trajectory import Verdict
 
 
 def verdict_on_steps(verdicts: Sequence[Verdict], reward: Literal["mean", "final"]) -> Verdict:
-    """Return the mean of the verdicts, metric by metric, with 0 for a metric that a step lacks; or the final verdict.
-    Both repeat each step's numbers as metrics `step1.reward`, `step1.NAME` and so on. Rewards of turns are added up."""
+    """Return one verdict on all steps. `mean`: the reward and each metric is the mean over the steps, where a step
+    without the metric counts as 0. `final`: the reward and the metrics are those of the last step. In both cases the
+    numbers of each step are repeated as metrics `step1.reward`, `step1.NAME` and so on. The steps' rewards for a turn
+    are added up; of the rewards for a row, the last step's counts."""
     final = verdicts[-1]
     names = {name for verdict in verdicts for name in verdict.metrics}
     metrics = {name: fmean(verdict.metrics.get(name, 0.0) for verdict in verdicts) for name in sorted(names)}

@@ -12,8 +12,8 @@ from outrider.trajectory import Turn
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
     """Return the messages of the newest answered turn of the main conversation, its reply included.
 
-    Where a harness replaced its history by a summary, the messages begin with the summary. Empty if no turn was
-    answered. `turns[i].index` must be `i`.
+    If a harness has replaced its history by a summary, the messages begin with the summary. The result is empty if no
+    turn was answered. `turns[i].index` must be `i`.
     """
     lines = lineages(turns)
     answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)

@@ -1,4 +1,4 @@
-"""Writes the batch script of a job. Pure, except that it reads `job.sh`.
+"""Writes the batch script of a job. The module is pure, except that it reads `job.sh`.
 
 Invariant: Slurm and bash read each path, name or flag as one value, whatever characters it has.
 """
@@ -19,10 +19,11 @@ URL_FILE = "url"
 TOKEN_FILE = "token"
 """Files of the job's folder. `job.sh` uses these names, too."""
 START_SECONDS = 600
-"""Maximum seconds until the service is ready. The service loads a tokenizer, and a small model if embedded."""
+"""Maximum seconds until the service is ready. The service first loads a tokenizer, and its embedded model if it has
+one."""
 END_SECONDS = 90
-"""Seconds of a job's end besides the service's own `stop_seconds`: sessions are interrupted, nodes end, unfinished
-sessions are counted, the job is queued again."""
+"""Seconds kept for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are interrupted,
+nodes end, unfinished sessions are counted, and the job is queued again."""
 LEAST_SECONDS = 30
 """Minimum seconds of a useful run of the nodes. After a shorter run, a job that has come back three times is not queued
 again."""
@@ -36,9 +37,9 @@ class BatchJob:
     """A job.
 
     `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are the arguments of
-    `outrider serve` and `outrider nodes join`. `folder` is where the job writes its logs and the service's address, and
-    reads its token; relative paths are relative to `directory`. `options` are further options of sbatch, as
-    `--name=value`. No field may contain a secret: a batch script can be read by others.
+    `outrider serve` and `outrider nodes join`. The job writes its logs and the service's address to `folder`, and reads
+    its token there. Relative paths are relative to `directory`. `options` are further options of sbatch, as
+    `--name=value`. No field may contain a secret, because others can read a batch script.
     """
 
     python: Sequence[str]
@@ -64,7 +65,7 @@ class BatchJob:
 
 
 def script_of(job: BatchJob) -> str:
-    """The text of the batch script. Raises InvalidField for settings that Slurm could not read or carry out, and
+    """Return the text of the batch script. Raises InvalidField for settings that Slurm could not read or carry out, and
     RequestError for control characters."""
     head = [f"#SBATCH {_for_sbatch(option)}" for option in _options(job)]
     return "\n".join(["#!/bin/bash", *head, "", *_settings(job), "", files(__package__).joinpath("job.sh").read_text()])
@@ -84,7 +85,7 @@ def _options(job: BatchJob) -> list[str]:
             )
             raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
     if "\\" in str(job.folder):
-        # If a log's name has a backslash, Slurm expands nothing in it, and so all jobs would have the same log.
+        # Slurm expands nothing in a log's name with a backslash, so all jobs would have the same log.
         raise InvalidField(f"Slurm cannot write to a folder whose name has a backslash: {job.folder}", field="data")
     options = {
         "job-name": job.name,
@@ -96,8 +97,8 @@ def _options(job: BatchJob) -> list[str]:
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "chdir": str(job.directory),
         "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
-        # A signal before the time limit, to this script alone. Slurm ends a job with another signal, which reaches
-        # every process of the job by itself.
+        # Slurm sends this signal before the time limit, to this script alone. It ends a job with another signal, TERM,
+        # which it sends to every process of the job.
         "signal": f"B:USR1@{job.warning_seconds}",
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -112,7 +113,7 @@ def _options(job: BatchJob) -> list[str]:
 
 
 def _settings(job: BatchJob) -> list[str]:
-    """Assignments of the variables for the rest of the script."""
+    """Return the assignments of the variables that the rest of the script uses."""
     python = [*job.python, "-m"]
     commands = {
         "serve": [*python, "outrider.cli", "serve", *job.serve],
@@ -131,8 +132,8 @@ def _settings(job: BatchJob) -> list[str]:
 
 
 def _for_sbatch(option: str) -> str:
-    """Quote a word for an #SBATCH line, which sbatch reads by the rules of a shell, but with a backslash that escapes
-    everywhere."""
+    """Quote a word for an #SBATCH line. sbatch reads such a line by the rules of a shell, except that a backslash
+    escapes the next character everywhere."""
     [word] = _one_line([option])
     return shlex.quote(word.replace("\\", "\\\\"))
 
@@ -145,7 +146,7 @@ def _one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _seconds(text: str) -> int | None:
-    """Seconds of a Slurm time limit; None for no limit. See the option --time of sbatch."""
+    """Return the seconds of a Slurm time limit, as sbatch reads its option --time. None for no limit."""
     if text.upper() in ("0", "UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(text)

@@ -28,12 +28,12 @@ CARRIED = "outrider:carried"
 PATCH = "outrider:patch.diff"
 """Name of the artifact with the diff of a repository carried to the grading."""
 KEPT = (CARRIED, PATCH)
-"""At most one per attempt."""
+"""Names of the artifacts that hold what was carried to the grading. An attempt has at most one of them."""
 
 
 class KeepsArtifacts(Protocol):
-    """The part of the store that an attempt needs. All methods raise OSError, and remote implementations also
-    OutriderError."""
+    """The part of the store of artifacts that an attempt needs. All methods raise OSError, and remote implementations
+    also OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
@@ -58,7 +58,7 @@ class ArtifactStore:
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        for folder in (place, place.parent, self._folder):  # the folders' entries must be on the disk, too
+        for folder in (place, place.parent, self._folder):  # the entries in the folders must reach the disk, too
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

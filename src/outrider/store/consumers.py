@@ -1,4 +1,4 @@
-"""Named consumers of the results: each has a position, up to which it has processed the groups.
+"""Named consumers of the results. A consumer has processed the groups up to its position, a cursor.
 
 A consumer belongs to a tenant and sees that tenant's groups, or belongs to the admins and sees all groups. Two tenants
 may each have a consumer of the same name. Invariants: a position is never beyond the newest cursor of a group; a
@@ -57,7 +57,7 @@ class Consumers:
         return await self._db.write(body)
 
     async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> Consumer:
-        """Move a consumer forward to `cursor`, or also back with `rewind`.
+        """Move a consumer forward to `cursor`. Only with `rewind` does a lower cursor move the consumer back.
 
         Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
         """

@@ -32,13 +32,14 @@ def split(turn: Turn) -> Split:
 
 
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
-    """Insert the images that are not stored yet, and note that the session shows all of them."""
+    """Insert the images that are not stored yet, and record that the session shows all of them."""
     for image in images:
-        # A session shows the same screenshot with every call: this query is then the only cost.
+        # A session shows the same screenshot with every call. For a screenshot that is already recorded, this query is
+        # the only cost.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue
-        # Looked up first, so that the bytes of a known image are not passed to the database by every session.
+        # The image is looked up first, so that not every session passes the bytes of a known image to the database.
         if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
@@ -52,7 +53,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Note that a session shows no images any more, and delete the images that no other session shows."""
+    """Delete the record of the images that a session shows, and the images that no other session shows."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?

@@ -77,7 +77,7 @@ async def _name_receivers(tx: Connection) -> None:
 
 
 async def _note_image_uses(tx: Connection) -> None:
-    """Note which sessions show which images: before, an image was kept for ever."""
+    """Record which sessions show which images: before, an image was kept for ever."""
     for table in ("turns", "frozen_turns"):
         keys = "session_id, attempt, turn_index" if table == "turns" else "session_id, attempt, model, turn_index"
         where = " AND ".join(f"{key} = ?" for key in keys.split(", "))
@@ -172,7 +172,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try)",
     ),
     (
-        # Columns for the list of groups, which would otherwise have to read every spec and every session.
+        # The new columns serve the list of groups, which would otherwise have to read every spec and every session.
         "ALTER TABLE groups ADD COLUMN labels TEXT NOT NULL DEFAULT '{{}}'",
         "ALTER TABLE groups ADD COLUMN errors INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE groups ADD COLUMN rewarded INTEGER NOT NULL DEFAULT 0",
@@ -194,12 +194,13 @@ MIGRATIONS: Migrations = (
         _move_images,
     ),
     (
-        # One row, once a trainer has set a version. `began_version` is the policy's when a group's first session began.
+        # `policy` has one row, once a trainer has set a version. `began_version` is the policy's version at the time
+        # when a group's first session began.
         "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
         "ALTER TABLE groups ADD COLUMN began_version BIGINT",
     ),
     (
-        # Kept apart from the policy's turns, so that no training code can read frozen turns by mistake.
+        # Frozen turns are apart from the policy's turns, so that no training code can read them by mistake.
         """CREATE TABLE frozen_turns (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -220,8 +221,8 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN min_usable INTEGER",
     ),
     (
-        # A named reader of the results: it has processed the groups up to `cursor`, and made its last request at
-        # `seen`.
+        # A row is a named reader of the results, which has processed the groups up to `cursor`, and made its last
+        # request at `seen`.
         """CREATE TABLE consumers (
             name TEXT PRIMARY KEY,
             cursor BIGINT NOT NULL,
@@ -238,7 +239,7 @@ MIGRATIONS: Migrations = (
         "DROP INDEX outbox_due",
         "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
-        # The sessions that show an image: the image is removed with the last of these sessions.
+        # A row is a session that shows an image. The image is removed with the last of these sessions.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -246,8 +247,9 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX image_uses_by_digest ON image_uses (digest)",
         _note_image_uses,
-        # One row, written when a group is done or removed: the newest cursor, which must not repeat after the removal
-        # of a group; sums over the done groups, which are too many to count; and the last cursor of a removed event.
+        # `totals` has one row, written when a group is done or removed: the newest cursor, which must not repeat after
+        # the removal of a group; sums over the done groups, which are too many to count; and the last cursor of a
+        # removed event.
         """CREATE TABLE totals (
             id INTEGER PRIMARY KEY CHECK (id = 1),
             cursor BIGINT NOT NULL,
@@ -255,7 +257,7 @@ MIGRATIONS: Migrations = (
             bytes BIGINT NOT NULL,
             removed_event BIGINT NOT NULL DEFAULT 0
         )""",
-        # Size of the spec, and of the turns, results and artifacts of the sessions that are done.
+        # `bytes` is the size of the spec, and of the turns, results and artifacts of the sessions that are done.
         "ALTER TABLE groups ADD COLUMN bytes BIGINT NOT NULL DEFAULT 0",
         """UPDATE groups SET bytes = LENGTH(spec)
             + (SELECT COALESCE(SUM(LENGTH(result)), 0) FROM sessions WHERE sessions.group_id = groups.id)
@@ -272,8 +274,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
     ),
     (
-        # A row for each bucket that has had sessions in the queue (see queue.py): `waiting` is 1 if some may wait now,
-        # `served` orders the starts of sessions, `since` is the time when the bucket first appeared.
+        # `queue_shares` has a row for each bucket that has had sessions in the queue (see queue.py). `waiting` is 1 if
+        # some may wait now, `served` orders the starts of sessions, `since` is the time when the bucket first appeared.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -311,7 +313,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_by_submitter ON groups (submitted_by, open_sessions) WHERE open_sessions > 0",
     ),
     (
-        # One row, which `Store.probe` changes to find out whether the database accepts writes.
+        # `probe` has one row, which `Store.probe` changes to find out whether the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
@@ -342,8 +344,8 @@ MIGRATIONS: Migrations = (
             JOIN groups ON groups.id = sessions.group_id WHERE sessions.id = image_uses.session_id)""",
         "DROP INDEX image_uses_by_digest",
         "CREATE INDEX image_uses_by_digest ON image_uses (digest, tenant)",
-        # Like `totals`, for each tenant that has had a done group. Each tenant counts as having reached the cursors
-        # given before.
+        # `tenants` is like `totals`, with a row for each tenant that has had a done group. Tenants from before this
+        # migration count as having reached all cursors given by then.
         """CREATE TABLE tenants (
             name TEXT PRIMARY KEY,
             cursor BIGINT NOT NULL,
@@ -383,7 +385,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX queue_shares_of_tenant ON queue_shares (tenant, served)",
     ),
     (
-        # 1 if `spec`, `callback_url` and the URL in the outbox are encrypted; `Store` encrypts the others.
+        # `sealed` is 1 if `spec`, `callback_url` and the URL in the outbox are encrypted. `Store` encrypts those of
+        # the other groups.
         "ALTER TABLE groups ADD COLUMN sealed INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX groups_to_seal ON groups (id) WHERE sealed = 0",
     ),
@@ -397,7 +400,7 @@ MIGRATIONS: Migrations = (
             WHERE waiting = 1 AND evaluation = 1""",
     ),
     (
-        # `pace` is JSON: how long the engine usually takes (`RememberedPace`).
+        # `pace` is the time that the engine usually takes, as JSON (`RememberedPace`).
         "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
     ),
 )

@@ -1,7 +1,7 @@
 """`Database` over PostgreSQL: one transaction writes at a time, in all processes together; a few connections read.
 
-A writing transaction first takes a lock of the whole database, so that commits happen in the order of the cursors: a
-reader that pages by cursor never misses a row committed later. (Neither sequences nor SERIALIZABLE guarantee this
+A writing transaction first takes a lock on the whole database, so that commits happen in the order of the cursors, and
+a reader that pages by cursor never misses a row committed later. (Neither sequences nor SERIALIZABLE guarantee this
 order.) Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss
 of power, unless the server is configured otherwise (synchronous_commit). The only table used here directly is
 `writers`.
@@ -43,7 +43,8 @@ FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
 """Seconds for which a transaction is retried while the server cannot be reached: it may be restarting."""
 HANDOVER_SECONDS = 5.0
-"""Seconds to wait for the end of another service on the same database: the server may notice a killed client late."""
+"""Seconds to wait for the end of another service on the same database: the server may keep the lock of a killed client
+for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
 # Advisory locks belong to one database and are identified by two numbers. Our first number is "outr" in ASCII.
@@ -51,24 +52,26 @@ LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # A holder of the writers' lock that makes no progress is cut off: a stopped process, a host that is gone.
+    # A holder of the writers' lock that makes no progress is cut off, such as a stopped process or a lost host.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
 
-# The last batch that each writer has committed. Rows older than a day are from processes that were killed.
+# `writers` has the last batch that each writer committed. Rows older than a day are deleted, because their processes
+# were killed.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
-# In READ COMMITTED, each statement sees everything committed before it. A snapshot of the whole transaction would be
-# taken before the lock is given.
+# In READ COMMITTED, each statement sees everything committed before the statement. Other levels would take one snapshot
+# for the whole transaction, before the lock is given, and miss what was committed in between.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-# Connections lost here but not on the server may still hold locks. Each writer has a name of its own.
+# A connection that is lost here may still be open on the server and hold locks, so a writer that connects again ends
+# its earlier connections. They have the writer's name, which no other writer has.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
@@ -109,9 +112,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """`Database` over one PostgreSQL database.
 
-    `sole` is for a service: it writes only while it holds a lock of the server, so that a database has one service. A
-    second service is refused with a ServiceError that names the holder. Processes without `sole` may write at any time.
-    The first write, the migration, has no time limit.
+    With `sole`, which is for a service, all writes require the service's lock, so that a database has at most one
+    service. A second service is refused with a ServiceError that names the holder of the lock. Processes without `sole`
+    may write at any time. The first write, the migration, has no time limit.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -203,10 +206,11 @@ class _Connection:
 
     def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit  # None: the connection's own
+        self._limit = limit  # in seconds; None for the connection's own limit
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        # The server replies `UPDATE 3`, `INSERT 0 1` or, for statements that change no rows, `CREATE TABLE`.
+        # The server's reply ends with the number of rows, as in `UPDATE 3` or `INSERT 0 1`. Statements that work on no
+        # rows, such as `CREATE TABLE`, have a reply without a number.
         said: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
         count = said.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
@@ -219,7 +223,7 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections. Their application name identifies them to administrators and to `_Writer`."""
+    """Opens connections. Each has an application name by which administrators and `_Writer` identify it."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -227,7 +231,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server gives up before we do, or it would go on waiting for a lock without a client.
+        # The server stops waiting for a lock before our own limit ends. Otherwise the server would wait on when we have
+        # gone.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:
@@ -249,7 +254,8 @@ class _Server:
 
 
 class _Batch:
-    """Bodies to run in one transaction. `results` are set once its COMMIT was sent."""
+    """Bodies to run in one transaction. `results` are set from the time when the COMMIT is sent, unless the COMMIT is
+    known to have failed."""
 
     def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
         self.number = number
@@ -317,7 +323,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the service's lock for as long as the connection lasts."""
+        """Take the service's lock for as long as the connection lasts. Raises _Unreachable if another service holds the
+        lock."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
@@ -389,8 +396,8 @@ class _Writer:
 async def _patiently(
     once: Callable[[], Awaitable[T]], patience: float, lasting: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call `once` until it succeeds. `_Unreachable` is retried for `patience` seconds; while `lasting`, any error
-    is."""
+    """Call `once` until it succeeds. `_Unreachable` is retried for `patience` seconds. While `lasting` returns True,
+    every error is retried, without a limit."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience
     tries = 0
@@ -405,7 +412,7 @@ async def _patiently(
 
 
 async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
-    """Undo the transaction after an error. A connection that cannot do so is closed."""
+    """Undo the transaction after an error. If that fails, the connection is closed."""
     try:
         if isinstance(error, BROKEN):
             raw.terminate()

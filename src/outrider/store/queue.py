@@ -7,8 +7,9 @@ tenant served least recently. The same rule orders a tenant's buckets at the ten
 the oldest session goes first. Priorities are set by clients, so a priority orders only the groups of one tenant.
 Likewise, a client that invents a run for each group takes only from its own tenant.
 
-No transaction is opened here. Invariant: a bucket with a waiting session has a row of `queue_shares` with `waiting` =
-1. The reverse does not hold: a reader that finds a bucket empty calls `close_shares`.
+No transaction is opened here. Invariant: if a session of a bucket waits at a priority, the row of `queue_shares` for
+this bucket and priority has `waiting` = 1. The reverse does not hold, so a reader that finds a bucket empty calls
+`close_shares`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COUNT_WAITING = """SELECT COUNT(*) FROM (
         ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
     WHERE queue_shares.{column} = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
 
-# Steps from tenant to tenant in the index: a plain DISTINCT would read the row of every bucket.
+# The query steps from tenant to tenant in the index, because a plain DISTINCT would read the row of every bucket.
 TENANTS = """WITH RECURSIVE found (tenant) AS (
         SELECT MIN(tenant) FROM queue_shares WHERE {which}
         UNION ALL
@@ -50,7 +51,7 @@ ABOVE_ALL = (1 << 31) - 1
 
 MOST_PASSED = 64
 """A tenant with this many skipped buckets is passed over, so that one pass over the queue has a bound. The tenants
-behind are still considered."""
+after it are still considered."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:
-    """Note that sessions of a bucket wait, the oldest since the given time."""
+    """Record that sessions of a bucket wait, the oldest since the time `since`."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, evaluation, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
@@ -81,7 +82,7 @@ async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: 
 
 
 async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
-    """Note that a session of a bucket waits again."""
+    """Record that a session of a bucket waits again."""
     sql = "UPDATE queue_shares SET waiting = 1 WHERE priority = ? AND bucket = ? AND waiting = 0"
     await tx.execute(sql, (priority, bucket))
 
@@ -115,9 +116,10 @@ async def pick(
     skip: Collection[str],
     evaluations: bool,
 ) -> Picked:
-    """Return the next sessions that are due by `now`, or only after `latest`: no session is put off for that long, so
-    the clock has been set back since. `under_way` counts the sessions under way by bucket. Buckets in `skip` are left
-    out, and so are tenants with MOST_PASSED of them. With `evaluations`, only evaluations are considered.
+    """Return the next sessions that are due by `now`. A session that is due after `latest` is returned, too: no session
+    is put off for so long, so the clock has been set back since. `under_way` counts the sessions under way by bucket.
+    Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With `evaluations`, only
+    evaluations are considered.
 
     The cost grows with `limit`, the number of tenants and the number of buckets with work under way, not with the
     length of the queue.
@@ -180,7 +182,7 @@ class _Tenant:
         self._line: _Line | None = None
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """See `_Line.next`."""
+        """The tenant's next session, or None; the arguments are those of `_Line.next`."""
         while True:
             if self._line is not None and (session := await self._line.next(wanted, empty)) is not None:
                 return session
@@ -203,7 +205,7 @@ class _Line:
         self._buckets: list[tuple[int, int, str]] = []
         """A heap of the work under way, the order among equals, and the bucket."""
         self._last: tuple[int, float, str] | None = (-1, 0.0, "")
-        """`served`, `since` and name of the last bucket that was read; None once all were."""
+        """`served`, `since` and name of the last bucket that was read; None once all buckets were read."""
         self._read: dict[str, list[Row]] = {}
         self._taken: dict[str, int] = {}
 

@@ -4,8 +4,8 @@ A removal begins with `hide`: from then on, no query finds the group or its sess
 `erase` deletes the rows, step by step. `service/retention.py` chooses the groups, and removes their files.
 
 Invariants: a group is hidden as a whole or not at all. A group is hidden only when it is done, has no delivery left to
-make, and is acknowledged by every consumer that sees it (unless overruled). A hidden group stays hidden, even if a
-process is killed.
+make, and is acknowledged by every consumer that sees it (unless `force` overrules the consumers). A hidden group stays
+hidden, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Removals:
     """Removals from a store, which opens and closes the database. Every method raises ServiceError when the database
     fails.
 
-    `force` overrules the consumers: groups that they have not acknowledged may be removed.
+    `force` overrules the consumers: groups that a consumer has not acknowledged may be removed.
     """
 
     def __init__(self, database: Database) -> None:
@@ -179,7 +179,7 @@ class Removals:
         return await self._db.write(body)
 
     async def shrink(self) -> bool:
-        """Return some of the room of erased rows to the file system. Returns True if there is more to return."""
+        """Return some of the room of erased rows to the file system. Returns True if more room is left to return."""
         return await self._db.shrink()
 
 

@@ -104,8 +104,8 @@ class PolicyRow(msgspec.Struct, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the control API. Times are seconds since the epoch. `digest` is the SHA-256 of its text (hex). Groups
-    submitted with the token belong to its `tenant`."""
+    """A token of the control API. Times are seconds since the epoch. `digest` is the SHA-256 of the token's text (hex).
+    Groups submitted with the token belong to its `tenant`."""
 
     name: str
     digest: str
@@ -144,8 +144,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
     The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. A push with
-    `given_up` set is retried only on request. `receiver` is the host and port of the `url`, which is empty if the store
-    lacks the key of its encryption.
+    `given_up` set is retried only on request. `receiver` is the host and port of the callback URL. `url` is empty if
+    the store lacks the key that encrypted it.
     """
 
     group_id: str
@@ -179,7 +179,7 @@ def receiver_of(url: str) -> str:
 
 
 def stored_key(tenant: str, idempotency_key: str) -> str:
-    """Return the value of the unique key column. Names of tenants contain no slash."""
+    """Return the value of the unique key column. Names of tenants contain no slash, so the two parts stay distinct."""
     return f"{tenant}/{idempotency_key}"
 
 

@@ -1,10 +1,11 @@
 """`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for the
 writer.
 
-Writes that arrive during a commit share the next commit and its cost. A separate thread moves the log into the file.
-Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss of power together
-with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the volatile commits of
-the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile batches).
+Writes that arrive during a commit share the next commit and its cost. A separate thread moves SQLite's write-ahead log
+into the file. Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss of
+power together with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the
+volatile commits of the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile
+batches).
 
 Invariant: a failing body undoes only its own changes, never those of another body in the batch.
 """
@@ -106,8 +107,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # One by one: only the last connection to close removes the log, and of several that close at the same time,
-        # none may detect that it is the last.
+        # The threads end one by one, because only the last connection to close removes the log. If several close at the
+        # same time, each may find another one still open, and the log stays.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -135,14 +136,14 @@ class SqliteDatabase:
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
             excess: int = free - pages // SPARE
             for _ in range(min(excess, SHRINK_PAGES)):
-                await tx.execute("PRAGMA incremental_vacuum(1)")  # for several, sqlite3 would stop after the first
+                await tx.execute("PRAGMA incremental_vacuum(1)")  # with a larger number, sqlite3 would stop after one
             return excess > SHRINK_PAGES
 
         return await self.write(body, volatile=True)
 
     def _check_file(self) -> None:
-        """Raises ServiceError if the file is no longer at its path: SQLite goes on with a removed file, whose commits
-        are lost when the process ends."""
+        """Raise ServiceError if the file is no longer at its path. SQLite would go on with the removed file, and its
+        commits would be lost when the process ends."""
         if self._path is None:
             return
         try:
@@ -253,7 +254,7 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # so that the next call and the other threads see the stop, too
+        self._waiting.put(None)  # so that the next call and the other threads stop, too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
@@ -263,7 +264,7 @@ class _Jobs:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError, MemoryError) as error:  # raised here, it would end the thread
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # an error raised here would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)

@@ -1,10 +1,10 @@
 """The durable state of a service: groups, sessions, attempts, turns, results and events, and all changes to them.
 
-Every statement and transaction of Outrider is in this folder; each public method is one transaction. `database.py`
-hides the particular database. The caller decides which sessions run, retry or are cancelled.
+Every statement and transaction of Outrider is in this folder. A public method makes its changes in one transaction.
+`database.py` hides the particular database. The caller decides which sessions run, retry or are cancelled.
 
-Invariants: a session is written only by the newest attempt, while that attempt is under way; writes of other attempts
-are refused with Conflict. A session's result and the group's state, cursor, event and outbox row are one transaction.
+Invariants: an attempt writes to its session only while it is the newest attempt and under way; its other writes are
+refused with Conflict. A session's result and the group's state, cursor, event and outbox row are one transaction.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from outrider.trajectory import SessionResult, Turn
 SEALED_AT_ONCE = 100
 """Number of groups whose specs one transaction encrypts, when a database of an older version is opened."""
 MOST_PACES = 1000
-"""Maximum number of engines whose pace is kept: the names of engines that came and went pile up."""
+"""Maximum number of engines whose pace is kept. Without a bound, the names of engines that came and went would pile
+up."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
 
@@ -81,15 +82,15 @@ class Store:
     """Durable state in a database. `async with` opens and closes the store. Specs and callback URLs are stored
     encrypted.
 
-    Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
-    session raise Conflict if the session is done or `attempt` is not the newest attempt.
+    Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
+    `attempt` of a session raise Conflict if the session is done or the attempt is not the newest.
 
     A method with a `tenant` reads only the tenant's rows: ids of other tenants' rows count as unknown.
 
-    Sessions that are to end (`SessionRow.ending`: cancelled, or not needed any more) leave the queue at once: `queued`
-    does not list these sessions and `start_attempt` refuses them. Such a session is not done until the caller finishes
-    it for the reason in `ending`, even when `requeue` or `recover` ends the attempt (the state is then QUEUED).
-    `to_end` lists the sessions left to finish, for instance after a crash.
+    Sessions that are to end (`SessionRow.ending`: cancelled, expired or not needed any more) leave the queue at once:
+    `queued` does not list these sessions and `start_attempt` refuses them. Such a session is not done until the caller
+    finishes it for the reason in `ending`, even when `requeue` or `recover` ends the attempt (the state is then
+    QUEUED). `to_end` lists the sessions left to finish, for instance after a crash.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Store:
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
-            if len(self._migrations) >= SEALING:  # tests make older databases
+            if len(self._migrations) >= SEALING:  # fewer only in tests, which make older databases
                 self._key = await self._find_key()
                 await self._seal_all()
         except BaseException:  # also when cancelled: the database's threads must not be left running
@@ -135,7 +136,7 @@ class Store:
     async def _find_key(self) -> TaskKey:
         if (key := await asyncio.to_thread(self._key_source.load)) is not None:
             return key
-        # A new key must not replace a lost key: queued tasks could not be run any more.
+        # A new key must not replace a lost key, because queued tasks could not be run any more.
         if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 1 AND state <> ?", (REMOVED,))):
             raise self._key_source.missing()
         return await asyncio.to_thread(self._key_source.make)
@@ -187,12 +188,13 @@ class Store:
         expires: float | None = None,
         quota: int | None = None,
     ) -> GroupRow:
-        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions not
-        started by the time `expires` are ended by `expire`.
+        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
+        `expire` marks the sessions to end that have not started by the time `expires`.
 
         The stored group starts active and not cancelled, whatever state `group` has. If the tenant already has a group
-        with this idempotency key, the existing group is returned if the specs have the same bytes; else Conflict is
-        raised. QuotaExceeded is raised if the submitter would have more than `quota` sessions queued or running.
+        with this idempotency key, the existing group is returned, provided that the specs have the same bytes. Raises
+        Conflict if they differ, or an id is in use. Raises QuotaExceeded if the submitter would have more than `quota`
+        sessions queued or running.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -317,7 +319,7 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Mark the sessions whose first attempt has not started in time to end as expired. Returns True if there were
+        """Mark to end, as expired, all sessions whose first attempt has not started in time. Returns True if there were
         any."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
@@ -358,7 +360,7 @@ class Store:
         return found
 
     async def has_key(self, tenant: str, idempotency_key: str) -> bool:
-        """Return True if a group of the tenant was stored with this key."""
+        """Return True if the tenant has a group with this idempotency key."""
         sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
@@ -378,7 +380,8 @@ class Store:
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Sessions that are not done are in active groups. `<>` avoids the index of all sessions by state.
+            # Only active groups have sessions that are not done. `<>` keeps the database from using the index of all
+            # sessions by state.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -397,10 +400,10 @@ class Store:
     async def start_attempt(
         self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0, goes_on: bool = False
     ) -> int:
-        """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. If this is the
-        group's first attempt, the group has begun at `policy_version`; None if the policy has no part in it.
-        `goes_on`: the attempt continues the run of the previous attempt and takes over its turns. Raises Conflict if
-        the session is not queued or is to end."""
+        """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. The group's first
+        attempt records `policy_version` as the version at which the group began; None if the policy has no part in the
+        attempt. With `goes_on`, the attempt continues the run of the previous attempt and takes over the previous
+        attempt's turns. Raises Conflict if the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -447,13 +450,13 @@ class Store:
         return await self._db.write(body)
 
     async def began_before(self, version: int) -> list[str]:
-        """Ids of the groups that are not done or cancelled and began at a lower policy version, oldest first."""
+        """Ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest first."""
         sql = "SELECT id FROM groups WHERE state = ? AND cancelled = 0 AND began_version < ? ORDER BY created, id"
         values = (GroupState.ACTIVE.value, version)
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """Return the policy as last kept; None before."""
+        """Return the policy as last kept; None if it was never kept."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 
@@ -480,8 +483,8 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Make a move of lifecycle.MOVES. Raises Conflict for any other move, and for moves with a method of their own
-        (MOVES_WITH_A_METHOD)."""
+        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for moves with a
+        method of their own (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
@@ -504,9 +507,11 @@ class Store:
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
-        """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
+        """Store a turn of an attempt under way. Raises Conflict if the attempt is not under way, or already has a turn
+        of that index.
 
-        `model` is the frozen model that sampled the turn. Each model's turns count from 0, apart from the policy's.
+        `model` is the frozen model that sampled the turn, None for the policy. The turns of each model are numbered
+        from 0.
         The bytes of images are stored apart from the turn, once for each digest over all sessions.
         """
         taken = split(turn)
@@ -521,14 +526,15 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # Volatile, because the agent's call waits. A loss of power ends the attempt, and the session runs again from
-        # its task. Once an attempt's end is stored, so are all turns of the attempt.
+        # The write is volatile, because the agent's call waits for it. A loss of power that undoes the write also ends
+        # the attempt, and the session runs again from its task. Once the end of an attempt is stored, so are all turns
+        # of the attempt.
         await self._db.write(body, volatile=True)
 
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """Return the turns of one attempt (default: the newest) by index. Their images have bytes only with
+        """Return the turns of one attempt (default: the newest) by index. The images in the turns have bytes only with
         `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
@@ -583,9 +589,9 @@ class Store:
         With its last session a group is done: the group gets a cursor, an event, and, if there is a callback, an outbox
         row. If the group has `min_usable` verdicts earlier, its remaining sessions are to end. A queued session may be
         finished (with `attempt` the last attempt): this is how a queued session is cancelled. `under_way` is set by an
-        attempt that ends its own session: Conflict is raised if its lease has lapsed and the session waits for another
-        attempt. `of_all_turns` is for a result made from turns read while the attempt could still add turns: MoreTurns
-        is raised if a turn was added since.
+        attempt that ends its own session: Conflict is raised if the attempt's lease has lapsed and the session waits
+        for another attempt. `of_all_turns` is for a result made from turns that were read while the attempt could still
+        add turns: MoreTurns is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -685,8 +691,8 @@ class Store:
         return await self._db.write(body)
 
     async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`, except sessions in `held`: their node is lost. The
-        attempt is counted as recovered. The next attempt starts at `due` or later.
+        """Requeue every session whose lease ended before `now`, because the session's node is lost. Sessions in `held`
+        are skipped. The attempt is counted as recovered. The next attempt starts at `due` or later.
 
         Returns the sessions after the change, including sessions that are to end.
         """
@@ -732,7 +738,7 @@ class Store:
         return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
     async def has_tokens(self) -> bool:
-        """True if a token was ever made."""
+        """Return True if a token was ever made."""
         return bool(await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM tokens LIMIT 1")))
 
     async def token(self, digest: str) -> TokenRow | None:
@@ -782,7 +788,8 @@ class Store:
     ) -> list[Delivery]:
         """List deliveries that are due for a try, except those to `busy` receivers.
 
-        A delivery put off to a time after `latest` is due, too: the clock has been set back since.
+        A delivery whose next try is after `latest` is due, too: no delivery is put off for so long, so the clock has
+        been set back since.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"

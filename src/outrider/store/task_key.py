@@ -1,7 +1,7 @@
 """The key that encrypts tasks before they reach the database: the environments of tasks may hold secrets.
 
 The key is not in the database, so a copy of the database reveals no secrets. Invariant: data sealed for one place (a
-column of a group) cannot be opened for another.
+column of a group) cannot be opened as the data of another place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 SEALED = b"\0sealed1"
-"""Prefix of sealed bytes, different from any JSON. Then follow the key's id, the nonce, and AES-256-GCM's output."""
+"""Prefix of sealed bytes; no JSON begins like this. The key's id, the nonce and AES-256-GCM's output follow."""
 SEALED_URL = "sealed1:"
-"""Prefix of a sealed URL. Then follow the receiver (host and port), a blank, and sealed bytes in base64."""
+"""Prefix of a sealed URL. The receiver (host and port), a blank and sealed bytes in base64 follow."""
 HINT = (
     "bring back the key with which the service ran before: the file task.key of its data folder, or OUTRIDER_TASK_KEY"
 )
@@ -66,7 +66,7 @@ class TaskKey:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError."""
+        """Read a key of KEY_BYTES bytes in base64. Raises ValueError for any other text."""
         try:
             return cls(base64.b64decode(text.strip(), validate=True))
         except binascii.Error as error:
@@ -86,7 +86,8 @@ class TaskKey:
         return b"".join((SEALED, self._id, nonce, self._cipher.encrypt(nonce, data, place.encode())))
 
     def open(self, sealed: bytes, place: str) -> bytes:
-        """Raises UnreadableTask."""
+        """Decrypt data sealed for `place`. Raises UnreadableTask if the data was sealed with another key or for another
+        place, or is damaged."""
         head, body = len(SEALED) + ID_BYTES, len(SEALED) + ID_BYTES + NONCE_BYTES
         if not sealed.startswith(SEALED) or sealed[len(SEALED) : head] != self._id:
             raise UnreadableTask(f"{place} is encrypted with another key than this service has", hint=HINT)
@@ -102,7 +103,7 @@ class TaskKey:
         return f"{SEALED_URL}{receiver} {base64.b64encode(self.seal(url.encode(), place)).decode()}"
 
     def open_url(self, sealed: str, place: str) -> str:
-        """Raises UnreadableTask."""
+        """Decrypt a URL sealed for `place`. Raises UnreadableTask as `open` does."""
         try:
             return self.open(base64.b64decode(sealed.rpartition(" ")[2]), place).decode()
         except binascii.Error as error:

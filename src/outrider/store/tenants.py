@@ -1,8 +1,8 @@
 """Tenants, the owners of groups: conditions that limit reads to one tenant's rows, and the totals of each tenant.
 
 A tenant is the label of one or several tokens (see docs/security.md). A group belongs for good to the tenant of the
-submitting token. Every read takes a `tenant`; None stands for all tenants, for the service itself and admins only. No
-transaction is opened here. Invariant: a tenant's reads do not depend on rows of other tenants.
+submitting token. A read on behalf of a client takes a `tenant`. None stands for all tenants, for the service itself and
+admins only. No transaction is opened here. Invariant: a tenant's reads do not depend on rows of other tenants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def of_tenant(tenant: str | None) -> Condition:
 
 
 def session_of_tenant(tenant: str | None) -> Condition:
-    """Return the condition for `sessions`, whose tenant is that of their group."""
+    """Return the condition for `sessions`. A session's tenant is the tenant of its group."""
     if tenant is None:
         return EVERYBODY
     sql = " AND EXISTS (SELECT 1 FROM groups WHERE groups.id = sessions.group_id AND groups.tenant = ?)"
@@ -53,7 +53,7 @@ async def note_hidden(tx: Connection, group_id: str, sessions: int) -> None:
 
 
 async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
-    """Note that a group's events up to a cursor are removed."""
+    """Record that a group's events up to the cursor `last` are removed."""
     await tx.execute(
         """UPDATE tenants SET removed_event = ?
            WHERE removed_event < ? AND name = (SELECT tenant FROM groups WHERE id = ?)""",
@@ -83,7 +83,7 @@ async def newest_event(tx: Connection, tenant: str | None) -> int:
 
 
 async def sessions_in_done_groups(tx: Connection, tenant: str | None) -> int:
-    """Number of sessions in the tenant's done groups: there may be millions, so they are not counted one by one."""
+    """Number of sessions in the tenant's done groups. There may be millions, so the number is read from the totals."""
     if tenant is None:
         found = await tx.fetch("SELECT sessions FROM totals")
     else:

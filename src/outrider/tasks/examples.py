@@ -1,4 +1,4 @@
-"""An example: a row of a dataset as a task, with its known solution."""
+"""Examples: the rows of a dataset as tasks, each with its known solution if there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known solution of a task: `patch` is a diff of its working directory, `run` a command for its sandbox, `reply`
+    """A known solution of a task: `patch` is a diff of the working directory, `run` a command for the sandbox, `reply`
     the agent's last reply. For the command, `files` (prepare steps that write) are written and `env` is set. `then`
     holds the solutions of the task's later steps."""
 
@@ -21,8 +21,9 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a dataset. `id` is unique in the dataset. `task` is the task of a group, or the row's part of it. `row`
-    has the columns from which the task was made. `gold` is for `outrider task check` and is given to no agent."""
+    """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that the
+    dataset gives. `row` has the columns from which `task` was made. `gold` is for `outrider task check` and is given to
+    no agent."""
 
     id: str
     task: dict[str, Any]

@@ -1,10 +1,10 @@
-"""Three tasks of real software, made of releases on PyPI: an old release, and the fix in the next release, with its
-tests.
+"""Makes three tasks of real software from pairs of releases on PyPI: in each task, an old release is to get a fix of
+the next release, whose tests grade.
 
-The source distributions of both are downloaded when the tasks are requested, and kept in the cache. The older release
-is the repository, the difference of the tests is the test patch, and the difference of the sources the known solution.
-Test runs in sandboxes show which tests the solution mends. Independent of the service. Invariant: nothing of these
-packages is part of Outrider.
+The source distributions of both releases are downloaded when the tasks are first requested, and the tasks are kept in
+the cache. The older release is the repository, the difference of the tests is the test patch, and the difference of the
+sources is the known solution. Test runs in sandboxes show which tests the solution mends. The module is independent of
+the service. Invariant: nothing of these packages is part of Outrider.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.tasks.datasets import Example
 from outrider.tasks.swebench import swebench_example
 
 FORMAT = 2
-"""Part of the cache's key. Raise it if the same releases give another task."""
+"""Part of the cache's key. Raise this number if the same releases give another task."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
@@ -90,9 +90,9 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """Return the tasks, for the namespace runtime of this machine. Blocks, for minutes the first time; `note` is called
-    with a line before that. Raises InvalidField if swebench, pip or the namespace runtime is missing, and ServiceError
-    if the tests of a pair do not run or do not show the fix."""
+    """Return the tasks, for the namespace runtime of this machine. Blocks for minutes the first time. `note` is called
+    with a line of text before each task that is not in the cache. Raises InvalidField if swebench or the namespace
+    runtime is missing or pip fails, and ServiceError if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -108,12 +108,12 @@ def release_pair_examples(
         template = {"runtime": runtime_of(pair, place, tools), "evaluator": {"carry": [pair.folder], "seconds": 600}}
         return swebench_example(row, template=template)
 
-    with ThreadPoolExecutor(len(RELEASES)) as threads:  # pip waits for the index most of the time
+    with ThreadPoolExecutor(len(RELEASES)) as threads:  # pip mostly waits for the index, so the tasks are made at once
         return list(threads.map(example, RELEASES[:limit]))
 
 
 def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
-    """Write `base/`, the older release, and `row.json` into the folder."""
+    """Write the older release to `base/` and the row of the task to `row.json`, in the folder `draft`."""
     with ThreadPoolExecutor(2) as threads:
         before, after = threads.map(partial(source_of, pair), (pair.old, pair.new))
     for name, data in before.items():
@@ -144,7 +144,7 @@ def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
 async def statuses(
     pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return the status of each test with the patches applied, as swebench reads it."""
+    """Return the status of each test with the patches applied, as swebench reads it in the log of a test run."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
         (folder / "sandbox").mkdir()
@@ -198,7 +198,7 @@ def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
 def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
     """Return the files of a source distribution, with paths relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
-        # Not `:all:`, which would build the build tools from source as well.
+        # Only the package itself is to come as source. With `:all:` the tools to build it would come as source, too.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
         pip("download", *wanted, "--dest", folder)
         [archive] = Path(folder).glob("*.tar.gz")

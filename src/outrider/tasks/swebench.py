@@ -1,7 +1,7 @@
-"""Tasks of SWE-bench's rows: reads files of rows, and the task repositories of swebench 5.x.
+"""Makes tasks of SWE-bench's rows, from files of rows and from the task repositories of swebench 5.x.
 
-The module runs nothing and downloads nothing. `evaluators/swebench` grades with a row's columns, and the row's gold
-patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
+The module runs nothing and downloads nothing. `evaluators/swebench` grades with a row's columns. The row's gold patch
+is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def swebench_examples(
     tasks: Sequence[str] | None = None,
     limit: int | None = None,
 ) -> list[Example]:
-    """The tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
+    """Return the tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
 
-    `image` is the image of every task, in which `{row.NAME}` is a column; without it, the row's image is used.
-    `template` is a partial task that overrides the task made here, such as its prepare steps or carried paths. Rows of
-    4.x have no test command: `test_command` provides it, with `{tests}` for the test patch's files. `tasks` chooses
-    rows by `instance_id`. Raises InvalidField.
+    `image` is the name of every task's image, in which `{row.NAME}` stands for a column. Without `image`, the row's
+    image is used. `template` is a partial task that overrides the task made here, such as its prepare steps or carried
+    paths. Rows of 4.x have no test command: `test_command` provides it, with `{tests}` for the test patch's files.
+    `tasks` chooses rows by `instance_id`. Raises InvalidField.
     """
     rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
@@ -78,7 +78,7 @@ def swebench_example(
     test_command: str | None = None,
     where: str = "the row",
 ) -> Example:
-    """The task of one row. Raises InvalidField, in which `where` names the row."""
+    """Return the task of one row. Raises InvalidField, in which `where` names the row."""
     for column in COLUMNS:
         if row.get(column) is None:
             raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
@@ -96,7 +96,7 @@ def swebench_example(
     options |= {"test_patch": row["test_patch"]} if changed else {}
     if command is not None:
         run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-        run = [file for file in run if file.endswith(".py")] or run  # leaves out files such as data of a Python test
+        run = [file for file in run if file.endswith(".py")] or run  # the data files of a Python test are left out
         options |= {"test_command": command.replace(TESTS, shlex.join(run)), "test_patch": row["test_patch"]}
     elif row.get("eval_script"):
         options["eval_script"] = row["eval_script"]
@@ -119,7 +119,8 @@ def swebench_example(
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a task repository, by the names of its tasks. Raises InvalidField for a broken repository."""
+    """Yield the rows of a task repository, in the order of the tasks' names. Raises InvalidField for a broken
+    repository."""
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
@@ -128,7 +129,7 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
         try:
             row = dict(yaml.safe_load((place / "task.yaml").read_text("utf-8")))
             for column, name in FILES.items():
-                # Read as bytes, because text mode would change the ends of lines in a patch.
+                # The file is read as bytes, because text mode would change the ends of lines in a patch.
                 row[column] = (place / name).read_bytes().decode("utf-8")
             row |= json.loads((place / "tests.json").read_text("utf-8"))
             check_depth(row)
@@ -138,7 +139,8 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def over(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A task with a part of a task laid over it: objects are merged, and anything else is replaced."""
+    """Return the task `made`, overridden by the part of a task `given`: objects are merged, anything else is
+    replaced."""
     both = {
         name: over(made[name], value) if isinstance(value, Mapping) and isinstance(made.get(name), dict) else value
         for name, value in given.items()

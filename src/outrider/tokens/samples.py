@@ -5,17 +5,18 @@ rules, in order:
 
 1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
 2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the
-   same kind and label. Continuations do not count if they were cut off or sampled nothing. So a history has a branch
-   of its own if it is followed only by its summary or by a call that was cut off.
+   same kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues
+   it. So a history has a branch of its own if it is followed only by its summary or by a call that was cut off.
 3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
-   branches share train in the row with which the session went on.
+   branches share train in the branch with which the session went on.
 4. A branch is a row unless its kind is dropped. A branch of a kind that trains is no row either if it is the beginning
    of an earlier row of its kind: nothing in it would train.
 5. In a row, the sampled tokens of a turn train (mask 1) if the turn is of the row's kind, the kind trains, and no
    earlier row has trained the turn. All other tokens are context (mask 0). So each trained token has mask 1 in exactly
    one row.
-6. A row has the verdict's reward only if its kind trains, because the reward does not measure the other kinds. The
-   reward of a turn is in the row that trains the turn's tokens.
+6. A row has a reward only if its kind trains, because the reward does not measure the other kinds. The reward is the
+   verdict's own reward for the row, else the reward of the session. The reward of a turn is in the row that trains the
+   turn's tokens.
 
 Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
@@ -48,9 +49,10 @@ from outrider.trajectory import (
 )
 
 MAX_IGNORED_NAMES = 64
-"""Maximum names of ignored request fields with separate counts in a session. Clients choose some of these names."""
+"""Maximum names of ignored request fields with separate counts in a session. There must be a bound, because clients
+choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name for the total count of all further names."""
+"""The name under which all further names are counted together."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 
@@ -61,9 +63,9 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 
 POLICY: Policy = policy_of(Branches())
-"""The policy of each kind unless the task sets another. Side calls are dropped, because the task's reward does not
-measure, for example, a title. Also dropped are replies that were cut off, and replies to a request whose client used
-another reply: nobody used these tokens, so no reward can be due to them."""
+"""The policy of each kind unless the task sets another policy. Side calls are dropped, because the task's reward does
+not measure, for example, a title. Also dropped are replies that were cut off, and replies to a request whose client
+used another reply: nobody used these tokens, so no reward can be due to them."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -124,7 +126,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
 
 
 def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCall, ...]:
-    """The turns in the form for evaluators. `turns[i].index` must be `i`."""
+    """The turns as evaluators get them. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     trained_in = _trained_in(turns, lines, policy, _row_leaves(turns, lines, policy))
     return tuple(
@@ -145,7 +147,7 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCa
 def _trained_in(
     turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
 ) -> dict[int, int]:
-    """By turn index, the number of the row in which the turn's tokens train: rule 5."""
+    """By turn index, the number of the row in which the turn's tokens train, by rule 5."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -158,7 +160,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
-    """The leaves of the rows, in order: rules 2 to 4."""
+    """The leaves of the rows in their order, by rules 2 to 4."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:
@@ -184,7 +186,7 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
 
 
 def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]:
-    """Add the turns on the path to the leaf, and return the added ones. The walk stops at a turn already present, so
+    """Add the turns on the path to the leaf, and return the added turns. The walk stops at a turn already present, so
     many branches of one trunk take time in proportion to their turns."""
     added = []
     index: int | None = leaf.index
@@ -263,7 +265,7 @@ def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
                 )
                 for image in images_in(message)
             ]
-        position += len(turn.messages) + 1  # the reply
+        position += len(turn.messages) + 1  # 1 for the reply
     return tuple(found)
 
 

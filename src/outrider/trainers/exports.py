@@ -1,5 +1,5 @@
-"""Samples in the formats of trainers that read data instead of being called: NeMo Gym's `/run` reply, training samples
-of prime-rl, traces of verifiers, and the datums of Tinker-style clients.
+"""Converts samples to the formats of trainers that take data: NeMo Gym's `/run` reply, training samples of prime-rl,
+traces of verifiers, and the datums of Tinker-style clients.
 
 The results are plain dicts and lists, so no trainer has to be installed. Invariant: ids, mask and log-probabilities
 equal the sample's, bit for bit; a sample that must not be trained on is refused.
@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Span(NamedTuple):
-    """The ids [start, end) of a row, either all trained or all context."""
+    """The ids [start, end) of a row, of which all train or none does."""
 
     start: int
     end: int
@@ -69,8 +69,8 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
 def prime_rl_sample(
     sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
 ) -> dict[str, Any]:
-    """Return the fields of prime-rl's TrainingSample, with lists of equal length. The advantage is a number for the
-    row, or a list with a number for each id, for example made from `Sample.token_rewards()`. On context it becomes 0.0.
+    """Return the fields of prime-rl's TrainingSample, with lists of equal length. `advantage` is a number for the row,
+    or a list with a number for each id, for example made from `Sample.token_rewards()`. Ids that do not train get 0.0.
     Raises InvalidField for a sample without a reward."""
     return {
         "token_ids": list(sample.ids),
@@ -111,8 +111,8 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
 
 def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
     """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo. `model_input` is the
-    ids without the last, and position i in `loss_fn_inputs` belongs to the id i + 1 of the row. The advantage is a
-    number for the row, or a list with a number for each id.
+    ids without the last, and position i in `loss_fn_inputs` belongs to the id i + 1 of the row. `advantage` is a number
+    for the row, or a list with a number for each id.
 
     `weights` are 1.0 where an id trains: cross_entropy takes `weights` in place of `logprobs` and `advantages`.
     tinker's class is `Datum(model_input=ModelInput.from_ints(made["model_input"]),

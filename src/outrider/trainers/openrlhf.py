@@ -6,9 +6,9 @@ The file in `--train.agent_func_path` has two lines:
     AgentExecutor = agent_executor()
 
 OpenRLHF calls `execute` once for each sample of a prompt, inside its rollout actors, and takes one row from each call
-(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay` the vLLM of each actor generates for
-the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens that the engine
-sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
+(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the vLLM engine of each actor
+generates for the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens
+that the engine sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """rows: always "main", because a call returns a single row, the main conversation's. relay: the name of the relay
-    engine for which OpenRLHF's own vLLM engines generate. Without `relay` the service has its own engine."""
+    """The settings of all bridges, and these. rows: always "main", because a call returns a single row, the main
+    conversation's. relay: the name of the relay engine for which OpenRLHF's own vLLM engines generate. Without `relay`
+    the service has its own engine."""
 
     rows: Literal["main"] = "main"
     relay: Name | None = None
 
 
 class Executor:
-    """`openrlhf.utils.agent.AgentExecutorBase` without its base class, which only `agent_executor` needs."""
+    """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`: `agent_executor` adds the
+    base class, so that this module does not import OpenRLHF."""
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings
@@ -96,7 +98,7 @@ class Executor:
             "reward": row.reward,
             "scores": row.reward,
             "truncated": trajectory.truncated,
-            # OpenRLHF makes columns of these logs: every row must have the same keys, and only numbers.
+            # OpenRLHF makes columns of these logs, so every row must have the same keys, and numbers as values.
             "extra_logs": {
                 "outrider_turns": float(trajectory.result.turns),
                 "outrider_agent_seconds": trajectory.seconds,
@@ -114,11 +116,11 @@ class Executor:
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
         """Attach the actor's engine to the service, on the first call. Raises ServiceError if the service does not
-        accept it."""
+        accept the engine."""
         async with self._attaching:
             if self._attached is not None:
                 return
-            # vLLM reports processed log-probabilities if OpenRLHF corrects with log-probabilities, else raw ones.
+            # vLLM reports processed log-probabilities if OpenRLHF's correction uses log-probabilities, else raw ones.
             kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
             engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
             settings = self._settings
@@ -130,8 +132,8 @@ class Executor:
 
 
 class EngineGenerate:
-    """The `generate` function of a relay worker, on the `llm_engine` of an executor, which runs on the event loop
-    `loop`."""
+    """The `generate` function of a relay worker: generates with `llm_engine`, the engine of an executor, on the event
+    loop `loop`, to which that engine belongs."""
 
     def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm_engine = llm_engine
@@ -172,7 +174,7 @@ class EngineGenerate:
 
 
 def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
-    """Return the class that OpenRLHF looks up as AgentExecutor, with the settings `settings`, overridden by
+    """Return the class that OpenRLHF looks up as AgentExecutor. Its settings are `settings`, overridden by
     $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
     checked = read_settings(OpenRLHFSettings, settings, source="agent_executor()", variable=VARIABLE)
     base: type = importlib.import_module("openrlhf.utils.agent").AgentExecutorBase
@@ -191,7 +193,7 @@ def _columns(prompt: str, label: Any) -> dict[str, Any]:
         try:
             read = json.loads(label)
         except json.JSONDecodeError:
-            return columns  # a plain label that happens to begin with a brace
+            return columns  # the label is a text that happens to begin with a brace
         return columns | read if isinstance(read, dict) else columns
     return columns
 

@@ -1,9 +1,9 @@
 """A client of the control API for all concurrent rollouts of an event loop.
 
-For trainers that make a new object for each trajectory and give it nothing that lives longer. The first rollout opens
-the client, the last one closes it. Independent of the trainer. Invariants: an event loop has at most one open client
-for each service; at most one request at a time reads finished groups, however many rollouts wait; and cancelling a
-rollout cancels its group.
+It is for trainers that make a new object for each trajectory, without an object that lives longer and could hold a
+client. The first rollout opens the client, and the last one closes it. The module is independent of the trainer.
+Invariants: an event loop has at most one open client for each service and token; at most one request at a time reads
+finished groups, however many rollouts wait; and cancelling a rollout cancels its group.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from outrider.schemas import GroupView
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Seconds for which a service may be out of reach before its first reply: its address may be wrong."""
+"""Seconds for which a service may be out of reach before its first reply. The time is short, because the address may be
+wrong."""
 
 
 class SharedClient:
-    """Runs groups. Made by `shared_client` only.
+    """Runs groups. Only `shared_client` makes a SharedClient.
 
-    Raises the errors that the service returns, and ServiceError if the service stays out of reach.
+    Its methods raise the errors that the service returns, and ServiceError if the service stays out of reach.
     """
 
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop. A class attribute, because no object of the trainer lives long enough."""
+    """The open clients of each event loop, by URL and token. They are in a class attribute, because no object of the
+    trainer lives long enough to hold a client."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.users = 0
@@ -56,8 +58,8 @@ class SharedClient:
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                raise self._no_answer  # else each waiting rollout would wait as long again, one after the other
-            if self._cursor is None:  # read before the submission, so that the group ends after this cursor
+                raise self._no_answer  # otherwise the waiting rollouts would all try as long, one after the other
+            if self._cursor is None:  # the cursor is read first, so that the group ends after it
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:
@@ -94,7 +96,8 @@ class SharedClient:
         return await patiently(partial(self.client.group, group_id, samples=True))
 
     async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
-        """Run groups concurrently. The first error cancels the others and is raised."""
+        """Run groups concurrently, and return them in the order given. The first error cancels the other groups and is
+        raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run(group)) for group in groups]
@@ -103,7 +106,7 @@ class SharedClient:
         return [task.result() for task in running]
 
     async def _follow(self) -> None:
-        """Read one page of results for all waiting rollouts. An error is raised in all of them, too."""
+        """Read one page of results for all waiting rollouts. An error is raised in each of these rollouts."""
         self._following = True
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
@@ -120,17 +123,17 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            self._changed.send()  # if this rollout leaves, another one follows
+            self._changed.send()  # if this rollout is done or cancelled, another one reads the next page
 
 
 @asynccontextmanager
 async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
-    """The client of the running event loop for this service. Raises ServiceError if the service cannot be reached."""
+    """Use the running event loop's client for this service. The first user opens the client, the last one closes it."""
     clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
     shared = clients.get((url, token))
     if shared is None:
         shared = clients[url, token] = SharedClient(url, token)
-        await shared.client.__aenter__()  # does not yield to the loop: no rollout gets it half open
+        await shared.client.__aenter__()  # does not yield to the loop: no other rollout gets a half-open client
     shared.users += 1
     try:
         yield shared

@@ -1,4 +1,4 @@
-"""The input side that bridges share: the settings, and the conversion of a dataset row to a task.
+"""The input side of all bridges: the settings, and the conversion of a dataset row to a task.
 
 Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so that no rollout
 can change another.
@@ -27,7 +27,7 @@ from outrider.trainers.shared_client import checked_url
 S = TypeVar("S", bound="BridgeSettings")
 
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""SGLang's names of sampling parameters, with vLLM's."""
+"""vLLM's names of sampling parameters that have another name in SGLang, by SGLang's name."""
 WITHOUT_EFFECT_ON_IDS = frozenset(
     {
         "logprobs",
@@ -39,7 +39,8 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters for the display of an engine's text. The gateway makes the text from the ids itself."""
+"""Sampling parameters that only change what an engine reports or how it writes its text. They are dropped, because the
+gateway makes the text from the ids."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
 """Values of sampling parameters that change nothing. Other values cannot be passed on."""
 
@@ -47,12 +48,12 @@ NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n
 class BridgeSettings(Spec):
     """The settings that bridges share.
 
-    url, token: the service; OUTRIDER_URL and OUTRIDER_TOKEN win. task: the common part of all tasks, in which
-    "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own task, an object or
-    JSON, which wins over `task` field by field. rows: "all" rows of a session that train, or only the "main"
-    conversation's row. max_row_tokens: length to which rows are cut. metrics: metrics of the verdict to pass to the
-    trainer; each verdict must have all of them. priority: of training groups; evaluation_priority: of evaluation
-    groups.
+    url, token: the service's address and token, overridden by OUTRIDER_URL and OUTRIDER_TOKEN. task: the common part of
+    all tasks, in which "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own
+    task, an object or JSON, which overrides `task` field by field. rows: "all" rows of a session that train, or only
+    the "main" conversation's row. max_row_tokens: the length to which rows are cut. metrics: names of the verdict's
+    metrics to pass to the trainer; each verdict must have all of them. priority: the priority of training groups.
+    evaluation_priority: the priority of evaluation groups.
     """
 
     url: Name = DEFAULT_URL
@@ -125,11 +126,12 @@ def task_for(
     sampling: Mapping[str, Any],
     labels: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the task of a dataset row: the row's own (`task_column`) over the settings', the trainer's `sampling`, and
-    `labels`.
+    """Return the task of a dataset row: the settings' task, overridden by the row's own task (`task_column`) and by the
+    trainer's `sampling`. `labels` are added, but a label of the task overrides a label of the same name.
 
-    The trainer's sampling wins, because the trainer computes importance weights with it. A task without an instruction
-    gets the text of `prompt`: a text, or the last user message of a list of messages. Raises InvalidField.
+    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. A
+    task without an instruction gets the text of `prompt`: a text, or the last user message of a list of messages.
+    Raises InvalidField.
     """
     if settings.task_column not in row and "task_column" in settings.model_fields_set:
         raise InvalidField(
@@ -145,7 +147,7 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # Arrow gives every row the fields of all rows, with None for missing ones.
+    # Arrow gives every row the fields of all rows, with None for missing fields. So a field that is None is left out.
     task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -167,7 +169,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
             continue
         if ours in Sampling.model_fields:
-            # A trainer's configuration may have 1 where a task has 1.0.
+            # A trainer's configuration may have an integer, such as 1, where a task must have a float.
             try:
                 found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
             except (TypeError, ValueError) as error:
@@ -203,7 +205,7 @@ def _json_object(text: str, source: str) -> dict[str, Any]:
         raise InvalidField(
             f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested too deeply
+    except (ValueError, RecursionError) as error:  # a number has thousands of digits, or the nesting is too deep
         raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):
         raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)

@@ -4,9 +4,9 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return OutriderGenerator(cfg.generator, settings)
 
-The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3) and imports SkyRL only to compute
-its usual metrics. Invariant: the rows come in the order of the input, the rows of one trajectory are adjacent, and all
-columns have equal length.
+The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3). SkyRL is imported only to
+compute its usual metrics. Invariant: the rows come in the order of the input, the rows of one trajectory are adjacent,
+and all columns have equal length.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metri
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""Consecutive instances without any trajectory after which the generator fails: the cause affects all instances."""
+"""The generator fails when all trajectories of this many instances in a row have failed: the cause then affects all
+instances."""
 
 
 class SkyRLSettings(BridgeSettings):
-    """versions: the origin of policy versions, the "engine" or SkyRL's "step". With "step", the policy version is set
-    to the number of finished steps before the first batch of each step.
+    """The settings of all bridges, and these.
 
-    rewards: a number for each "row", or for each response "token", with the rewards of turns at the turns' ends. SkyRL
-    joins batches and takes one kind for all, so the rewards of a single batch cannot decide the kind.
+    versions: the origin of policy versions, the "engine" or SkyRL's "step". With "step", the bridge sets the policy
+    version to the number of finished steps, before the first batch of each step.
+
+    rewards: one number for each "row", or one for each response "token", with the rewards of turns at the turns' ends.
+    This is a setting, because SkyRL joins batches and takes one kind for all: a single batch cannot decide the kind.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -44,11 +47,11 @@ class OutriderGenerator:
     """A SkyRL generator over a service. `generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings,
     overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories` a trajectory gives a row for each branch that trains, the main conversation's last.
-    Without, it gives only the main conversation's row. SkyRL cannot leave a trajectory out. So, as in SkyRL's own
-    Harbor example, all rows of an instance with a failed trajectory are placeholders of one token, which do not
-    train. In an evaluation only the failed trajectories are placeholders, with reward 0.
-    `outrider/failed_trajectories` counts them.
+    With `step_wise_trajectories`, a trajectory gives a row for each branch that trains, with the main conversation's
+    row last. Otherwise a trajectory gives only the main conversation's row. SkyRL cannot leave a trajectory out. So if
+    a trajectory has failed, all trajectories of its instance give placeholders of one token, which do not train, as in
+    SkyRL's own Harbor example. In an evaluation only the failed trajectories give placeholders, with reward 0. The
+    metric `outrider/failed_trajectories` counts failed trajectories.
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
@@ -63,14 +66,14 @@ class OutriderGenerator:
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or a row that makes no
-        task, ServiceError if the service is gone, and the first trajectory's error if all have failed: all of a batch,
-        of an evaluation, or of FAILED_IN_A_ROW instances that were requested singly."""
+        task, and ServiceError if the service is gone. Raises the first trajectory's error if all trajectories have
+        failed: all of a batch, of an evaluation, or of FAILED_IN_A_ROW instances that were requested singly."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
         metadata = input_batch.get("batch_metadata")
         evaluating = metadata is not None and metadata.training_phase == "eval"
-        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # SkyRL counts the current step
+        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # the current step is not finished
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
         places: dict[str, list[int]] = {}
         for place, trajectory_id in enumerate(ids):
@@ -86,7 +89,8 @@ class OutriderGenerator:
             found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # The asynchronous trainer requests one instance at a time, and any error ends its process.
+        # The asynchronous trainer requests one instance at a time, and any error ends its process. So an instance
+        # without a trajectory gives placeholders, unless too many such instances come in a row.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -162,8 +166,8 @@ class _Output:
         self._trained: list[Trajectory] = []
 
     def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
-        # SkyRL's reasons: "stop" if the agent ended by itself, "length" if tokens ran out. Other limits keep our
-        # names.
+        # SkyRL's reasons are "stop" if the agent ended by itself, and "length" if tokens ran out. For other limits the
+        # reason is Outrider's stop reason.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
@@ -205,7 +209,7 @@ class _Output:
         )
 
     def count(self, name: str, number: float) -> None:
-        """Add to a metric that SkyRL adds up over the parts of a batch."""
+        """Add to a metric. SkyRL sums up these metrics over the parts of a batch."""
         self._counts[name] = self._counts.get(name, 0.0) + number
 
     def columns(self) -> dict[str, Any]:
@@ -214,7 +218,7 @@ class _Output:
         )
         rows: list[TrainingRow] = [row for each in self._trained for row in each.rows]
         own: dict[str, float] = {"outrider/cut_tokens": sum(row.cut for row in rows)}
-        if rows:  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
+        if rows:  # SkyRL joins the metrics of a batch's parts by the "mean", "min" or "max" in a metric's name
             own |= {
                 "outrider/turns_mean": sum(each.result.turns for each in self._trained) / len(self._trained),
                 "outrider/version_min": min(row.sample.min_version for row in rows),

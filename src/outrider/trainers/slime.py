@@ -5,9 +5,10 @@
     --custom-generate-function-path outrider.trainers.slime.custom_generate  slime's own loop, a session for each sample
     --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards
 
-Written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`), which is imported only
-when a function is called. Invariants: the samples of the data source are never changed, only copied; the n samples of a
-prompt come from one group; and tokens, mask and log-probabilities of a sample are those of the engine, aligned.
+The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`). slime is
+imported only when a function is called. Invariants: the samples of the data source are never changed, only copied; in
+the rollout functions, the n samples of a prompt come from one group; and the tokens, mask and log-probabilities of a
+sample are those of the service's row, aligned.
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ class SlimeSettings(BridgeSettings):
     """The mapping `outrider` of slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
 
     logprobs: whether samples have `rollout_log_probs`. complete: whether "all" samples of a group must have been
-    graded, or "any" two; ungraded samples then get `remove_sample`. max_age: how many policy versions older than the
-    engines' a trained token may be (`generate_rollout_async`). on_failure: the reaction of `custom_generate` to a
-    session that cannot be trained on: "raise" the error; "abort": return the sample as ABORTED, which slime's fully
-    asynchronous rollout repeats; "remove": return it as FAILED with `remove_sample`.
+    graded, or "any" two; with "any", ungraded samples get `remove_sample`. max_age: how many policy versions older than
+    the engines' version a trained token may be (`generate_rollout_async`). on_failure: the reaction of
+    `custom_generate` to a session that cannot be trained on. "raise" raises the error. "abort" returns the sample as
+    ABORTED, and slime's fully asynchronous rollout repeats the sample. "remove" returns the sample as FAILED with
+    `remove_sample`.
     """
 
     logprobs: bool = True
@@ -79,11 +81,12 @@ class SlimeSettings(BridgeSettings):
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """slime's rollout function: `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
+    """slime's rollout function: return `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
 
-    Groups that did not pass are replaced at once. When the batch is full, the other groups are stopped, and their
-    prompts go back to the data source. With `--partial-rollout` the other groups are paused instead, and go on in the
-    next rollout on the new weights: each group keeps its tokens, and its agents' clocks stand still meanwhile.
+    Groups that did not pass are replaced at once. When the batch is full, the groups that still run are stopped, and
+    the prompts of all groups outside the batch go back to the data source. With `--partial-rollout` the running groups
+    are paused instead, and go on in the next rollout with the new weights: each group keeps its tokens, and the clocks
+    of its agents stand still meanwhile. With `evaluation`, run the evaluation sets instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -103,8 +106,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Like `generate_rollout`, but groups run on while slime trains, and are used by a later rollout. Groups with
-    tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
+    """A rollout function like `generate_rollout`, except that groups run on while slime trains, for a later rollout.
+    Groups with tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -127,8 +130,8 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
 async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
-    """Run a session for a sample. Returns the sample with its tokens and reward, or a list of samples if the session
-    gives several rows. An evaluation gets a single sample, the main conversation."""
+    """Run a session for a sample. Returns a copy of the sample with tokens and reward, or a list of copies if the
+    session gives several rows. An evaluation gets a single sample: the first row, which is the main conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
@@ -150,7 +153,7 @@ async def custom_generate(
         )
     [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
     if trajectory.error is not None:
-        # slime cannot use a sample without a reward in an evaluation.
+        # In an evaluation "abort" raises the error, too, because slime cannot use a sample without a reward there.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
         failed = _removed(args, settings, sample, trajectory)
@@ -166,8 +169,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     """`--custom-reward-post-process-path`: return the rewards, and the rewards normalised within each group.
 
     A rollout counts once, however many samples it gives, and a rollout with `remove_sample` does not count. (slime's
-    own normalisation treats the batch as a single group unless it has exactly n samples for each prompt.) The standard
-    deviation is the sample standard deviation, like torch's. A group in which one rollout counts gives 0.
+    own normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
+    standard deviation is the sample standard deviation, like torch's. In a group of which only one rollout counts, the
+    normalised rewards are 0.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -175,7 +179,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # A rollout's first sample is its main conversation. Further samples may have rewards of their own.
+            # The reward of a rollout's first sample, the main conversation's, counts. Others may differ from it.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -200,11 +204,12 @@ def close(data_source: Any) -> None:
 
 
 class _Bridge:
-    """The state between the calls of a rollout function: one client, and the sampler of the asynchronous function."""
+    """The state that is kept from one call of a rollout function to the next: the client, the sampler of
+    `generate_rollout_async` once it has begun, and whether this bridge has paused the policy."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
-    """The bridges by data source. A class attribute, because slime finds a rollout function by name and gives it no
-    object."""
+    """The bridges by data source. They are in a class attribute, because slime finds a rollout function by its name,
+    and no object of this module is passed from one call to the next."""
 
     def __init__(self, settings: SlimeSettings) -> None:
         self.settings = settings
@@ -240,8 +245,9 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that will not be used, and resume the policy for the service's other users."""
-        with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends
+        """Cancel the groups that will not be used. If this bridge has paused the policy, resume it for the service's
+        other users."""
+        with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends in any case
             self.client.run(self._leave())
 
     async def _leave(self) -> None:
@@ -253,7 +259,7 @@ class _Bridge:
 
 
 class _Prompts:
-    """The prompts of a sampler: groups of slime's samples, pulled from its data source one by one."""
+    """The prompts of a sampler: groups of slime's samples, pulled one by one from slime's data source."""
 
     def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
         self.groups: dict[int, list[SlimeSample]] = {}
@@ -289,7 +295,7 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Return whether slime's filter keeps a group, or "again" if too few samples of the group were graded."""
+        """Return True if slime's filter keeps a group, False if not, "again" if too few of its samples were graded."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -336,7 +342,7 @@ def _sampler(
 
 
 def _inflight(args: Any) -> int:
-    """Return how many groups run at once."""
+    """Return the number of groups that run at once."""
     return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
 
 
@@ -357,7 +363,9 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
             if trajectory.error is None:
                 of_group.append(_filled(args, settings, sample, trajectory))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
-            else:  # not graded, or graded without a token to train on, which the filter could not check
+            else:
+                # The session was not graded, or has no row to train on. The filter cannot see the latter, because it
+                # gets groups without their samples.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -366,7 +374,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # For rollouts that give several samples, slime requires a third level of lists for all rollouts.
+    # If a rollout gives several samples, slime requires a third level of lists for all rollouts.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)
@@ -386,8 +394,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
-    """Run all evaluation sets at once. Every session has the same seeds each time. Failed sessions are left out and
-    counted."""
+    """Run all evaluation sets at once. Each session has the same seeds in every evaluation. Failed sessions are left
+    out and counted."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
@@ -409,7 +417,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates slime takes each n consecutive samples as those of one prompt.
+            # For pass rates slime takes each n consecutive samples as those of one prompt: a group that lacks samples
+            # is left out.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
             raise errors[0]
@@ -513,8 +522,8 @@ def _filled_row(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a stand-in that does not train, for a session without a row. Its reward is 0 unless the session was
-    graded."""
+    """Return a sample that does not train, in place of a session without a row. The sample's reward is 0 unless the
+    session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -537,7 +546,7 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
 ) -> float | dict[str, float]:
-    """Return the reward, or, with a reward key, all values that the key may name."""
+    """Return the reward. With a reward key, return all values that the key may name."""
     if not key:
         return reward
     assert trajectory.result.verdict is not None
@@ -585,7 +594,7 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """Raise InvalidField if slime would normalise the rewards of the batch as one group. slime does so unless the batch
+    """Raise InvalidField if slime might normalise the rewards of the batch as one group. slime does so unless the batch
     has exactly n samples for each prompt."""
     exact = settings.rows == "main" and settings.complete == "all"
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(

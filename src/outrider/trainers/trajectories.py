@@ -1,4 +1,4 @@
-"""The output side that bridges share: what a trainer may train on in a finished group.
+"""The output side of all bridges: the rows of a finished group that a trainer may train on.
 
 Nothing here awaits or depends on a trainer. Invariant: a session without a verdict, or without a token to train on, has
 an error and no rows.
@@ -53,7 +53,7 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A finished session: its `rows`, the main conversation's first, or the `error` if it has none."""
+    """A finished session: its `rows`, with the main conversation's row first, or an `error` if it has no rows."""
 
     session: SessionView
     rows: list[TrainingRow]
@@ -80,8 +80,8 @@ class Trajectory:
 
 
 def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
-    """Return the sessions of a group that was read with its samples, in sample order. With `logprobs`, a row without
-    log-probabilities is an error of its session."""
+    """Return the sessions of a group in sample order. The group must have been read with its samples. With `logprobs`,
+    a row without log-probabilities is an error of its session."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
@@ -93,8 +93,8 @@ def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: boo
 
 
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
-    """Return the verdict's metrics that the settings name. Raises EvaluatorError for a verdict that lacks one: trainers
-    put metrics in columns, which every row must have."""
+    """Return the verdict's metrics that the settings name. Raises EvaluatorError if the verdict lacks a named metric:
+    trainers put metrics in columns, and every row must have all columns."""
     verdict = trajectory.result.verdict
     assert verdict is not None
     for name in settings.metrics:

@@ -6,14 +6,14 @@
     with Client() as client, PolicyWeights(client) as weights, Rollouts(client, tasks, weights) as rollouts:
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
-Which rows train: a session is one attempt at a task and has one row for each of its branches. Each sampled token trains
-in one row at most. GRPOTrainer takes exactly one row of each session: the first that trains, which is the main branch.
-The others are left out and counted. AsyncGRPOTrainer takes all of them, each with the advantage of its session. A
-session that failed has no reward and counts in no mean. If GRPOTrainer needs a row for it all the same, that row has
-one token with mask 0.
+A session has a row for each of its branches, and each sampled token trains in one row at most. GRPOTrainer takes
+exactly one row of each session: the first that trains, which is the main branch's if that trains. The other rows are
+left out and counted. AsyncGRPOTrainer takes all rows that train, each with the advantage of its session. A session that
+failed has no reward and counts in no mean. GRPOTrainer needs a row for a failed session all the same: that row has one
+token with mask 0.
 
-Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer gets was sampled by the
-service, comes with the log-probability it was sampled with, and is handed over once.
+Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer gets was sampled by an
+engine of the service, comes with the log-probability it was sampled with, and is handed over once.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class StepStats(msgspec.Struct, kw_only=True):
         batch, kept or not. kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: by how many versions the tokens that train are older than the policy in training.
     waited: seconds for which the trainer waited for the batch.
-    left_out_rows, left_out_tokens: rows that train and are not in the batch, which has one row for each session.
+    left_out_rows, left_out_tokens: the rows that train but are not in the batch, which has one row for each session,
+        and the tokens that train in these rows.
     empty_rows: rows without a token that trains.
     errors: sessions of the batch that failed. drift_tokens: ids that an engine reported differently.
     logprob_gap: largest difference between a token's recorded log-probability and the trainer's, computed with the
@@ -132,34 +133,35 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer that only counts groups. `Rollouts` decides which tasks are rolled out, because
-    a group that teaches nothing is replaced by a group of another task. The dataset must hold at least one batch of
-    groups."""
+    """Return a dataset for GRPOTrainer with `groups` rows, which only count groups. The tasks come from `Rollouts`,
+    because a group that teaches nothing is replaced by a group of another task. The dataset must hold at least one
+    batch of groups."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
 
 
 def service_reward(*, outrider_reward: list[float | None], **columns: Any) -> list[float | None]:
-    """The reward function for GRPOTrainer: return the rewards of the service's evaluator. A session without a verdict
-    has None, and TRL leaves it out of the group's mean."""
+    """The reward function for GRPOTrainer: return the rewards of the service's evaluator. The reward of a session
+    without a verdict is None, and TRL leaves the session out of the group's mean."""
     return outrider_reward
 
 
 class Rollouts:
     """The `rollout_func` of a GRPOTrainer: `with Rollouts(client, tasks, weights) as rollouts`.
 
-    Each call publishes the trainer's weights if they have changed, and returns the next batch of a `DynamicSampler`
-    (see there for the other arguments). `max_age` bounds how many versions old a token may be. The groups that run
-    while the trainer trains are at least one version old when they are used.
+    The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
+    whose documentation describes the other arguments. `max_age` bounds how many versions old a token may be. The groups
+    that run while the trainer trains are at least one version old when they are used.
 
     `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first tasks for the first batch of an
-    evaluation, and so on. `measure` compares the recorded log-probabilities with the trainer's own, at the weights that
-    each token was sampled from (`StepStats.logprob_gap`). This costs one more forward pass for each version in a batch,
-    and `weights.keep` should be at least `max_age` + 1. `state`: from `sampler_state(checkpoint)`, to continue from a
-    checkpoint.
+    evaluation, and so on. `measure` compares the recorded log-probabilities with the trainer's own, computed with the
+    weights that each token was sampled from (`StepStats.logprob_gap`). This costs one more forward pass for each
+    version in a batch, and `weights.keep` should be at least `max_age` + 1. `state` is the result of
+    `sampler_state(checkpoint)`, if the training continues from a checkpoint.
 
-    Leaving the block cancels the groups that still run. After an error they run on, for a trainer that continues.
+    If the block ends without an error, the groups that still run are cancelled. After an error these groups run on, for
+    a trainer that continues.
     """
 
     def __init__(
@@ -219,8 +221,8 @@ class Rollouts:
             self._stack.close()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the rows of len(prompts) sessions, the rows of a group adjacent, as TRL's `rollout_func` does. The
-        prompts are only counted.
+        """Return the rows of len(prompts) sessions, in the form that TRL takes from a `rollout_func`. The rows of a
+        group are adjacent. The prompts are only counted.
 
         Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if the
         tasks are used up or the service is gone.
@@ -323,7 +325,8 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        graded = graded or [rewards_of(group) for group in batch.groups]  # all were ready at the previous batch
+        # No group was graded since the last batch if all groups of this batch were ready by then.
+        graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
             step=step,
@@ -346,9 +349,9 @@ class Rollouts:
 class ServiceLogprobs:
     """Mixin for GRPOTrainer, placed before it: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
-    Unless vLLM generates, TRL uses the trainer's own log-probabilities as the sampler's, so that tokens of an older
-    policy would count as sampled by the current one. With the mixin, the importance ratio and its clipping use the
-    log-probabilities that the tokens were sampled with. The mixin also logs `StepStats` as `outrider/...`, and writes
+    Unless vLLM generates, TRL takes the trainer's own log-probabilities for the sampler's, so that tokens of an older
+    policy would count as sampled by the current policy. With the mixin, the importance ratio and its clipping use the
+    log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`, and writes
     the sampler's state into checkpoints.
     """
 
@@ -400,9 +403,9 @@ class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running, and every row that trains goes into
-    `rollout_buffer` with the advantage of its session, of the kind `advantages`. While `buffered` rows wait, no group
-    is submitted. `max_age` should be the trainer's max_staleness: older groups are replaced before the trainer would
-    drop them.
+    `rollout_buffer` with the advantage of its session, of the kind `advantages`. While the buffer is full, with
+    `buffered` rows, groups are submitted only until `max_age` finished groups (at least one) are ready. `max_age`
+    should be the trainer's max_staleness: older groups are replaced before the trainer would drop their rows.
     """
 
     def __init__(
@@ -450,7 +453,8 @@ class RolloutWorker:
         self._started = True
 
     def stop(self) -> None:
-        """Cancel the groups that run. Does nothing if the worker was not started, or is stopped already."""
+        """Cancel the groups that run, unless the worker has failed. Does nothing if the worker was not started, or is
+        stopped already."""
         self._started = False
         self._running.close()
 
@@ -484,7 +488,7 @@ class RolloutWorker:
                 yield
             finally:
                 filling.cancel()
-                if self._failure is None:  # else the service may be out of reach, and the groups are of use later
+                if self._failure is None:  # after a failure the groups run on, for a worker that continues
                     await sampler.stop()
 
     async def _fill(self, sampler: DynamicSampler) -> None:
@@ -492,7 +496,7 @@ class RolloutWorker:
             async for batch in sampler:
                 for group in batch.groups:
                     for row in self._rows(group, batch.number):
-                        while self.rollout_buffer.full():  # noqa: ASYNC110  # the trainer's thread empties it
+                        while self.rollout_buffer.full():  # noqa: ASYNC110  # the trainer's thread empties the buffer
                             await asyncio.sleep(0.02)
                         row.enqueued_at = time.time()
                         self.rollout_buffer.put_nowait(row)
@@ -502,7 +506,7 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give them as a sequence, which is gone through again and again"
             )
-        except Exception as error:  # any error: the trainer must not wait for ever
+        except Exception as error:  # any error is kept: the trainer must not wait for ever
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
@@ -529,14 +533,16 @@ class RolloutWorker:
 
 
 async def _state_of(sampler: DynamicSampler) -> SamplerState:
-    """Return the sampler's state. Runs on the sampler's event loop, so that nothing changes meanwhile."""
+    """Return the sampler's state. This coroutine runs on the sampler's event loop, so that nothing changes
+    meanwhile."""
     return sampler.state()
 
 
 class ServiceWeights:
-    """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol): publishes `weights`.
+    """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol). It publishes the trainer's weights through
+    `weights`.
 
-    One call to the service pauses, loads and resumes, so `pause` and `resume` do nothing.
+    One call to the service pauses the policy, has the weights loaded and resumes, so `pause` and `resume` do nothing.
     """
 
     def __init__(self, weights: PolicyWeights) -> None:
@@ -562,7 +568,7 @@ class GroupRows(msgspec.Struct, frozen=True):
 
 
 def rows_of(group: GroupView) -> GroupRows:
-    """Return the rows of a group. If no session has a row, raises the first session's error."""
+    """Return the rows of a group. If no session has a row, raises the first error of a session."""
     trajectories = trajectories_of(group, SETTINGS, logprobs=True)
     some = next((each.rows[0] for each in trajectories if each.rows), None)
     if some is None:
@@ -572,8 +578,8 @@ def rows_of(group: GroupView) -> GroupRows:
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
-    """Return the first row of a session; for a session without rows, a row with the prompt of `other` that does not
-    train."""
+    """Return the first row of a session. For a session without rows, return a row that does not train, with the prompt
+    of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
     if row is not None:
         return BatchRow(
@@ -619,8 +625,9 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
-    """Return the largest difference over tokens whose version's weights are still stored, and the number of these
-    tokens."""
+    """Compare the engine's log-probabilities with those that the trainer computes from the weights of each token's
+    version. Return the largest difference, or None, and the number of tokens compared: those whose weights are still
+    stored."""
     import torch
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -649,7 +656,7 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the model in a function that gives a row's first token position 0, as the engine did.
 
     TRL pads prompts on the left and counts the padding. Rotary positions are relative, but their angles are rounded to
-    float32: where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5.
+    float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5.
     """
 
     def call(**inputs: Any) -> Any:

@@ -9,8 +9,8 @@ Settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service'
 from the named Ray actor that `start_service` makes, or from the setting `url`. With the setting `relay`, verl's own
 servers generate: a Ray actor attaches them to the service.
 
-The service is used over HTTP only. Invariant: a session that cannot be trained on raises, so that verl replaces its
-group; no sample is made up.
+The service is used over HTTP only. Invariant: a session that cannot be trained on gives an error in place of samples;
+no sample is made up.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ READY = b"outrider is ready at "
 """The text that `outrider serve` prints before its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Seconds before an aborted generation goes on, as in verl's own client: its servers load weights meanwhile."""
+"""Seconds before an aborted generation goes on, as in verl's own client. verl's servers load weights meanwhile."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
@@ -100,16 +100,17 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Runs one trajectory as a group of one session.
 
-    In the V1 trainer it returns an AgentLoopOutput for each row of the session, the main conversation's last. The V0
-    trainer takes exactly one output.
+    For the V1 trainer, `run` returns an AgentLoopOutput for each row of the session, with the main conversation's row
+    last. The V0 trainer takes exactly one output.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run one session. `row` is the dataset's row. Raises the failure: an OutriderError that names its boundary."""
+        """Run one session. `row` is the dataset's row. Raises the session's error: an OutriderError that names the
+        boundary."""
         settings = settings_of(self.config)
         terms = terms_of(self.config, sampling_params)
         task = verl_task(settings, row, terms)
-        number = row.get("session_id")  # only V1 counts the sessions of a prompt
+        number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         give_own_seed(task, number, self.rollout_config.n)
         body = {"task": task, "priority": settings.priority}
         group = await run_group(body, settings, self.server_manager)
@@ -127,8 +128,8 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
 
 
 class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # as above
-    """verl's V1 worker, except that a prompt is one group of n sessions: one submission, with the seeds, the priority
-    and the cancellation of a group."""
+    """verl's V1 worker, except that a prompt is one group of n sessions: submitted at once, with a seed for each
+    session, one priority, and cancelled at once."""
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -147,7 +148,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. Nothing is stored of a group that fails (see the setting `complete`)."""
+        """Run the group and store its rows. Nothing of a group that fails is stored. The setting `complete` decides
+        when a group fails."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
         prompt.pop("agent_name", None)  # names an agent loop; this worker has none
@@ -180,7 +182,7 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        settings_of(self.config)  # a wrong setting ends the start, not every rollout
+        settings_of(self.config)  # a wrong setting fails here once, and not in every rollout
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 
@@ -227,7 +229,7 @@ async def address_of(settings: VerlSettings) -> Address:
 
 
 def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
-    """Return verl's outputs of one session. Raises like `columns_of`."""
+    """Return verl's outputs of one session. Raises the errors of `columns_of`."""
     return [
         RowOutput(
             prompt_ids=row.prompt_ids,
@@ -254,16 +256,15 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
 
 
 def _step(row: Mapping[str, Any]) -> int:
-    """The trainer's step in V1, else 0."""
+    """Return the trainer's step, which only the V1 trainer passes, else 0."""
     return int(row.get("global_steps", 0))
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, like the client that it
-    holds.
+    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, as the client in it can.
 
-    A generation that verl aborts to load new weights goes on with the ids it has, so that each chunk has one version.
-    The tokens of an attempt come in one chunk, because verl does not stream.
+    A generation that verl aborts to load new weights goes on as another request, after the ids sampled so far. The
+    tokens of a request come in one chunk, because verl does not stream. So each chunk has one version.
     """
 
     def __init__(self, client: Any) -> None:
@@ -305,7 +306,7 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                # No versions if a server did not report its version: then the spans do not cover all tokens.
+                # If a server did not report its version, the spans do not cover all tokens, and are left out.
                 versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
@@ -313,7 +314,8 @@ class VerlGenerate:
 
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
-        # The client of verl's asynchronous trainers goes on after an abort, too, but does not report the position.
+        # The client of verl's asynchronous trainers goes on after an abort by itself, but does not report at which
+        # position. So its base class is used, which returns after an abort.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)
@@ -328,8 +330,8 @@ def verl_generate(llm_client: Any) -> VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Return the sampling parameters for vLLM or SGLang. verl passes them on unchanged, so each has its server's own
-    name. Neutral ones are left out, because not every backend has them. Raises EngineRejected."""
+    """Return the sampling parameters for vLLM or SGLang, under the server's own names: verl passes them on unchanged.
+    Optional parameters with a neutral value are left out, because not every backend has them. Raises EngineRejected."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers cannot hold a reply to a form")
     params: dict[str, Any] = {
@@ -363,13 +365,13 @@ class RelayActor:
         self._held.enter_context(worker.in_thread())
 
     def attached(self) -> bool:
-        """Return once the service has accepted the worker."""
+        """Return True. The call returns once the actor is made: after the service has accepted its worker."""
         return True
 
 
 async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
-    """Attach verl's servers to the service. One actor does so for the whole Ray job. It ends with the worker that made
-    it, and the next rollout makes another. Raises EngineUnavailable."""
+    """Attach verl's servers to the service. One actor does so for the whole Ray job. The actor ends with the worker
+    that made it, and the next rollout makes another actor. Raises EngineUnavailable."""
     actor = _RELAYS.get((url, engine))
     if actor is None:
         options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
@@ -385,12 +387,12 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
 
 
 _RELAYS: dict[tuple[str, str], Any] = {}
-"""The relay actors of this process. Ray ends an actor with its maker's last handle, and no object of verl lives long
-enough to hold one."""
+"""The relay actors of this process. Ray ends an actor when its maker drops the last handle, and no object of verl lives
+long enough to hold the handle."""
 
 
 class ServiceActor:
-    """Runs `outrider serve` in its own process, and ends that process with itself."""
+    """Runs `outrider serve` in a process of its own, which ends when the actor ends."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._token = secrets.token_urlsafe(32)
@@ -400,7 +402,7 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless its cluster is configured so
+            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless the cluster is set up for it
             "plugins": {"allow": ["*"]},  # nobody but the trainer has the token
         }
         settings = {**own, **config, "token": self._token}
@@ -451,8 +453,8 @@ class ServiceActor:
 
 def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
     """Run a service in a named Ray actor on this node, where `RemoteAgentLoop`s of the same Ray job find it. `config`
-    has the settings of `outrider serve`, such as model and engines. Returns the actor: keep it, because the service
-    ends with it. Raises ServiceError, with the end of the service's log, if it does not start."""
+    has the settings of `outrider serve`, such as model and engines. Returns the actor. Keep the actor, because the
+    service ends with it. Raises ServiceError, with the end of the service's log, if the service does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

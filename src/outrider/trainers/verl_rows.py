@@ -19,7 +19,7 @@ from outrider.trajectory import LogprobKind
 SETTINGS = "actor_rollout_ref.rollout.custom.outrider"
 VARIABLE = "OUTRIDER_VERL"
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""The sampling parameters that verl decides. verl recomputes log-probabilities with them."""
+"""The sampling parameters that are taken from verl, because verl recomputes log-probabilities with them."""
 LABELS = ("uid", "index", "data_source", "global_steps")
 """Columns of a row that become labels of its sessions, if the row has them."""
 
@@ -29,7 +29,8 @@ class VerlSettings(BridgeSettings):
 
     actor: the named Ray actor that runs the service, instead of `url`. relay: the name of the relay engine through
     which verl's own servers generate. complete: whether "all" sessions of a prompt must succeed, or "any". Only the
-    manager uses `complete` and `evaluation_priority`, because a loop gets one trajectory without its purpose.
+    manager uses `complete` and `evaluation_priority`: an agent loop gets a single trajectory, and not whether the
+    trajectory is for training or validation.
     """
 
     actor: Name | None = None
@@ -50,10 +51,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Columns:
-    """One AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
+    """The fields of one AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
 
-    `reward` is the row's. `token_rewards` has it at the last response id that trains, and the rewards of turns at their
-    ends. `about` is for `extra_fields`; its `cut_tokens` would have trained, but lie behind verl's lengths.
+    `reward` is the row's reward. `token_rewards` has a number for each response id: the row's reward at the last id
+    that trains, and the reward of a turn at the turn's end. `about` is for `extra_fields`. Its `cut_tokens` is the
+    number of tokens that would have trained, but lie behind verl's lengths.
     """
 
     prompt_ids: list[int]
@@ -71,14 +73,14 @@ class Columns:
 
 
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
-    """Return the settings of `rollout.custom`. Each call reads them anew, so that no two rollouts share a nested value.
-    Raises InvalidField."""
+    """Return the settings in `rollout.custom`. Each call reads the settings anew, so that no two rollouts share a
+    nested value. Raises InvalidField."""
     return read_settings(VerlSettings, (custom or {}).get("outrider"), source=SETTINGS, variable=VARIABLE)
 
 
 def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
-    """Return the task of a dataset row, with verl's sampling, and verl's response length as the limit of sampled
-    tokens. Raises InvalidField."""
+    """Return the task of a dataset row, with verl's sampling parameters. The limit of sampled tokens is at most verl's
+    response length. Raises InvalidField."""
     sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
@@ -91,8 +93,8 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
 
 def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
     """Set the seed of a task for one of `n` trajectories of a prompt, so that no two trajectories draw the same tokens.
-    (A group of n sessions does so itself.) `number` is the trajectory's, None if verl does not pass it. Raises
-    InvalidField."""
+    (For a group of n sessions, the service does so.) `number` is the trajectory's number, None if verl does not pass
+    one. Raises InvalidField."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return
@@ -106,8 +108,9 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[Columns]:
-    """Return the columns that verl trains of a session, the main conversation's last: verl uses the last one as the
-    session's own. `step` is the version of tokens whose engine reported none. Raises the session's error."""
+    """Return the columns of each row of a session that trains. The main conversation's columns are last, because verl
+    takes the last ones as the session's own. `step` is the version of tokens whose engine reported no version. Raises
+    the session's error."""
     if trajectory.error is not None:
         raise trajectory.error
     reward = trajectory.reward
@@ -133,7 +136,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " compares them with its own, behind it",
             hint="have the engine report those of the sampling distribution, or set rollout.temperature=1.0",
         )
-    # Ids behind prompt_length go to the response, with mask 0: the sequence is unchanged, and nothing is cut.
+    # Ids of a prompt behind prompt_length go to the response, with mask 0: so the prompt is not cut, and the sequence
+    # of ids is unchanged.
     start = min(row.start, terms.prompt_length)
     end = start + terms.response_length
     mask = row.mask[start:end]

@@ -1,7 +1,7 @@
 """Publishes the weights of a policy in training to the engines of a service, through a folder that both can read.
 
-Independent of the trainer. Invariant: each published version is higher than all earlier versions of the service, and
-has its own folder, which is complete before the service gets its path.
+The module is independent of the trainer. Invariant: each published version is higher than all earlier versions of the
+service, and has its own folder, which is complete before the service gets the folder's path.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class PolicyControl(Protocol):
 
 
 class PolicyWeights:
-    """`with PolicyWeights(client, model="models/tiny") as weights: weights.publish(model.named_parameters())`.
+    """Publishes weights to the engines of a service.
+
+        with PolicyWeights(client, model="models/tiny") as weights:
+            weights.publish(model.named_parameters())
 
     `folder`: the folder for weights; the engines must be able to read it under the same path. None makes a temporary
-    folder, for engines on this machine. `model`: the folder that the model was loaded from; its configuration and
+    folder, for engines on this machine. `model`: the folder from which the model was loaded. Its configuration and
     tokenizer are put beside each version's weights, for engines that load whole folders. `keep`: how many versions stay
-    on disk. `mode`: whether generations in flight "finish" before the engines load, or "abort".
+    on disk. `mode`: whether generations in flight "finish" before the engines load, or are cut off ("abort").
     """
 
     def __init__(
@@ -76,14 +79,14 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish only higher versions from now on, whatever version the service has: a trainer that continues from a
-        checkpoint has tokens of this version, and the service may be new."""
+        """Publish only versions above `version` from now on, whatever version the service has. A trainer that continues
+        from a checkpoint has tokens of this version, and the service may be new."""
         self.version = max(self.version, version)
 
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
 
-        Parameters have the names of the published model; tied ones are given once. Raises InvalidField for the
+        Parameters have the names of the published model. Give tied parameters once. Raises InvalidField for the
         parameters of an adapter, and the errors of the service.
         """
         from safetensors.torch import save_file
@@ -96,7 +99,8 @@ class PolicyWeights:
                 hint="merge the adapter, and publish the merged model's parameters",
             )
         assert self._folder is not None, NOT_OPEN
-        # Folders of an earlier run, or of a failed publication, may exist: no folder is written twice.
+        # Folders of an earlier run, or of a failed publication, may exist. The new version is above theirs, so that no
+        # folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         version = 1 + max(self.version, self._client.policy().version, *numbers)
@@ -107,7 +111,7 @@ class PolicyWeights:
                 if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copyfile(file, folder / file.name)
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        except BaseException:  # for instance a full disk: half a model must not stay on disk
+        except BaseException:  # after any error, half a model must not stay on disk
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._client.update_policy(version, mode=self._mode, weights=str(folder))

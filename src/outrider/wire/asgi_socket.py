@@ -9,7 +9,7 @@ from outrider.wire.link import Disconnected
 
 
 class AsgiSocket:
-    """`engines.relay.link.Socket` over an accepted WebSocket of an ASGI server."""
+    """`wire.link.Socket` over an accepted WebSocket of an ASGI server."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
@@ -24,7 +24,7 @@ class AsgiSocket:
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # A text frame is not a valid message either, and is refused later.
+        # A text frame is passed on as bytes. It is no message of the protocol, and is refused later.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:

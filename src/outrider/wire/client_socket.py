@@ -1,4 +1,4 @@
-"""The worker's end of an open WebSocket: sends and receives whole messages."""
+"""The end of an open WebSocket at a worker or node that has dialled the service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.wire.link import Disconnected
 
 
 class ClientSocket:
-    """`engines.relay.link.Socket` over aiohttp's WebSocket."""
+    """`wire.link.Socket` over aiohttp's WebSocket."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket

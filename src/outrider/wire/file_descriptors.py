@@ -14,14 +14,15 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""Descriptors that a service takes if the hard limit allows."""
+"""The number of descriptors that a service takes if the hard limit allows."""
 LEAST = 4096
-"""Descriptors below which a full node runs short of connections: a session holds about six, and each of its model calls
-two more."""
+"""With fewer descriptors a full node runs short of connections: a session holds about six descriptors, and each of its
+model calls two more."""
 FEWEST = 64
-"""Descriptors below which the event loop or the store cannot be opened."""
+"""With fewer descriptors the event loop or the store cannot be opened."""
 SESSIONS = 8
-"""Number of sessions, or of tokens, that can use their maximum of connections at once before the others find none."""
+"""If this number of sessions, or of tokens, use their maximum of connections at once, no connection is left for
+others."""
 EACH_LEAST, EACH_MOST = 8, 256
 """Bounds of the maximum of one session. The lower bound also applies to one token."""
 
@@ -61,7 +62,7 @@ def shares(descriptors: int) -> ConnectionQuotas:
 
 
 def available() -> int:
-    """Number of descriptors of a service started here."""
+    """Return the number of descriptors of a service started here."""
     hard = _limits()[1]
     return WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
 

@@ -14,8 +14,8 @@ encode = _ENCODER.encode
 
 
 class Close(IntEnum):
-    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After any
-    other code the same worker would be refused again."""
+    """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After
+    NONSENSE, CONFLICT, REMOVED and PROTOCOL a worker gives up, because it would be refused again."""
 
     LEFT = 1000  # the worker is done: nothing is resumed
     REPLACED = 4001  # the same worker has connected again
@@ -35,5 +35,5 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 
 
 def close_reason(text: str) -> str:
-    """The text, cut to the size of a close frame."""
+    """Return the text, cut to the size of a close frame."""
     return text.encode()[:MAX_REASON].decode(errors="ignore")

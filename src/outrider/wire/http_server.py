@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-(The way of ASGI, waiting for `http.disconnect`, needs a second task for every request.) The module has no routes.
+(ASGI's own way, to wait for `http.disconnect`, needs a second task for every request.) The module has no routes.
 Invariants: an application's callback is called once when the client has left, even if the client left before the
-callback was set; data outside of bodies, or left unfinished, costs bounded memory and time; there are never more
-connections at once than the server allows; and one client cannot use up the connections of all others.
+callback was set; data outside of bodies, and requests left unfinished, cost bounded memory and time; there are never
+more connections at once than the server allows; and one client cannot use up the connections of all others.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
 tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
@@ -37,18 +37,18 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCONNECT = "outrider.disconnect"
 CONNECTION = "outrider.connection"
 BACKLOG = 2048
-"""Connections waiting in the kernel to be accepted."""
+"""Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
 """Maximum connections accepted before the event loop does anything else. The number is small, so that a new client's
 data is read before its connection can be closed to make room for others."""
 ACCEPTING = "accept connections"
-"""The name of this work in the list of failing background work."""
+"""The name under which failures to accept connections are listed with failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
 """The message of asyncio's event loop when accepting fails."""
 ACCEPT_SECONDS = 5.0
 MAX_HEAD = 64 << 10
-"""Maximum bytes of a request before its body, between two chunks of the body, or after it. Clients send a few thousand.
-"""
+"""Maximum bytes of a request before its body, between two chunks of the body, or after the body. Clients send a few
+thousand."""
 MAX_PIPELINED = 16
 """Maximum number of requests sent ahead on one connection. Common clients send none."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -58,13 +58,13 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Bytes of a WebSocket parsed at once: 1,400 of the smallest frames, in 15 ms."""
+"""Bytes of a WebSocket that are parsed at once. They hold up to 1,400 frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
-"""Maximum number of frames of one WebSocket message. Clients send one; proxies may split it into frames of a few KiB.
-"""
+"""Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
+a few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that decide about access and about where a request ends. A request with two of the same is refused, because a
-proxy before us may use the first and we the second."""
+"""Headers that decide about access and about where a request ends. A request with one of these headers twice is
+refused, because a proxy in front of this server may use the first and this server the second."""
 
 
 class Timeouts(NamedTuple):
@@ -83,7 +83,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """The disconnection of one request's client, with a callback."""
+    """The disconnection of one request's client, with a callback. `gone` is True once the client has disconnected."""
 
     __slots__ = ("_callback", "gone")
 
@@ -107,11 +107,11 @@ class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
     Every connection has an owner: the name given by the application with `claim`, and until then the client's address.
-    If there are too many connections, an old one is closed for the new one: of the owner with the most connections, the
-    connection whose client has been silent for longest. Half of the connections are for claimed ones and half for
-    unclaimed ones, and the kind that exceeds its half loses one. So a client with many connections loses its own, even
-    if it shares an address with others, and a new client is let in as long as any connection may be closed. An address
-    has at most a quarter of the connections without a claim.
+    If there are too many connections, one is closed for the new connection: the owner with the most connections loses
+    the connection whose client has been silent for longest. Half of the connections are for claimed ones and half for
+    unclaimed ones, and the owner is taken from the kind that exceeds its half. So a client with many claimed
+    connections loses one of its own, even if it shares its address with other clients. A new client is let in as long
+    as any connection may be closed. The unclaimed connections of one address are at most a quarter of `most`.
     """
 
     def __init__(self, most: int) -> None:
@@ -138,7 +138,7 @@ class ConnectionLimit:
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Set the owner. With `keep`, the connection is not closed before its reply is complete."""
+        """Set the owner. With `keep`, the connection is not closed for others before its reply is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -146,7 +146,7 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """Record that the connection has no request any more."""
+        """Record that a reply is complete, so that the connection may be closed for others."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
@@ -171,8 +171,8 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """Connections that may be closed for others, by owner. Each owner's connections are in the order of their clients'
-    last data."""
+    """Connections that may be closed for others, by owner. Each owner's connections are ordered by the time of their
+    clients' last data, oldest first."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -243,8 +243,8 @@ class _CoalescedWrites:
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol for one connection, with the limits of this module.
 
-    A single timer per connection checks all timeouts now and then: there are many short requests, and setting a timer
-    for each costs more than the checks.
+    A single timer per connection checks all timeouts at intervals. There are many short requests, and a timer for each
+    would cost more than the checks.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -269,7 +269,8 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
         if not self._limit.enter(self, _address(self.client)):
-            # If received data is unread at close, the kernel sends a reset, and the client may never see the 503.
+            # Read what has arrived. If received data is unread at close, the kernel sends a reset, and the client may
+            # never get the 503.
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
@@ -342,7 +343,7 @@ class _Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # sent ahead: the reply before it is not complete
+        if self._busy:  # the request was sent ahead: an earlier reply is not complete
             self.transport.abort()
             return
         if self._timer is not None:
@@ -380,7 +381,7 @@ class _Protocol(HttpToolsProtocol):
         elif not self._busy:
             overdue = now >= self._due
         else:
-            # Silence counts only while the server reads: not when it has all of the body, or has paused the client.
+            # Silence counts only while the server reads, and not when the whole body has arrived or reading is paused.
             reads = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
             overdue = reads and still >= self._timeouts.head
         if overdue:
@@ -392,7 +393,7 @@ class _Protocol(HttpToolsProtocol):
 class _WebSocket(WebSocketsSansIOProtocol):
     """uvicorn's protocol of a WebSocket, with the limits of this module.
 
-    The protocol reads the next message when the application has taken the last. Reactions to silence are left to the
+    The next message is read only when the application has taken the last. Reactions to silence are left to the
     application, which uses heartbeats instead of pings. Received data is parsed in pieces, between which other
     connections have their turn: the parser, in Python, takes 0.3 s for the frames of one read.
     """
@@ -445,7 +446,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # frames may be empty, which no bound of bytes ends
+        if len(self.frames) > MAX_FRAGMENTS:  # empty frames never reach the bound of bytes
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -502,8 +503,8 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def _address(client: tuple[str, int] | None) -> str:
-    """The owner of a connection without a claim: the client's address, or for IPv6 its network, because one client may
-    have all of the network's 2**64 addresses."""
+    """Return the owner of a connection without a claim: the client's IPv4 address or IPv6 network. One client may have
+    all 2**64 addresses of an IPv6 network."""
     if client is None:
         return ""
     host = client[0].partition("%")[0]
@@ -514,10 +515,11 @@ def _address(client: tuple[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
-    """While the block runs, note in `failures` that connections cannot be accepted for lack of descriptors or memory,
-    until accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every second, and calls its
-    exception handler up to ACCEPTED_AT_ONCE times for each try, each time with a traceback in the log. (uvloop keeps a
-    spare descriptor, with which it accepts and closes the connection.)"""
+    """While the block runs, note in `failures` when connections cannot be accepted for lack of descriptors or memory.
+    The failure ends once accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every second,
+    and calls its exception handler up to ACCEPTED_AT_ONCE times for each try, each time with a traceback in the log;
+    here `failures` limits the log lines. (uvloop keeps a spare descriptor, with which it accepts and closes the
+    connection.)"""
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None
@@ -550,8 +552,9 @@ def server_settings(
     websockets: int = 0,
     tls: ssl.SSLContext | None = None,
 ) -> uvicorn.Config:
-    """Settings for a server that runs in the caller's event loop until the caller ends it. `connections` is the maximum
-    number of connections at once; `websockets` the maximum bytes of a message, or 0 for a server without WebSockets."""
+    """Return the settings of a server that runs in the caller's event loop until the caller ends the server.
+    `connections` is the maximum number of connections at once; `websockets` the maximum bytes of a message, or 0 for a
+    server without WebSockets."""
     limit = ConnectionLimit(connections)
     return uvicorn.Config(
         application,

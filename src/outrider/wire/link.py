@@ -1,7 +1,8 @@
-"""One connection of a relay, for both ends: ordered sending, receiving message by message, and heartbeats.
+"""One connection of a service with a worker or a node, for both ends: ordered sending, receiving message by message,
+and heartbeats.
 
 The module does not interpret messages and does not depend on the transport. Invariants: `run` returns when the
-connection has ended, closed by either end or by silence, and leaves no task. Nothing is sent after a close.
+connection has ended, by a close of either end or by silence, and leaves no task. Nothing is sent after a close.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from outrider.wire.frames import Beat, Close, Nonsense, close_reason, encode
 In = TypeVar("In")
 
 CROWDED = 16 << 20
-"""Bytes. `room` does not return while more bytes wait to be sent."""
+"""`room` does not return while more than this number of bytes wait to be sent."""
 MAX_WAITING = 256 << 20
-"""Bytes that may wait to be sent, besides the last message. A peer that reads too slowly is given up."""
+"""If more than this number of bytes wait to be sent, the peer reads too slowly: the next message closes the
+connection."""
 
 
 class Disconnected(Exception):
@@ -71,14 +73,14 @@ class Link(Generic[In]):
         self._stranger = stranger
         self.silence = silence
         self.size = 0
-        """Bytes of the message being handled."""
+        """The number of bytes of the message being handled."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._spacious = asyncio.Event()
         self._spacious.set()
         self._held = False
-        """Whether reading is suspended until the work of earlier messages allows the next one (`ready`)."""
+        """True while reading is suspended until the work of earlier messages allows the next message (`ready`)."""
         self._close: Disconnected | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard = self._sent = self._clock()
@@ -100,7 +102,7 @@ class Link(Generic[In]):
         self._wake.set()
 
     async def room(self) -> None:
-        """Wait until few bytes wait to be sent, or the connection is to end."""
+        """Return once at most `CROWDED` bytes wait to be sent, or once the connection is to end."""
         await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
@@ -175,13 +177,13 @@ class Link(Generic[In]):
 
     async def _watch(self) -> Disconnected:
         """Send heartbeats, and end a connection that receives nothing, or cannot send. One task checks at intervals: a
-        timeout for each message would be a sixth of the message's cost."""
+        timeout for each message would be a sixth of the processor time of a message."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked: messages may have arrived that are still to be read
+            if now - due > pause:  # this process was blocked: messages may have arrived unread
                 self._heard = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")

@@ -15,7 +15,7 @@ BUFFER = 1 << 20
 
 
 class Pipe:
-    """An `engines.relay.link.Socket` over a stream."""
+    """A `wire.link.Socket` over a stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

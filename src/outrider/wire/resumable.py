@@ -13,16 +13,17 @@ from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
 
 PIECE = 256 << 10
-"""Bytes. Frames are sent in pieces: a frame may be longer than a message of the connection, and each piece shows that a
-slow connection is alive."""
+"""Frames are sent in pieces of this number of bytes: a frame may be longer than the connection allows a message to be,
+and each piece shows that a slow connection is alive."""
 HEADER = 9
-"""Bytes at the start of each piece: one byte, 1 where more of the frame follows, and the number of pieces received
-(uint64, little-endian). Only frames carry acknowledgements, so both ends must send now and then."""
+"""The bytes at the start of each piece: one byte, which is 1 if more of the frame follows, and the number of pieces
+received (uint64, little-endian). Acknowledgements travel only in pieces, so both ends must send from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
-"""Maximum bytes not yet acknowledged by the peer. Above the maximum `send` waits."""
+"""While more than this number of bytes are not acknowledged by the peer, `send` waits."""
 MAX_UNREAD = 64 << 20
-"""Maximum bytes of whole frames not yet returned by `receive`. Above the maximum the connection is not read."""
+"""While whole frames of more than this number of bytes are not yet returned by `receive`, the connection is not
+read."""
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
@@ -32,8 +33,8 @@ NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket:
-    """An `engines.relay.link.Socket`. `received` is the number of pieces received over all connections, to be sent to
-    the peer when the next connection begins. A frame from the peer has `most` bytes at most."""
+    """A `wire.link.Socket`. `received` is the number of pieces received over all connections, to be sent to the peer
+    when the next connection begins. `most` is the maximum number of bytes of a frame from the peer."""
 
     def __init__(self, most: int) -> None:
         self.received = 0
@@ -48,16 +49,16 @@ class ResumableSocket:
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """Number of the first pieces that are written to the present connection, or have arrived over an earlier
-        one."""
+        """The number of pieces, counted from the first ever, that are written to the present connection or have arrived
+        over an earlier one."""
         self._ever_written = 0
-        """Number of pieces written to any connection: the peer cannot have more."""
+        """The number of pieces written to any connection. The peer cannot have more."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self._unread_bytes = 0
         self._changed = asyncio.Event()
-        """Set when the peer acknowledged a piece, when `receive` returned a frame, and at the end."""
+        """Set when the peer has acknowledged a piece, when `receive` returns a frame, and at the end."""
         self._ended = False
         self._to_write = asyncio.Event()
         self._replaced = asyncio.Event()
@@ -94,8 +95,8 @@ class ResumableSocket:
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. Before
-        the call of `carry`, the peer must be sent `received`."""
+        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. The
+        caller must send `received` to the peer before it calls `carry`."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced
@@ -172,7 +173,7 @@ class ResumableSocket:
                 self.heard = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
-        """Record that the peer has received `arrived` pieces. Returns False if fewer were ever written."""
+        """Record that the peer has received `arrived` pieces. Returns False if fewer pieces were ever written."""
         if arrived > self._ever_written:
             return False
         before = self._acknowledged

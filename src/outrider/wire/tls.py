@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """TLS context of a server with a certificate and its key, both PEM files (`key` None: the key is in the
+    """Return the TLS context of a server with a certificate and its key, both PEM files (`key` None: the key is in the
     certificate's file). Raises InvalidField."""
     import ssl
 
@@ -33,8 +33,8 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def trusting(ca: str | None) -> ssl.SSLContext | bool:
-    """TLS setting of an aiohttp client. Accepts only the authority in the PEM file `ca`, or with None the authorities
-    installed on this machine. Raises InvalidField."""
+    """Return the TLS setting of an aiohttp client that accepts only the authorities in the PEM file `ca`, or with None
+    those installed on this machine. Raises InvalidField."""
     if ca is None:
         return True
     import ssl

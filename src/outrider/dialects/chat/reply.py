@@ -71,7 +71,7 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Token counts. The number of reasoning tokens is known only if there are none."""
+    """Token counts. The number of reasoning tokens is known only for a reply without reasoning: 0."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -88,7 +88,8 @@ def tool_call_object(call: ToolCall) -> dict[str, Any]:
 def logprob_entries(
     ids: Iterable[int] | None, logprobs: Iterable[float], pieces: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """`logprobs.content`: one entry for each token. A token whose text is unknown is named by its id.
+    """`logprobs.content`: one entry for each token. A token whose text is unknown is named by its id; if the id is
+    unknown, too, the text is empty.
 
     `top_logprobs` is always empty: engines return the log-probability of the sampled token alone.
     """

@@ -3,7 +3,8 @@
 Invariant: only needed data is parsed, so reading a request costs one scan of its bytes. Only `ChatMessages.parse`
 decodes messages.
 
-A tool declared as anything but a function is hosted: nothing here runs it, so it is noted and not shown to the model.
+A tool of any type but `function` is hosted: nothing here runs such a tool, so its type is noted and the model does not
+see the tool. Only the type `custom` is refused: the client would run the tool, but a Chat reply could not call it.
 
 Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` from vLLM,
 `reasoning` and `thinking` of the request from OpenRouter and Z.ai.
@@ -94,7 +95,8 @@ _BODY = BodyReader(_Body, CHAT)
 _MESSAGE = msgspec.json.Decoder(_Message)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
-# `developer` is OpenAI's newer word for `system`; `function` was the role of a tool before there were tools.
+# `developer` is OpenAI's newer word for `system`. `function` was the role of a function's result before OpenAI's API
+# had tools.
 _ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
@@ -104,7 +106,7 @@ _ROLES = {
     "function": Role.TOOL,
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Clients that also use Responses send its kinds of text parts here, too."""
+"""Types of text parts. Clients that also use Responses send the types of that API here, too."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
@@ -166,7 +168,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
         where, kind = f"tools[{index}]", spec.get("type", "function")
         if not isinstance(kind, str) or not kind:
             refuse(f"{where}.type", "must be a non-empty string")
-        if kind == "custom":  # it has no schema, and a Chat reply could not call it
+        if kind == "custom":  # a custom tool has no schema, and a Chat reply could not call it
             refuse(f"{where}.type", "'custom' is not supported: declare a function")
         if kind != "function":
             hosted.append(kind)
@@ -268,7 +270,7 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    # `function_call` is a function's call from before there were tools: a single call without an id.
+    # In `function_call`, clients sent a single call without an id before OpenAI's API had tools.
     if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)

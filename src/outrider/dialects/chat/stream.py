@@ -76,7 +76,7 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + sse.one_line(_encode(delta.text)) + self._content_tail
             return written
-        # One chunk with the step's tokens, also if they add no text yet.
+        # With log-probabilities or ids, one chunk has all tokens of the step, also if they add no text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning

@@ -2,8 +2,8 @@
 
 Invariant: a streamed reply and a whole reply carry the same message.
 
-The paths are all of `/v1beta/` and `/v1alpha/`, the methods of models under `/v1/models/`, and the model list of `/v1`
-for a client that sends its key the Google way.
+The dialect's paths are all of `/v1beta/` and `/v1alpha/`, and the methods of models under `/v1/models/`. The models of
+`/v1` are listed in this dialect for a client that sends its key in Google's header.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def _resource(call: WireCall) -> str | None:
     resource = call.path.removeprefix(_SHARED_VERSION)
     if not call.path.startswith(_SHARED_VERSION) or not f"{resource}/".startswith(RESOURCE):
         return None
-    # OpenAI also has `/v1/models`. A list request is Google's if it sends its key the Google way; a method call is
-    # Google's if its path has a colon.
+    # OpenAI also has `/v1/models`. A request for models is Google's if it sends its key in Google's header. A call of a
+    # method is Google's if its path has a colon.
     if call.method == "GET":
         return resource if call.header(KEY_HEADER) is not None else None
     return resource if ":" in resource else None

@@ -1,8 +1,8 @@
 """The parser of one `Content` of the Google dialect: its parts, and the text, images, calls and tool results in them.
 
 The parser handles one content at a time; `history.py` assigns a tool's result to its call. Invariant: a part that
-cannot be shown to the model raises RequestError. No part is dropped silently, except the work of tools on Google's own
-servers (`WirePart.hosted`), which the request notes.
+cannot be shown to the model raises RequestError. Only the work of tools on Google's own servers (`WirePart.hosted`) is
+left out, and its kinds are added to the request's notes.
 
 The model sees a tool's result as text. `response` is an object on the wire, and clients with text alone put it under a
 single key. So an object with the single key `output`, `result` or `content` (and perhaps the tool's own `name` beside
@@ -36,9 +36,9 @@ SIGNED = b"outrider:"
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
-"""The end of a part's key in snake_case. Most contents have none, and are decoded at once."""
+"""The end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # every letter an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # each letter may be an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -97,7 +97,8 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part: 1, or 0 for a part with at most a signature."""
+        """The number of kinds of data in the part. A part with more than 1 is refused. The number is 0 for a part with
+        a signature alone, and for hosted work."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -173,7 +174,8 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # A tool's result is not part of a user message. `history.py` finds tool results by the bytes of their key.
+        # `history.py` makes separate messages of tool results, which it finds by the bytes of their key. A result that
+        # is found only here has a key that those bytes do not show.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
@@ -236,8 +238,8 @@ def said_text(parts: Sequence[WirePart]) -> str:
 
 
 def arguments_on_wire(arguments: str) -> bytes:
-    """A call's arguments as the JSON object that the dialect requires. Other text is wrapped in an object, and
-    `arguments_from_wire` unwraps it. An object in the form of the wrapper is wrapped, too."""
+    """A call's arguments as the JSON object that the dialect requires. Text that is no object is wrapped in an object,
+    and `arguments_from_wire` unwraps the text. An object that looks like the wrapper is wrapped, too."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
@@ -247,7 +249,7 @@ def arguments_on_wire(arguments: str) -> bytes:
 
 
 def arguments_from_wire(args: Raw) -> str:
-    """A call's arguments as JSON text, compact and otherwise unchanged."""
+    """A call's arguments as JSON text, compact and otherwise unchanged. A wrapped text is unwrapped."""
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)

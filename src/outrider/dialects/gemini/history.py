@@ -1,8 +1,8 @@
 """The messages of a Google request, and the assignment of ids to calls whose ids the client changed or dropped.
 
-A content is decoded once per session. Of a user's content without tool results, only the role is decoded. Invariant: a
-call made here keeps its original id, whatever the client does to ids; `raw(i)` contains the ids with which message `i`
-was parsed.
+A content is read once per session. Of a user's content without tool results, only the role is decoded then. Invariant:
+a call made here keeps its original id, whatever the client does to ids; `raw(i)` contains the ids with which message
+`i` is parsed.
 
 One content can be several messages (each tool result is a message). Adjacent contents of role `model` are one message:
 some clients keep a stream's chunks apart and send them back in the same way.
@@ -14,7 +14,8 @@ of these that exists:
 2. the id in the call's thought signature;
 3. the id recorded for our reply at the same position of the history. A position is the digest of everything before the
    message and of the message itself, without ids and thoughts;
-4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls;
+4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls. A reply
+   counts for one message of the request only;
 5. the id in the request, whoever made it;
 6. a number.
 
@@ -50,21 +51,23 @@ from outrider.dialects.json import decode, is_absent, refuse
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""Maximum integer up to which a float and an integer are the same JSON number to every client."""
+"""A client may send the number 3.0 back as 3. Up to this integer a float is exact, and the two are taken to be the
+same."""
 
 KEPT_READERS = 64
 """Maximum kept readers of a session. A request that continues the history of a kept reader costs only its new contents.
 The readers of the latest requests are kept, sub-agents' included."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
-"""A content without any of these byte strings has no tool result. They are part of `functionResponse` and
-`function_response`, or begin the escapes of letters in these names."""
+"""A content without any of these byte strings has no tool result. The first is part of `functionResponse` and
+`function_response`; the others begin the escapes of letters in these names."""
 
 digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history. `signed` is the id in its signature; `arguments` are in one spelling."""
+    """A call in the history. `signed` is the id in the call's signature; `arguments` are as `_one_spelling` writes
+    them."""
 
     name: str
     id: str | None
@@ -84,8 +87,8 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
     """The data that the history keeps of a content: `ranges` for a user's content, all other fields for the model's.
-    `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` is the work of tools on
-    Google's servers."""
+    `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the work of tools
+    on Google's servers."""
 
     role: Role
     digest: bytes
@@ -109,8 +112,8 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """A message: its contents and parts, and the ids of its calls, or the id of the call behind its tool result. `key`
-    determines all of these."""
+    """A message: its contents and parts, and the ids of its calls. For a tool result, `ids` has the id of the call that
+    it belongs to. `key` determines all of these."""
 
     key: bytes
     role: Role
@@ -194,7 +197,8 @@ class _WaitingCall(msgspec.Struct, gc=False):
 
 
 class _HistoryReader:
-    """Reads contents in order into spans. `place` is the digest of all contents so far."""
+    """Reads contents in order into spans. `place` is the digest of all contents so far, without the ids and thoughts of
+    the model's contents."""
 
     def __init__(self, memory: HistoryMemory) -> None:
         self.place = b""
@@ -230,7 +234,8 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Removing and inserting puts the latest request last in the dictionary; the first request is dropped.
+            # Removing and inserting puts the latest request last in the dictionary. So the first is the oldest, and is
+            # dropped.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
             if len(memory.readers) > KEPT_READERS:
@@ -273,7 +278,7 @@ class _HistoryReader:
         """The ids of a message's calls, found in the order given in the module heading."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may put one signature on all calls of a reply: the signature names the first call.
+        # A client may put the first call's signature on all calls of a reply, so a repeated id counts only once.
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
@@ -312,7 +317,7 @@ class _HistoryReader:
 
 
 def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
-    """Parse a new content; `key` is its digest. Raises RequestError."""
+    """Parse a new content; `key` is the content's digest. Raises RequestError."""
     if role_of(raw, where) is not Role.ASSISTANT:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):

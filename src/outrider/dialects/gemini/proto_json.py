@@ -32,7 +32,7 @@ def fields(raw: bytes | Raw, where: str = "") -> Fields:
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
     """Decode the object in `raw` with a decoder of camelCase keys. Raises RequestError."""
     data = bytes(raw)
-    # Changing the spelling of keys costs a second pass: only for data that may have a key in snake_case.
+    # To change the spelling of keys costs a second pass, which is made only for data that may have a key in snake_case.
     if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):

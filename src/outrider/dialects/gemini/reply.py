@@ -1,7 +1,7 @@
 """A finished model call, an error and a model in the JSON shapes of Google's API.
 
-Invariant: a reply has at least one part, and no part is an empty object. Clients discard a turn without parts, or with
-an empty one.
+Invariant: a reply has at least one part, and no part is an empty object, because clients discard a turn without parts
+or with an empty part.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
 """

@@ -57,7 +57,8 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Generation(msgspec.Struct, rename="camel"):
-    """Whole numbers are floats here, because Google's clients write them as 64 or as 64.0."""
+    """The generation settings. `topK` and `maxOutputTokens` are floats here, because Google's clients write a whole
+    number as 64 or as 64.0."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -139,7 +140,7 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # a count has no turn for these notes
+    notes: list[str] = []  # these notes are dropped, because a count makes no turn
     tools = asked_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -184,12 +185,13 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 
 
 def _thinking_switch(thinking: _Thinking) -> bool | None:
-    """Return False to turn thinking off; None leaves it to the model, as does a budget of -1."""
+    """Return False for a budget of 0, which turns thinking off. Any other budget leaves thinking to the model: None."""
     return False if thinking.thinking_budget == 0 else None
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """The form of the reply: for text/x.enum one of the schema's values, else JSON."""
+    """The form of the reply: one of the schema's values for text/x.enum, JSON for another schema and for
+    application/json, else None."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

@@ -5,8 +5,9 @@ Invariant: the model sees the tools as declared by the client. `parametersJsonSc
 counts as numbers, and without keys for Google's servers alone (`propertyOrdering`, the format `enum`, unspecified
 types).
 
-Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model:
-nothing here can run them. A choice of functions has no effect, and is noted; NONE hides the tools.
+Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model,
+because nothing here can run them. The mode NONE hides all tools. Any other choice of functions has no effect, and is
+noted.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -54,7 +55,8 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 def asked_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
-    """The tools that the model sees. Raises RequestError."""
+    """Return the declared tools; no tools if the mode is NONE. Tools and choices that have no effect are added to
+    `notes`. Raises RequestError for a tool or a mode that cannot be read."""
     raw = bytes(body.get("tools", b""))
     tools = remembered_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]

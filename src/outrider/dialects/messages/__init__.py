@@ -34,7 +34,8 @@ class MessagesDialect:
             if action is None:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             return action
-        # OpenAI has the same route; Anthropic's clients send their version with every call.
+        # OpenAI's API has the same route. Anthropic's clients are recognised by their version, which they send with
+        # every call.
         if call.method == "GET" and call.header(b"anthropic-version") is not None:
             if call.path == MODELS:
                 return Action.MODELS

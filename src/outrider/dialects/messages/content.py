@@ -1,9 +1,9 @@
 """The messages of an Anthropic request: the parser of content blocks, which returns our `Message`.
 
-A block is cut into the raw JSON of the fields that count. Fields that do not count (`cache_control`, `signature`,
+A block is cut into the raw JSON of the fields that count. The block's other fields (`cache_control`, `signature`,
 `citations`) are neither parsed nor compared, so a moved cache marker does not change a message's bytes. Invariant: no
-content for the model is left out silently. An unsupported kind of block is a 400 with the name of the kind, except
-HOSTED_BLOCKS, which the request notes.
+content for the model is left out silently. An unsupported kind of block is a 400 with the name of the kind. Only the
+blocks in HOSTED_BLOCKS are left out, and their kinds are added to the request's notes.
 
 A message on the wire can be several of our messages: each tool result of a user message is a message of its own, in
 its position among the message's other blocks. Adjacent assistant messages are one reply.
@@ -29,7 +29,7 @@ from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url
 
 TOOL_ERROR = "[tool error]"
-"""The last line, for the model, of a tool result with `is_error`."""
+"""The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of an accounting line that Claude Code puts before its system prompt. The line differs between Claude
 Code's agents: if the line were kept, every agent would have a separate conversation."""
@@ -115,8 +115,8 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
     "document": lambda block: (b'"document"', block.source, block.title, block.context),
     "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
 }
-"""The bytes that determine how a block is parsed: JSON values, first its kind, then a number of values fixed for the
-kind."""
+"""By kind of block, the bytes that determine how the block is parsed: JSON values, first the kind, then as many values
+as the kind has relevant fields."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
 _STRING = msgspec.json.Decoder(str)
@@ -129,7 +129,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 class MessagesHistory:
     """`WireMessages` over the messages on the wire, the system prompt first. `hosted` are the kinds of the blocks with
-    work of Anthropic's server-side tools. Raises RequestError for an unknown role."""
+    work of Anthropic's server-side tools. Raises RequestError for an unknown role, and for a system prompt that is not
+    text."""
 
     __slots__ = ("_has_system", "_spans", "_wire", "hosted")
 
@@ -164,7 +165,7 @@ class MessagesHistory:
         return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        # One join over all messages, because this runs on every call over the whole history.
+        # There is only one join, because this method runs on every call over the whole history.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def size(self, index: int) -> int:
@@ -191,7 +192,7 @@ class MessagesHistory:
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
-            if isinstance(content, str):  # the same bytes as a list of one text, because clients switch between the two
+            if isinstance(content, str):  # has the bytes of a list of one text: clients switch between the two
                 pieces += (b'"text"', msgspec.json.encode(content))
                 continue
             for block in content[span.start : span.stop]:
@@ -261,8 +262,9 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """A call's arguments as JSON text, or the original text of arguments that a reply sent as an INVALID_JSON
-    object."""
+    """Return a call's arguments as JSON text. If the model once wrote arguments that are no JSON object, the reply put
+    their text into an object with the key INVALID_JSON. The client sends this object back, and the text is returned as
+    the model wrote it."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -306,14 +308,14 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return Text(_document(block, where))
-        case "tool_reference":  # a tool found by the client's own search; the model sees all tools anyway
+        case "tool_reference":  # the client's own search found the tool; the model sees all tools anyway
             return Text(_string(block.tool_name, f"{where}.tool_name"))
         case _:
             return _refuse_block(at, "the model reads text, images and documents of text")
 
 
 def _document(block: Block, where: str) -> str:
-    """A document for the model: title and context if it has them, then its text."""
+    """A document for the model: the title and the context, if there are any, then the text."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

@@ -1,6 +1,7 @@
 """A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
 
-Invariant: a reply in a client's history is parsed as the same reply, whatever text the model wrote as tool arguments.
+Invariant: a reply that a client sends back is parsed as the same reply, whatever text the model wrote as tool
+arguments.
 
 Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
 """
@@ -45,8 +46,8 @@ class StopFields(msgspec.Struct, frozen=True):
 
 
 class Signer:
-    """Makes the signature of a thinking block from its text, in pieces or whole. The signature proves nothing. Clients
-    expect a signature and send it back, and the request parser then ignores it."""
+    """Makes the signature of a thinking block from the block's text, in pieces or whole. The signature proves nothing:
+    clients expect a signature and send it back, and the request parser ignores it."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)

@@ -5,7 +5,7 @@ decodes messages.
 
 Tools run by Anthropic's servers are noted and not passed to the model. Some tools are declared by type alone, because
 Anthropic's models were trained on their schema. Tools of this kind in `CLIENT_TOOLS` are passed to the model with the
-parameters of the client's documentation. All others are noted and left out.
+parameters from Anthropic's documentation. All other tools of this kind are noted and left out.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """

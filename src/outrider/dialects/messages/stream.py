@@ -1,6 +1,6 @@
 """One streamed Anthropic Messages reply, written as server-sent events.
 
-Invariant: one block is open at a time, and block indexes rise. `delta` sends text and reasoning; `close` sends tool
+Invariant: at most one block is open, and block indexes rise. `delta` sends text and reasoning; `close` sends tool
 calls, the stop reason and usage; after `close` or `error` nothing is written.
 
 Source: Anthropic API reference, "Streaming Messages".

@@ -1,8 +1,9 @@
 """The messages of a Responses request: the parser of a conversation's items, which returns our `Message`.
 
 Invariant: one scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
-Ids and states that clients and servers assign to items do not change a message's bytes. No content for the model is
-left out silently: an unsupported item or part is a 400 with its kind, except HOSTED_ITEMS, which the request notes.
+Ids and states that clients and servers assign to items do not change a message's bytes, except the ids that connect a
+call with its output. No content for the model is left out silently: an unsupported item or part is a 400 with its kind.
+Only the items in HOSTED_ITEMS are left out, and their kinds are added to the request's notes.
 
 Items are smaller than messages: the reasoning, text and calls of a reply are separate items. Adjacent items of the
 assistant are one message, in which text follows text directly.
@@ -77,8 +78,8 @@ class Item(msgspec.Struct, gc=False):
         return self.type or ("item_reference" if self.role is None else "message")
 
     def pieces(self) -> tuple[bytes | Raw, ...]:
-        """The JSON values that determine how the item is parsed: its kind, then a number of values fixed for the
-        kind."""
+        """The JSON values that determine how the item is parsed: its kind, then as many values as the kind has relevant
+        fields."""
         kind = self.kind()
         bytes_of = _BYTES_OF.get(kind)
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
@@ -189,7 +190,7 @@ class ResponsesHistory:
     def head(self, count: int) -> bytes:
         if count == 0:
             return b""
-        # One join over all messages, because this runs on every call over the whole history.
+        # There is only one join, because this method runs on every call over the whole history.
         instructions = [self.raw(0)] if self._instructions else []
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
@@ -221,7 +222,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # Codex: from another of the client's agents; the text names the agent
+    if kind == "agent_message":  # a message from another of Codex's agents; the text names the agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL
@@ -253,8 +254,8 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
 
 
 def _reasoning(at: PlacedItem) -> str:
-    """An item's reasoning: our sealed reasoning, else its text, else its summary. Reasoning encrypted by another
-    provider is left out: no model here has seen it."""
+    """An item's reasoning: the reasoning that we sealed, else the item's text, else its summary. Reasoning that another
+    provider encrypted is left out, because no model here wrote it."""
     item, where = at.item, at.where
     sealed = _optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:

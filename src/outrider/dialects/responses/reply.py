@@ -4,9 +4,9 @@ Invariant: an item is the same whether it was streamed or not, and the model's r
 character.
 
 A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item
-even if the text is empty, so a client without reasoning still has a reply to send back. The number of reasoning tokens
-is not known, but `reasoning_tokens` is 0: the API requires a number, and clients with strict types refuse a usage
-without it. The other dialects allow null, or no field.
+even if the text is empty, so a client that keeps no reasoning still has a reply to send back. The number of reasoning
+tokens is not known, but `reasoning_tokens` is 0: the API requires a number, and clients with strict types refuse a
+usage without one. The other dialects allow null, or no field.
 
 Source: OpenAI API reference, "The response object".
 """
@@ -114,7 +114,7 @@ def message_item(id: str, text: str, status: str) -> dict[str, Any]:
 
 
 def message_status(completion: Completion) -> str:
-    """`incomplete` for text that was cut off."""
+    """The status of the text item: `incomplete` for a reply that was cut off and has no calls, else `completed`."""
     cut = completion.finish is not FinishReason.STOP and not completion.reply.tool_calls
     return "incomplete" if cut else "completed"
 
@@ -152,7 +152,7 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """The response's id. An engine that serves this API sends completion ids with the prefix."""
+    """The response's id. The prefix is not added twice: an engine that serves this API sends ids that have it."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 

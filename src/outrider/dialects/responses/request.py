@@ -149,7 +149,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
 
 
 def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> dict[str, Any]:
-    """The request's fields repeated in its response, with the defaults that apply here."""
+    """The fields of the request that the response repeats, with the defaults that apply here."""
     form = text.format or {"type": "text"}
     choice = "auto" if wire.tool_choice is None else wire.tool_choice
     for name, value in (("text.format", form), ("tool_choice", choice)):

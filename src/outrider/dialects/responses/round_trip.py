@@ -1,7 +1,8 @@
 """Encodings for the round trip of a Responses reply through a client: reasoning, custom calls and names.
 
 Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. Invariant: a reply in a
-client's history is parsed as the model made it, to the character. Items from elsewhere are parsed as plain text.
+client's history is parsed as the model made it, to the character. Items that another service made are parsed as plain
+text.
 
 The wire has calls without JSON (`custom_tool_call`, one string) and names within namespaces; the model sees functions
 only. A custom tool is a function with the single parameter `input`. The name of a tool in a namespace begins with the
@@ -27,9 +28,9 @@ _SEAL = "outrider1:"
 """The prefix of our `encrypted_content`, which distinguishes it from content encrypted by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""The ending of the call id of a custom call whose input is the JSON of its arguments."""
+"""The ending of a custom call's id that marks the call's input as the JSON of all its arguments."""
 _AS_TEXT = "~text"
-"""An extra ending for a call id that already ends like ours."""
+"""The ending added to the id of an ordinary custom call if the id already has one of these two endings."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -75,7 +76,7 @@ def custom_call(call: ToolCall) -> CustomCall:
     except (ValueError, RecursionError):
         value = None
     said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    # Python's parser reads unpaired surrogates, which a reply cannot encode.
+    # Python's parser reads unpaired surrogates, which a reply cannot encode, so such an input is sent as JSON.
     if not isinstance(said, str) or _SURROGATE.search(said):
         return CustomCall(call.id + _AS_JSON, call.arguments)
     return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)

@@ -1,6 +1,6 @@
 """The stored responses of a session: the items behind a later `previous_response_id` or item reference.
 
-It handles no messages and no tokens. Invariant: equal items, and conversations that begin with equal items, are kept
+This module handles no messages and no tokens. Invariant: equal items, and equal beginnings of conversations, are kept
 once, so storing a response costs its new items only.
 """
 
@@ -22,8 +22,8 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum bytes kept for a session. Above this size everything is dropped. Only a session with ever new items reaches
-it."""
+"""Maximum bytes kept for a session. Above this size everything is dropped. Only a session that stores new items all the
+time reaches this size."""
 
 ENTRY_BYTES = 256
 """Approximate memory of an item, of its place in a conversation, of a response or of a reference, without the item's
@@ -31,14 +31,15 @@ JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
-    """The response was never made in this session, was not stored, or did not finish."""
+    """The response is not stored: it was never made in this session, was not to be stored, did not finish, or was
+    dropped at MAX_STORED."""
 
     code = "previous_response_not_found"
 
 
 class StoredConversation(NamedTuple):
-    """A stored conversation: the conversation before its last item, or None, and that item. `digest` determines all
-    items."""
+    """A stored conversation: `item` is its last item, and `before` is the conversation up to that item, None if there
+    is none. `digest` determines all items."""
 
     before: StoredConversation | None
     item: Item
@@ -54,11 +55,12 @@ class StoredConversation(NamedTuple):
 
 
 class ResponseStore:
-    """The stored responses of one session. Responses under way keep their conversations when everything is dropped."""
+    """The stored responses of one session. If everything is dropped while a response is being made, the response still
+    has its conversation and can be stored."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}
-        """Conversations up to and with a response, by the response's id."""
+        """By a response's id, the conversation up to and with the response."""
         self._references: dict[str, Item] = {}
         self._items: dict[bytes, Item] = {}
         self._conversations: dict[bytes, StoredConversation] = {}
@@ -68,8 +70,8 @@ class ResponseStore:
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
         """Return the whole conversation of a request: the previous response's conversation, then the new items, with
-        each reference replaced by its item. `stored` is True if the response may be stored: the same conversation for
-        `keep` is then returned, too. Raises RequestError."""
+        each reference replaced by its item. If `stored` is True, the response may be stored, and the second value is
+        the same conversation for `keep`; else None. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:
@@ -112,7 +114,7 @@ class ResponseStore:
         self._responses[response_id] = conversation
 
     def _extended(self, before: StoredConversation | None, item: Item) -> StoredConversation:
-        """Return the kept conversation that `item` continues, made if there is none."""
+        """Return the kept conversation that has `item` after `before`. It is made if it is not kept yet."""
         raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
         digest = key if before is None else xxhash.xxh3_128_digest(before.digest + key)
@@ -127,7 +129,7 @@ class ResponseStore:
         return known
 
     def _make_room(self, size: int) -> None:
-        """Count `size` bytes that will be kept. Drops everything if they would be too many."""
+        """Count `size` bytes that will be kept. Drops everything else if the total exceeds MAX_STORED."""
         self._size += size
         if self._size > MAX_STORED:
             self._responses.clear()

@@ -1,14 +1,16 @@
 """The tools of a Responses request in the model's form, and the table from the model's names back to the tools.
 
-Invariant: every tool in the table is run by the client, under one name.
+Invariant: the client runs every tool in the table, and no two of its tools have the same name for the model.
 
 - A function is passed to the model in the nested form of Chat Completions, with its keys in the client's order.
 - A custom tool, whose call on the wire is one string and not JSON, is passed as a function with the single parameter
-  `input`. A grammar is described, not enforced.
-- A tool of a namespace gets the namespace's name before its own. The namespace's description goes to its first tool.
+  `input`. The grammar of a custom tool is put into the parameter's description; nothing enforces the grammar.
+- A tool of a namespace gets the namespace's name before its own. The namespace's description is put before the
+  description of the namespace's first tool.
 - All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
-  shell, a computer, patches without a schema). They are not passed to the model. The request notes them, and they are
-  absent from the reply's `tools`, which lists the tools in force. A choice of a hosted tool is a 400.
+  shell, a computer, patches without a schema). They are not passed to the model. Their kinds are added to the request's
+  notes. They are absent from the reply's `tools`, which lists the tools in force. A request that chooses a hosted tool
+  is refused with status 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """
@@ -29,8 +31,8 @@ from outrider.messages import ToolSpec
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys for servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces
-that.)"""
+"""Keys for servers, which the model does not see. (`strict` promises that arguments follow their schema, but nothing
+here enforces the promise.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
@@ -45,8 +47,9 @@ class ResponsesTool(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's tools by the model's name for each. `raw` is the bytes that determine the tools. `in_force` is the
-    client's own JSON of the tools passed to the model, for the reply. `hosted` are the kinds of the other tools."""
+    """A request's tools: `table` has them by the model's name for each. `raw` is the bytes that determine the tools.
+    `in_force` is the JSON of the request's own list without hosted tools, which the reply repeats. `hosted` are the
+    kinds of the hosted tools."""
 
     table: dict[str, ResponsesTool] = {}
     raw: bytes = b""
@@ -108,7 +111,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 continue
             if part.top:
                 in_force.append(spec)
-            # Tools among the items may repeat a tool of the request: the last one counts.
+            # Tools among the items may repeat a tool of the request. The last declaration of a tool counts.
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)

@@ -18,19 +18,19 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""Ids from this number on are not in a table: vocabularies are smaller, and a larger table takes much time and
-memory."""
+"""Prompts with an id from this number on are left to the JSON encoder. Vocabularies are smaller, and a larger table
+would take much time and memory."""
 SHORT = 4096
 """Prompts of fewer ids are left to the JSON encoder, which is as fast."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """The JSON of the non-empty `body`, with the ids as its last field `name`, in consecutive pieces."""
+    """Return the JSON of the non-empty `body`, with the ids as a last field `name`, in consecutive pieces."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 
 
 def ids_json(ids: Ids) -> bytes | memoryview:
-    """A JSON array of the ids."""
+    """Return a JSON array of the ids."""
     if len(ids) < SHORT or int(ids.min()) < 0 or (largest := int(ids.max())) >= TABLED:
         return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
     written = np.empty(len(ids) + 1, dtype=np.uint64)
@@ -43,7 +43,7 @@ def ids_json(ids: Ids) -> bytes | memoryview:
 
 @functools.cache
 def _table(bits: int) -> npt.NDArray[np.uint64]:
-    """The eight bytes of each id below 2**bits."""
+    """Return the eight bytes of each id below 2**bits, uint64 of shape (2**bits,)."""
     numbers = np.arange(1 << bits)
     characters = np.full((len(numbers), DIGITS + 1), ord(" "), dtype=np.uint8)
     characters[:, DIGITS] = ord(",")

@@ -38,14 +38,15 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""Bytes. A request with a larger image is encoded in a thread: base64 and JSON of it would hold up the event loop."""
+"""A request with an image of more bytes is encoded in a thread: encoding the image as base64 and JSON would hold up the
+event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
-    """With `ids` False, requests use OpenAI's own API only and the replies are text. `logprobs_mode` is the value that
-    a vLLM server was started with."""
+    """The options of an OpenAI-compatible server. With `ids` False, requests use OpenAI's own API only and the replies
+    are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server."""
 
     ids: bool = True
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
@@ -121,7 +122,7 @@ class OpenAIEngine:
         reply = _ChatReader(self.name, request, self.versions.served, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model
-            if not model:  # the options name no model: use the first that the server lists
+            if not model:  # the options name no model: use the server's first
                 model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
                 body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
@@ -227,7 +228,8 @@ class _ChatReader:
         choice = event.choices[0]
         delta, ids = choice.delta, choice.token_ids or []
         self._ids += ids
-        # Ids and tool calls are kept until the reply's end: a reply without end must not fill the memory.
+        # Ids and tool calls are kept until the reply's end, so their size is bounded: a reply without end must not fill
+        # the memory.
         written = sum(len(call.function.arguments or "") + 1 for call in delta.tool_calls or [])
         self._size += written + len(ids)
         if self._size > max_characters(self._sampling):
@@ -247,7 +249,8 @@ class _ChatReader:
         return ChatChunk(text=text, reasoning=reasoning)
 
     def last(self) -> ChatChunk:
-        """Raises EngineUnavailable if the stream ended before the reply did."""
+        """Return the last chunk, with the whole reply. Raises EngineUnavailable if the stream ended before the reply
+        did."""
         if self._finish is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
         reply = Message(
@@ -290,7 +293,8 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """OpenAI's own fields for JSON, vLLM's fields for constraints that OpenAI's API does not have."""
+    """Return the fields for a constraint: OpenAI's own for JSON, vLLM's for the kinds that OpenAI's API does not
+    have."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
@@ -302,7 +306,8 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
 
 
 def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
-    """A message in OpenAI's format. The format has no reasoning field, but servers that report ids read one."""
+    """Return a message in OpenAI's format. This format has no field for reasoning, but servers that report ids read
+    `reasoning_content`."""
     content = [_part(part) for part in message.parts] if message.parts else message.content
     written: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:

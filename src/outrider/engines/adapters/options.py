@@ -37,7 +37,7 @@ def server_url(options: EngineOptions) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an end, or a port that is no number or too large
+    except ValueError:  # an open bracket, or a port that is no number or too large
         usable = False
     if not usable:
         raise InvalidField(

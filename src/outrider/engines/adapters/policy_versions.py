@@ -1,4 +1,4 @@
-"""Policy versions in the engines' format: text labels, and the spans of a reply, each with a label.
+"""Policy versions in the engines' format: a text label for the weights, and spans of a reply, each with a label.
 
 Invariant: the spans of a reply tile its output tokens, without gap or overlap.
 """

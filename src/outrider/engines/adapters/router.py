@@ -2,8 +2,8 @@
 
 A router forwards a generation to one worker, or to two if prefill and decode are separate. It forwards an order, such
 as a pause, to one worker or to none, so orders are sent to the workers themselves. Tested with vllm-router 0.1.17 and
-sglang-router 0.3.2. Invariant: an order that returns was taken by at least one worker, and by every listed worker that
-accepts connections.
+sglang-router 0.3.2. Invariant: when an order returns without an error, at least one worker has carried it out, and so
+has every listed worker that accepts connections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker in a router's list. `worker_type` is `regular`, or `prefill` or `decode` if these are separate."""
+    """A worker in a router's list. `worker_type` is `regular`, or `prefill` or `decode` if prefill and decode are
+    separate."""
 
     url: str
     worker_type: str = "regular"
@@ -48,15 +49,15 @@ class _WorkerList(msgspec.Struct):
 
 
 class WorkersOutOfReach(EngineRejected):
-    """A router lists workers, and this service can connect to none of them."""
+    """The error for a router that lists workers, none of which this service can connect to."""
 
 
 class Servers:
-    """The servers behind an engine's URL: the server at the URL or, if that is a router, all its workers."""
+    """The servers behind an engine's URL: the server at the URL or, if a router is there, all workers of the router."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
-        """Whether the URL is a router's, as of the latest `find`."""
+        """True if the URL is a router's, as of the latest `find`."""
         self._engine = engine
         self._front = front
         self._connect = connect
@@ -65,7 +66,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """URLs of the servers that receive orders, as of the latest `find`."""
+        """The URLs of the servers that receive orders, as of the latest `find`."""
         return list(self._workers) if self.routed else [self._front.url]
 
     async def close(self) -> None:
@@ -118,7 +119,8 @@ class Servers:
         return answers
 
     async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Like `order_all`, but if no worker was ever reachable from here, the router replies for its workers."""
+        """Send one question to all servers, like `order_all`. If no worker was ever reachable from here, the router
+        gets the question instead."""
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:
@@ -148,7 +150,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Raises InvalidField if the URL is no router's, or if prefill and decode are separate, and EngineError."""
+        """Return a spec for each worker. Raises InvalidField if the URL is no router's, or if prefill and decode are
+        separate, and EngineError."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:
@@ -184,7 +187,7 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # A router may require a key for its list: such a router must not be taken for a server.
+        # A router may require a key for its list (401 or 403), and must then not be taken for a server.
         if failure.transient or failure.status in (401, 403):
             raise
         return None
@@ -193,7 +196,8 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
 
 
 def _not_connected(error: BaseException) -> bool:
-    """Whether no connection was made. A broken or slow connection may belong to a worker that still runs."""
+    """Return True if no connection was made. A connection that broke or was too slow does not count, because the worker
+    may still run."""
     cause = error.__cause__
     broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
     return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)

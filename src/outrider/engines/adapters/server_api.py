@@ -77,14 +77,16 @@ def decode_batch(
 
 
 def finish_of(reason: str, engine: str) -> FinishReason:
-    """Raises EngineMisbehaved for a reason that is no proper end of a generation, such as `error`."""
+    """Return the FinishReason for an engine's `reason`. Raises EngineMisbehaved for a reason that is no proper end of a
+    generation, such as `error`."""
     if (finish := FINISH_REASONS.get(reason)) is None:
         raise EngineMisbehaved(f"engine {engine!r} ended a generation with {reason!r}")
     return finish
 
 
 def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: str) -> list[float]:
-    """The log-probabilities of `ids`, one each. Raises EngineMisbehaved if any is missing, or if there are too many."""
+    """Return the log-probabilities of `ids`, one for each id. Raises EngineMisbehaved if one is missing, or if there
+    are too many."""
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
     if not len(ids) == len(values) == len(logprobs):
         raise EngineMisbehaved(
@@ -121,20 +123,21 @@ def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> Mo
 
 
 def _named(ids: Iterable[str]) -> str:
-    """Names of the first models of a list: a server may list any number."""
+    """Return the names of the first models of a list, because a server may list any number of models."""
     first = list(islice(ids, MAX_NAMED + 1))
     more = ", …" if len(first) > MAX_NAMED else ""
     return ", ".join(name[:MAX_NAME] for name in first[:MAX_NAMED]) + more
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
-    """Penalties and bias by vLLM's names, which the completions and chat routes of other servers share. The repetition
-    penalty is always sent: without it the server would apply the penalty of the model's generation_config.json."""
+    """Return penalties, bias and minimum length under vLLM's names, which the completions and chat routes of other
+    servers use, too. The repetition penalty is always sent: without it the server would apply the penalty of the
+    model's generation_config.json."""
     fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a larger number is an error there
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # vLLM refuses a number above max_tokens
         ("logit_bias", bias_json(sampling)),
     ):
         if value:
@@ -143,12 +146,12 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """The bias with ids as strings, because JSON's keys are strings."""
+    """Return the bias with ids as strings, because the keys of a JSON object are strings."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """A constraint as vLLM's `structured_outputs`."""
+    """Return a constraint in the form of vLLM's `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"json_object": True}

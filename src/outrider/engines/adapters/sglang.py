@@ -45,13 +45,14 @@ log = logging.getLogger("outrider.engine")
 
 WEIGHTS_SECONDS = 600.0
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-"""Not `in_place`: the server exits when its cache is flushed while it has anything in flight, such as another user's
-request or the token of a health check. After "finish" no generation of ours is left to abort."""
+"""SGLang's pause modes for ours. After "finish" no generation of ours is left to abort. "keep" is not `in_place`,
+because the server exits if its cache is flushed while a generation is in flight, such as another user's or a health
+check's."""
 ABORTED = 499
-"""The code of an error event: the server has dropped the request for a pause."""
+"""The code of an error event by which the server reports that it has dropped the request for a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 ABORT_SECONDS = 1.0
-"""Seconds for the ends of replies to arrive that a pause has aborted."""
+"""Seconds in which the end of a reply that a pause has aborted can still arrive. After that the reply is ended here."""
 SETTINGS_SECONDS = 5.0
 """Timeout of the request for the server's settings. 0.5.17 took 1.3 s."""
 INCREMENTAL = (
@@ -90,9 +91,9 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 class SGLangEngine:
     """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server, or a router of such servers.
 
-    The server's log-probabilities are those after temperature and before truncation, hence SAMPLING. SGLang has no
-    pause mode "finish": `pause("finish")` holds new generations back here, waits for those in flight here, then pauses
-    the server.
+    The server computes log-probabilities after temperature and before truncation, so their kind is SAMPLING. SGLang has
+    no pause mode "finish": `pause("finish")` holds new generations back here, waits for the generations in flight here,
+    and then pauses the server.
     """
 
     mode = TokenMode.TOKENS
@@ -142,10 +143,10 @@ class SGLangEngine:
                     if (chunk := reader.read(payloads)) is not None:
                         yield chunk
                 reader.check_finished()
-        except Exception as error:  # for any error, pass on the tokens before it first
+        except Exception as error:  # the tokens read before the error are passed on first
             if isinstance(error, WasCut) or (isinstance(error, StatusFailure) and _was_aborted(error)):
                 reader.abort()
-            # A connection that breaks behind the finish is no failure: all tokens are here.
+            # A connection that breaks after the finish is no failure: all tokens have arrived.
             elif not (reader.finished and isinstance(error, EngineUnavailable)):
                 if (unsent := reader.unsent()) is not None:
                     yield unsent
@@ -158,7 +159,7 @@ class SGLangEngine:
         yield last
 
     def _note(self, last: Chunk, reader: _SGLangReader) -> None:
-        """Record facts that only a reply shows: newer weights, and how the server streams."""
+        """Record what only a reply shows: that the weights are newer, and how the server streams."""
         if last.versions and last.versions[-1].version > self.versions.served:
             self.versions = self.versions.told(last.versions[-1].version)
         if reader.repeats is not None:
@@ -170,8 +171,8 @@ class SGLangEngine:
         self.advice = INCREMENTAL if repeats else ""
 
     async def health(self) -> EngineHealth:
-        """Does not use a server's `/health`: that route samples a token, takes a second, and waits 20 s while the
-        server is paused. The routes used here respond at any time."""
+        """See `Engine.health`. The servers' own `/health` is not used: this route samples a token, takes a second, and
+        waits 20 s while the server is paused. The routes used here respond at any time."""
         try:
             await self._servers.find()
             if self._servers.routed:
@@ -195,7 +196,7 @@ class SGLangEngine:
             await self._gate.drained()
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
         if mode == "abort":
-            # The server would hold a request that arrives just now until the resume, so it is given up here.
+            # The server would hold a request that arrives just now until the resume, so this request is given up here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
@@ -213,7 +214,7 @@ class SGLangEngine:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the server's weights, keeping generations in flight. If the workers of a router are out of reach,
+        """Label the server's weights. Generations in flight continue. If the workers of a router are out of reach,
         `version` is only recorded here."""
         try:
             await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -223,7 +224,8 @@ class SGLangEngine:
             self.versions = self.versions.told(version, 0)
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load a folder that the server can read. Cached keys and values are dropped, and a pause stays in force."""
+        """Load a folder that the server can read. The server drops cached keys and values, and stays paused if it
+        was."""
         body = {
             "model_path": weights,
             "weight_version": str(version),
@@ -247,8 +249,8 @@ class SGLangEngine:
         return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def _ask_settings(self) -> None:
-        """Check once whether the server streams incrementally. If the server does not report this, its replies show
-        it."""
+        """Check once whether the server streams incrementally, and set `advice` if not. If the server does not report
+        its settings, its replies show how it streams."""
         if self._asked_settings:
             return
         self._asked_settings = True
@@ -261,7 +263,7 @@ class SGLangEngine:
             self._advise(True)
 
     async def _served_version(self, server: HttpClient) -> int:
-        """Return the version of the served weights. Servers without the route do not report their label."""
+        """Return the version of the served weights: the last known version for a server that reports no label."""
         try:
             info = await server.get("/model_info")
         except StatusFailure as failure:
@@ -286,7 +288,7 @@ class _SGLangReader:
 
     `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
     between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
-    values. `repeats` is whether events repeat the tokens of earlier events; None until a second event.
+    values. `repeats` is True if events repeat the tokens of earlier events, and None until a second event with tokens.
     """
 
     def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
@@ -311,14 +313,14 @@ class _SGLangReader:
         return self._asked.cache_salt
 
     def abort(self) -> None:
-        """Finish the reply with the tokens it has: the server has dropped the request, or it was given up."""
+        """Finish the reply with the tokens so far: the server has dropped the request, or the request was given up."""
         self._finish(FinishReason.ABORT, None)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """Return the tokens of these events as one chunk. None before the first token and behind the finish.
+        """Return the tokens of these events as one chunk; None if there are none, or after the finish.
 
         Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
-        tokens before it.
+        tokens before that event.
         """
         for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
             self._take(event)
@@ -359,7 +361,7 @@ class _SGLangReader:
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
                 raise WasCut
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [entry[1] for entry in entries]  # a request that went back to the queue has only the last id
+            ids = [entry[1] for entry in entries]  # after a return to the queue only the last id is sent
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
@@ -401,20 +403,21 @@ class _SGLangReader:
 
 
 def _was_aborted(failure: StatusFailure) -> bool:
-    """Whether the server has dropped the request: shown by an error code in a stream, and by the message alone in any
-    other response."""
+    """Return True if the server has dropped the request. In a stream the error code shows this; in any other response
+    only the message does."""
     return failure.status == ABORTED or (failure.status == 400 and ABORTED_WORDS.search(failure.body) is not None)
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """The `rid`. SGLang aborts by prefix, so all have the same length. A retry has a new `rid`."""
+    """Return the `rid` of a request. SGLang aborts all requests whose `rid` begins with a given one, so all have the
+    same length. A retry has a new `rid`."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
 def _constraint(constraint: Constraint) -> dict[str, str]:
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return {"json_schema": '{"type": "object"}'}  # as SGLang's own chat route does
+            return {"json_schema": '{"type": "object"}'}  # SGLang's own chat route does the same
         case ConstraintKind.JSON_SCHEMA:
             return {"json_schema": constraint.text}
         case ConstraintKind.REGEX:
@@ -443,7 +446,7 @@ def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a larger number is an error there
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a number above max_new_tokens is an error
         ("logit_bias", bias_json(sampling)),
     ):
         if value:

@@ -1,10 +1,10 @@
 """A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
 
-Servers without that route (before 0.11, or started without `--enable-scale-out`), and servers whose route does not
-stream (before 0.20), get requests at `/v1/completions` with ids. The first request shows which route the server has.
-Both log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). Structured output
-needs a server of 0.11 or later. Invariant: an id is passed on only together with the log-probability that the server
-sent for the same id.
+Some servers lack this route (before 0.11, or started without `--enable-scale-out`), or their route does not stream
+(before 0.20). They get requests with ids at `/v1/completions`. The first request shows which route a server has. The
+adapter reads both forms of log-probabilities of the generate route: with ids as text (up to 0.31), and with ids as
+integers (since). Structured output needs a server of 0.11 or later. Invariant: an id is passed on only together with
+the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ROUTE_MISSING = frozenset({403, 404})
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Seconds for the ends of replies to arrive that a pause has aborted."""
+"""Seconds in which the end of a reply that a pause has aborted can still arrive. After that the reply is ended here."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
 UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM with --enable-prompt-tokens-details"
@@ -68,7 +68,7 @@ DEV_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 to allow pausing and weight u
 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
-    """`logprobs_mode` is the server's `--logprobs-mode`, which no route reports."""
+    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
@@ -115,8 +115,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 class VLLMEngine:
     """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one vLLM server, or a router of such servers.
 
-    Log-probabilities are the server's: RAW unless the server runs with `--logprobs-mode processed_logprobs` and the
-    option has the same value. Pausing, and loading weights, needs a server in development mode.
+    Log-probabilities are passed on as the server sends them. Their kind follows from the option `logprobs_mode`, RAW by
+    default, which must be the server's. Pausing, and loading weights, needs a server in development mode.
     """
 
     mode = TokenMode.TOKENS
@@ -161,7 +161,7 @@ class VLLMEngine:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk
                 reader.check_finished()
-            except Exception as error:  # for any error, pass on the tokens before it first
+            except Exception as error:  # the tokens read before the error are passed on first
                 # When a pause aborts a stream, vLLM (0.26) often ends the response properly, but sends no finish.
                 aborted = reader.unfinished and self._gate.closings != closings
                 # The server has no generate route, or a generate route that does not stream.
@@ -172,7 +172,7 @@ class VLLMEngine:
                     continue
                 if aborted or isinstance(error, WasCut):
                     reader.abort()
-                # A connection that breaks behind the finish is no failure: only a usage count was still to come.
+                # A connection that breaks after the finish is no failure: only the usage was still to come.
                 elif not (reader.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reader.unsent()) is not None:
                         yield unsent
@@ -189,7 +189,7 @@ class VLLMEngine:
             return
 
     def _note(self, last: Chunk) -> None:
-        """Record facts that only a reply shows: newer weights, and counts that the server does not send."""
+        """Record what only a reply shows: that the weights are newer, and whether the server counts cached tokens."""
         if last.versions and last.versions[-1].version > self.versions.served:
             self.versions = self.versions.told(last.versions[-1].version)
         if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
@@ -213,12 +213,12 @@ class VLLMEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=card.max_model_len, version=served)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Raises EngineRejected if the server is not in development mode."""
+        """Pause the server. Raises EngineRejected if the server is not in development mode."""
         if mode == "abort":
             self._gate.close()
         await self._control(f"/pause?mode={PAUSE_MODES[mode]}", seconds=None)
         if mode == "abort":
-            # The server would hold a request that arrives just now until the resume, so it is given up here.
+            # The server would hold a request that arrives just now until the resume, so this request is given up here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
@@ -303,7 +303,8 @@ class VLLMEngine:
             raise (error.replace(hint=DEV_HINT) if failure.status == 404 else error) from None
 
     async def _served_version(self, server: HttpClient) -> int:
-        """Return the version of the served weights. Servers outside development mode do not report their label."""
+        """Return the version of the served weights: the last known version for a server that reports no label, because
+        it is not in development mode."""
         try:
             answer = await server.get("/weight_info")
         except StatusFailure as failure:
@@ -335,7 +336,7 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # this process may not read the folder, but the server's process may
+    except OSError:  # the server's process may be allowed to read a folder that this process may not
         return None
     return None
 
@@ -345,8 +346,8 @@ class _NotStreamed(EngineUnavailable):
 
 
 class _VLLMReader:
-    """Reads the events of one generation into chunks. The tokens of the finishing event are kept until the usage that
-    follows.
+    """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, because
+    the usage follows in a later event.
 
     `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
     between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
@@ -359,7 +360,7 @@ class _VLLMReader:
         self._asked: KnownVersions | None = None
         self._versions: KnownVersions | None = None
         self.begun = False
-        self.unfinished = False  # the stream has ended properly, and before the generation
+        self.unfinished = False  # the stream has ended properly, but without a finish
         self._length = 0
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -381,10 +382,10 @@ class _VLLMReader:
         self._last = self._finishing(FinishReason.ABORT)
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """Return the tokens of these events as one chunk. None before the first token and behind the finish.
+        """Return the tokens of these events as one chunk; None if there are none, or after the finish.
 
         Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
-        tokens before it.
+        tokens before that event.
         """
         self.begun = True
         for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
@@ -422,7 +423,7 @@ class _VLLMReader:
             ids=self._ids,
             logprobs=self._logprobs,
             prompt_ids=self._prompt_ids,
-            cached_tokens=None if cached == -1 else cached,  # -1 for a request that was aborted while it still waited
+            cached_tokens=None if cached == -1 else cached,  # -1 if the request was aborted while it still waited
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -449,8 +450,8 @@ class _VLLMReader:
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
-    """Return the log-probabilities of `ids` from either shape. Raises EngineMisbehaved if one is missing, or belongs to
-    another id."""
+    """Return the log-probabilities of `ids`, whichever form they have. Raises EngineMisbehaved if one is missing, or
+    belongs to another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:

@@ -1,9 +1,9 @@
 """Continuous batching: admits waiting sequences to slots, prefills prompts in pieces, decodes all sequences together.
 
 The module is independent of event loops, threads and protocols: the owner of the batch calls `step` repeatedly. Eight
-concurrent sequences are 4 times as fast as the same sequences in turn, and 32 about 7 times (one core, the demo's
-policy). Invariant: when the weights change, a sequence with output keeps its keys and values, and a sequence without
-output is computed again. No other sequence ever reads values computed by older weights.
+concurrent sequences take a quarter of the time of the same sequences in turn, and 32 about a seventh (one core, the
+demo's policy). Invariant: when the weights change, a sequence with output keeps its keys and values, and a sequence
+without output is computed again. No other sequence ever reads values computed by older weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SequenceBatch:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute anything now."""
+        """True if `step` would compute anything now."""
         if self.paused == "keep":
             return False
         return bool(self.running or (self.waiting and self.paused is None))
@@ -85,7 +85,7 @@ class SequenceBatch:
         self.paused = None
 
     def update(self, state: StateDict | None, version: int) -> None:
-        """Serve policy `version` from the next token on, with the weights of `state`. With `state` None, the model's
+        """Serve policy `version` from the next token on, with the weights of `state`. `state` is None if the model's
         owner has already written the weights into the model. Raises EngineRejected, with nothing changed."""
         if state is not None:
             apply_weights(self.model, state)
@@ -125,7 +125,7 @@ class SequenceBatch:
         return outputs
 
     def _admit(self) -> None:
-        """Move waiting sequences to slots while any are free."""
+        """Move waiting sequences to slots while there are free slots."""
         while self.paused is None and self.waiting:
             sequence = self.waiting[0]
             lease = self._slots.take(sequence.prompt)

@@ -30,8 +30,9 @@ MAX_REQUESTS = 4096
 
 
 class EmbeddedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slots` sequences run at once. The cache holds slots x context_tokens positions; `context_tokens` defaults to the
-    context that the model was made for. `threads` are torch's; more than one rarely helps a model of this size."""
+    """The embedded engine's options. `slots` sequences run at once. The cache holds slots x context_tokens positions;
+    `context_tokens` defaults to the context that the model was made for. `threads` is the number of torch's threads;
+    more than one rarely helps a model of this size."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)] = 32
     context_tokens: Annotated[int, msgspec.Meta(ge=2)] | None = None
@@ -86,7 +87,7 @@ class EmbeddedEngine:
         )
         try:
             await thread.start()
-        except BaseException:  # cancellation included: the thread must not outlive the start
+        except BaseException:  # cancellation included: the thread must not outlive a failed start
             await thread.close()
             raise
         self._thread = thread
@@ -104,7 +105,7 @@ class EmbeddedEngine:
         else:  # compiling a schema may take a second
             sequence = await asyncio.to_thread(thread.checker.check, request)
             thread = self._running()  # the thread may have ended meanwhile
-        output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens bounds it
+        output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens bounds the queue
         self._outputs[sequence] = output
         thread.post(lambda batch: batch.add(sequence))
         try:

@@ -34,7 +34,8 @@ class KeyValueCache:
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def prefill(self, slot: int, start: int, end: int) -> Attend:
-        """Attention of the tokens at positions [start, end) of one slot (a batch of one)."""
+        """Return the attention of the tokens at positions [start, end) of one slot (a batch of one). A call of it also
+        stores the tokens' keys and values."""
         mask = torch.arange(end) <= torch.arange(start, end)[:, None]
         grouped = grouped_mask(mask[None], self._group)
 
@@ -47,7 +48,8 @@ class KeyValueCache:
         return attend
 
     def decode(self, slots: list[int], positions: list[int]) -> Attend:
-        """Attention of one token in each of several slots, at the slot's position."""
+        """Return the attention of one token in each of several slots, at the slot's position. A call of it also stores
+        the tokens' keys and values."""
         longest = max(positions) + 1
         at = torch.tensor(positions)
         rows = torch.tensor(slots)
@@ -103,8 +105,8 @@ class SlotTable:
         """
         if self._busy.all():
             return None
-        # The last column stands for the prompt's last token, and differs in every slot: argmax, which finds the first
-        # difference, returns `limit` for a slot that holds all tokens before the last.
+        # The last column stands for the prompt's last token, and counts as different in every slot. So argmax, which
+        # finds the first difference, returns `limit` for a slot that holds all tokens before the last.
         limit = len(prompt) - 1
         differs = np.ones((self.count, limit + 1), dtype=np.bool_)
         np.not_equal(self._tokens[:, :limit], prompt[:limit], out=differs[:, :limit])
@@ -130,7 +132,7 @@ class SlotTable:
         self._lengths[slot] = start + count
 
     def clear(self, slot: int) -> None:
-        """Discard a slot's content; its owner computes it again."""
+        """Discard a slot's content. The slot's owner computes the content again."""
         self._lengths[slot] = 0
         self._stale[slot] = False
 

@@ -154,13 +154,15 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
-        # Rotary tables (context, head_dim); the second half repeats the first, which is Hugging Face's layout.
+        # The rotary tables have the shape (context, head_dim). The second half repeats the first, as in Hugging Face's
+        # layout.
         inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1, tokens)."""
+        """Return the final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1,
+        tokens)."""
         x = self.embed(ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
@@ -168,6 +170,6 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         return functional.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., vocab) of final states (..., hidden)."""
+        """Return the logits (..., vocab) of final states (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)

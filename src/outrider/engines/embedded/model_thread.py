@@ -110,7 +110,7 @@ class ModelThread:
                 self._serve(self._load())
         except OutriderError as error:
             end = error
-        except Exception as error:  # waiting callers must get the error, whatever it is
+        except Exception as error:  # waiting callers must get any error
             end = EngineUnavailable(f"the embedded engine failed: {type(error).__name__}: {error}")
         self._tell(self._ended, end)
 
@@ -137,7 +137,7 @@ class ModelThread:
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Run a callback on the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the callback any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the callback has no receiver
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _ended(self, end: OutriderError) -> None:

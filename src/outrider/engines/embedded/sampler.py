@@ -1,6 +1,6 @@
-"""Samples one token for each sequence from its logits, by its own parameters and its own random numbers.
+"""Samples one token for each sequence from its logits, with the sequence's own parameters and random numbers.
 
-Invariant: the log-probability reported is that of the raw logits (log-softmax before penalties, bias, grammar,
+Invariant: the reported log-probability is computed from the raw logits (log-softmax before penalties, bias, grammar,
 temperature and truncation), whatever distribution the token was drawn from.
 """
 
@@ -65,12 +65,12 @@ class SamplingState:
         if self._output.total() < params.min_tokens:
             longer = allowed.clone()
             longer[[token for token in params.stop_token_ids if token < len(longer)]] = False
-            # A complete grammar allows nothing but an end, which then comes before min_tokens.
+            # A complete grammar allows only stop ids. They stay allowed then, also before min_tokens.
             allowed = longer if longer.any() else allowed
         logits[~allowed] = -torch.inf
 
     def uniform(self) -> float:
-        """The next random number in [0, 1). Greedy sampling consumes none."""
+        """Return the next random number in [0, 1). Greedy sampling consumes none."""
         if self.params.temperature == 0:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
@@ -99,7 +99,8 @@ def check_sampling(params: SamplingParams) -> None:
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """Sample one token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token.
 
-    Inverse transform sampling in float64: one uniform number per row, whatever the size of the vocabulary.
+    The method is inverse transform sampling in float64, with one uniform number per row, whatever the size of the
+    vocabulary.
     """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]
@@ -110,14 +111,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # Rows of temperature 0 keep the likeliest token below; the bound only keeps their division finite.
+        # Rows of temperature 0 keep the likeliest token below. The bound on the temperature only keeps their division
+        # finite.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])
         cumulative = weights.cumsum(dim=-1)
         uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
-        # Rounding can put the number on the last step's upper edge, past every token.
+        # By rounding, a number can lie on the upper edge of the last token, and so be past every token.
         fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
         chosen = torch.where(fallback, chosen, drawn)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()

@@ -112,8 +112,8 @@ class RequestChecker:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """Make the sequence for a request; its output ends where the context does. A constraint is compiled, which may
-        take a second. Raises ContextOverflow or EngineRejected."""
+        """Make the sequence for a request. The output ends at the latest where the context ends. A constraint is
+        compiled, which may take a second. Raises ContextOverflow or EngineRejected."""
         sampling = request.sampling
         check_sampling(sampling)
         prompt: Ids = np.ascontiguousarray(request.input_ids, dtype=np.int32)

@@ -17,15 +17,15 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import EngineRejected
 
 _LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
-"""A tenth of the library's defaults. With the defaults, one token of `(a{1000}){1000}` took 6 s, and every sequence of
-the batch waits for each token."""
+"""The library's limits for one constraint: a tenth of its defaults. With the defaults, one token of `(a{1000}){1000}`
+took 6 s, and every sequence of the batch waits for each token."""
 
 MAX_TOKENIZERS = 4
 """Maximum number of the library's tokenizers kept, one for each set of stop ids. Clients choose stop ids, so the number
 needs a bound."""
 
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""Without a bound on blanks a small model writes blanks until its token limit."""
+"""JSON may have at most 20 blanks in a row. Without a bound a small model writes blanks until its token limit."""
 
 
 class Grammar:
@@ -35,15 +35,16 @@ class Grammar:
         self._matcher = matcher
         self._vocab = vocab
         self.failed = False
-        """Whether the library has reached one of its limits. Every token is allowed afterwards."""
+        """True once the library has reached one of its limits, or has refused a sampled token. Every token is allowed
+        then, and the sequence ends with ABORT."""
 
     @property
     def finished(self) -> bool:
-        """Whether no token may follow."""
+        """True once no token may follow."""
         return self.failed or bool(self._matcher.is_stopped())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """The tokens allowed next, bool of shape (vocabulary,)."""
+        """Return the tokens allowed next, bool of shape (vocabulary,)."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         mask = np.unpackbits(packed, bitorder="little")[: self._vocab].astype(np.bool_)
         if self._matcher.is_error() or not mask.any():
@@ -63,7 +64,7 @@ class GrammarCompiler:
     def __init__(self, folder: Path, vocab: int) -> None:
         self._folder = folder
         self._vocab = vocab
-        self._lock = threading.Lock()  # each request is compiled in a thread of the event loop's executor
+        self._lock = threading.Lock()  # constraints may be compiled at once, each in its own thread
         self._tokenizers: dict[tuple[int, ...], Any] = {}
 
     def compile(self, constraint: Constraint, stops: tuple[int, ...]) -> Grammar:

@@ -1,6 +1,6 @@
 """Weights: maps Hugging Face's tensor names to the fused parameters of model.py; reads, updates and exports them.
 
-Invariant: an update checks every tensor before it changes the first one, so that it is applied whole or not at all.
+Invariant: an update checks every tensor before it changes any parameter, so it is applied whole or not at all.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
             raise EngineRejected(f"weights lack {name}")
         if source.shape != target.shape:
             raise EngineRejected(f"{name} has shape {tuple(source.shape)}, the model {tuple(target.shape)}")
-        # One NaN would make every logit NaN, and no later request would show its origin.
+        # One NaN would make every logit NaN, and no later error would show that the weights are the cause.
         if not bool(torch.isfinite(source).all()):
             raise EngineRejected(f"{name} holds values that are not finite")
     with torch.no_grad():
@@ -101,7 +101,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
 
 
 def export_weights(model: Llama) -> dict[str, Tensor]:
-    """Contiguous copies of the model's weights, by published name."""
+    """Return contiguous copies of the model's weights, by published name."""
     return {part.name: _target(model, part).clone() for part in fused_slices(model.shape)}
 
 

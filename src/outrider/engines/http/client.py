@@ -1,4 +1,5 @@
-"""The HTTP client for every engine server: sends JSON, reads JSON or server-sent events, and retries failed requests.
+"""The HTTP client for every engine server: sends JSON, reads JSON or server-sent events, and retries generations that
+have not begun.
 
 Invariant: no request is sent again once the first event of its response was read.
 """
@@ -29,7 +30,7 @@ DONE = b"[DONE]"
 
 
 DEFAULT_RETRY = RetryPolicy(first=0.2, longest=10.0, attempts=4)
-"""For a generation that has not begun. A server's Retry-After is followed up to the longest wait."""
+"""The retries of a generation that has not begun. A server's Retry-After replaces the wait, up to `longest`."""
 
 
 class WasCut(Exception):
@@ -73,8 +74,8 @@ def encode(body: Any) -> bytes:
 class HttpClient:
     """The connections to one engine server, between `start` and `close`.
 
-    Every method raises EngineUnavailable if the server cannot be reached or stops responding, and StatusFailure for a
-    response with a status of 400 or more.
+    Every method raises EngineUnavailable if the server cannot be reached or stops responding, StatusFailure for a
+    response with a status of 400 or more, and EngineMisbehaved for a response that is too long or not JSON.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -96,7 +97,7 @@ class HttpClient:
             connections.close()
 
     async def check(self, path: str) -> None:
-        """GET the path once, and accept any body: routers send "OK" where servers send nothing."""
+        """GET the path once, and accept any body: to a health check routers reply "OK", and servers nothing."""
         await self._call("GET", path, (), CONTROL_SECONDS)
 
     async def get(self, path: str) -> Any:
@@ -119,8 +120,8 @@ class HttpClient:
         `[DONE]` or the end of the response. Each list holds the payloads of one read and is never empty.
 
         Connection failures and transient statuses are retried until the first payload has arrived. Closing the
-        generator closes the connection, which aborts the work upstream. Before the first payload, `cut` does the same
-        and makes this method raise WasCut.
+        generator closes the connection, which aborts the work upstream. Before the first payload, `cut` closes the
+        connection, too, and this method then raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1
@@ -196,8 +197,8 @@ class HttpClient:
 
 
 async def _read_rest(response: Response) -> None:
-    """Read the few bytes behind `[DONE]`: a response read to its end returns its connection for reuse. If the end does
-    not arrive in time, only the connection is lost."""
+    """Read the few bytes after `[DONE]`, because a connection can be used again only if its response was read to the
+    end. If the end does not arrive within a second, only the connection is lost."""
     if response.complete:
         return
     with suppress(*CONNECTION_ERRORS):

@@ -17,7 +17,7 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected, Engine
 MAX_QUOTED = 500
 OVERFLOW_STATUSES = frozenset({400, 413, 422})
 UNKNOWN_STATUS = 0
-"""The status of a failure without a status, such as an error event in a stream."""
+"""The status of a failure that has none, such as an error event in a stream."""
 
 _HINTS = {
     401: "check the engine's api_key option",
@@ -36,8 +36,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     context: int | None = None
 
     def overflow(self) -> Overflow | None:
-        """The numbers of a prompt that fills the context. None if either is unknown, or the prompt does not fill it:
-        the output does not fit then."""
+        """Return the sizes of a prompt that fills the context alone. None if a size is unknown, or if the prompt is
+        shorter than the context, so that only prompt and output together do not fit."""
         if self.prompt is None or self.context is None or self.prompt < self.context:
             return None
         return Overflow(self.prompt, self.context)
@@ -49,8 +49,8 @@ UNSIZED = Sizes()
 class StatusFailure(Exception):
     """A server's refusal before translation: the HTTP status (or UNKNOWN_STATUS) and the body.
 
-    Raised by `HttpClient`. The adapter, which has the sizes, turns it into an EngineError. `retry_after` is the
-    server's requested wait in seconds.
+    Raised by `HttpClient`. The adapter, which has the sizes, turns this failure into an EngineError (`translate`).
+    `retry_after` is the wait in seconds that the server requests.
     """
 
     def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:
@@ -62,12 +62,13 @@ class StatusFailure(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether the same request may succeed later, on this engine or another."""
+        """True if the same request may succeed later, on this engine or another."""
         return self.retryable or self.status in (408, 425, 429) or self.status >= 500
 
 
 def failure_of_event(error: Any) -> StatusFailure:
-    """The failure in an `{"error": ...}` event of a stream. A numeric `code` of the event is its status."""
+    """Return the failure in an `{"error": ...}` event of a stream. A numeric `code` of the event is taken as the
+    status."""
     status, retryable = UNKNOWN_STATUS, False
     if isinstance(error, dict):
         code = error.get("code", error.get("status_code"))
@@ -78,7 +79,8 @@ def failure_of_event(error: Any) -> StatusFailure:
 
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
-    """Return the error for a failure: overflow by its numbers first, then transient statuses, then refusals."""
+    """Return the error for a failure: ContextOverflow if the code or the numbers in the message show one,
+    EngineUnavailable for a transient status, EngineRejected for any other status, and EngineError for no status."""
     code = None
     try:
         content = orjson.loads(failure.body)

@@ -1,1 +1,2 @@
-"""The engine pool: assigns an engine to each session, pauses generation, and runs each request on an engine."""
+"""The engine pool of one model: assigns an engine to each session, runs each request on an engine, and pauses all
+engines while the weights change."""

@@ -1,8 +1,9 @@
 """The engines of a pool: the state and load of each, the engine of each session, and the choice for a new session.
 
 A session stays on its engine because that engine has the session's prefix cached. The module handles no requests and
-never waits. Invariants: `idle` is set exactly while nothing is in flight. A member's `sessions` and `assigned_tokens`
-are the count and the sum of the sessions that are assigned to it.
+never waits. Invariants: an engine's `idle` is set exactly while the engine has nothing in flight and, if it is being
+removed, no follower uses it. An engine's `sessions` is the number of sessions assigned to the engine, and its
+`assigned_tokens` is the sum of their context tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from outrider.spec import EngineSpec
 from outrider.trajectory import LogprobKind, TokenMode
 
 TOKENS_PER_REQUEST = 16384
-"""Tokens of assigned context that weigh as much as one request in flight: a waiting session takes its engine's cache
-memory, a running session its engine's steps."""
+"""Assigned context of this many tokens weighs as much as one request in flight. A request in flight takes time of the
+engine's steps. A session between two requests still takes memory of the engine's cache."""
 
 
 Load = tuple[bool, float, int]
@@ -41,12 +42,12 @@ thresholds, and 65 % with 4 and 1.1 (NeMo Gym #3345): a session that moves has i
 routing` compares both."""
 
 SLACK = 64
-"""Outdated entries that the heap may hold per live entry before it is rebuilt."""
+"""The heap is rebuilt once it has more than this many entries, most of them outdated, for each name."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's engine: the last known policy version, the kind of ids and log-probabilities, and the supported
-    constraints on replies."""
+    """A session's engine: its name, its last known policy version, its kinds of ids and log-probabilities, and the
+    constraints on replies that it supports."""
 
     engine: str
     mode: TokenMode
@@ -60,7 +61,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One follower's use of an engine, and its observations of the engine, with the fields of `EngineStatus`."""
+    """One process's use of an engine, and what the process has observed of the engine. `EngineStatus` describes the
+    fields."""
 
     in_flight: Count = 0
     sessions: Count = 0
@@ -71,7 +73,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """The engine's pace as measured by the follower; None before it is known."""
+    """The engine's pace as measured by the process; None until the pace is known."""
 
     @property
     def load(self) -> float:
@@ -99,7 +101,7 @@ class EngineRecord:
         self.engine = engine
         self.name = engine.name
         self.takes_tokens = engine.mode is TokenMode.TOKENS
-        """Whether the engine is an `Engine` and not a `ChatEngine`."""
+        """True for an `Engine`, False for a `ChatEngine`."""
         self.health = health
         self.kind = kind
         self.url = url
@@ -123,14 +125,15 @@ class EngineRecord:
         self.failed_probes = 0
         self.version = health.version
         self.looked_for = 0
-        """The highest version seen by a follower for which the engine was checked."""
+        """The highest version that a follower has reported and for which the engine was then checked."""
         self.paused = False
         self.behind = False
         self.probe: asyncio.Task[None] | None = None
         self.probe_now = asyncio.Event()
         self.trial: asyncio.Task[None] | None = None
         self.check: asyncio.Task[None] | None = None
-        """The check whether the engine still works, begun because a follower doubts it or because it is silent."""
+        """The running check of whether the engine still works. A follower's report or the engine's silence has caused
+        it."""
         self.pace = Pace()
         self.last_sign = loop_time()
         """Time of the last chunk that the engine sent to any call of this process, by `loop_time`."""
@@ -138,20 +141,20 @@ class EngineRecord:
         """Start time of the newest call that has received a chunk."""
         self.awaits_workers = isinstance(engine, AwaitsWorkers) and engine.awaits_workers
         self.silent: AnyRequest | None = None
-        """After the engine has fallen silent: the request for one token that it has to serve before it takes part
-        again."""
+        """The request for one token that an engine which fell silent must serve before it takes part again; None for
+        any other engine."""
         self.read_constraints()
         self.idle = asyncio.Event()
         self.idle.set()
 
     @property
     def serves(self) -> bool:
-        """Whether a session that is assigned to the engine may continue there."""
+        """True if a session that is assigned to the engine may continue there."""
         return self.ok and not self.removed
 
     @property
     def busy(self) -> bool:
-        """Whether a generation is in flight, in this process or in a follower."""
+        """True while a generation is in flight, in this process or in a follower."""
         return bool(self.in_flight) or any(use.in_flight for use in self.uses.values())
 
     @property
@@ -165,7 +168,8 @@ class EngineRecord:
 
     def read_constraints(self) -> None:
         """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
-        make two. The constraints of a relay are known once its first worker attaches."""
+        make two. This method is called again when an engine comes back: the constraints of a relay are known only once
+        its first worker attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
@@ -191,7 +195,7 @@ class EngineRecord:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        # Each follower reports a removed engine until its own generations on it have ended.
+        # A follower reports a use of a removed engine until the follower's own generations on the engine have ended.
         if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
@@ -228,7 +232,7 @@ class EngineRecord:
         )
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the engine's pace as measured over the most calls, here or in a follower; None if it is not known
+        """Return the engine's pace as measured over the most calls, here or in a follower; None if no pace is known
         yet."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
@@ -280,10 +284,10 @@ class Affinity:
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
-        """Return the session's own engine while it serves, else assign the least loaded engine. A suspect engine, and
-        the engine named `avoid`, are chosen only if there is no other of their kind.
+        """Return the session's own engine while it serves, else assign the least loaded engine. A suspect engine, or
+        the engine named `avoid`, is assigned only if there is no other of its kind.
 
-        `kinds` lists, in order of preference, whether the engine takes tokens. Returns None if there is no engine.
+        `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if there is no engine.
         """
         place = self._places.get(session_key)
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:
@@ -299,11 +303,12 @@ class Affinity:
         return None
 
     def rebalance(self, session_key: str) -> None:
-        """Release a session whose engine is overloaded compared with the least loaded engine, which `pick` then
-        assigns.
+        """Release a session whose engine is overloaded compared with the least loaded engine. `pick` then assigns the
+        least loaded engine.
 
         The other engine has to read the session's context once more, so the session's own load is added to the
-        threshold. Two engines are within the threshold after a few moves, and then no session moves back.
+        threshold. After a few moves the loads of two engines differ by less than the threshold, and no session moves
+        back.
         """
         place = self._places.get(session_key)
         if place is None or not place.member.serves:
@@ -316,7 +321,8 @@ class Affinity:
             self.release(session_key)
 
     def trusts(self, kind: bool) -> bool:
-        """Whether a new session would get an engine of that kind that is not suspect."""
+        """Return True if a new session would get an engine of that kind that is not suspect. `kind` is the value of
+        `takes_tokens`."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
@@ -326,7 +332,7 @@ class Affinity:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # another engine may have this name by now
+        elif self._members.get(member.name) is member:  # a newer engine may have this name
             del self._members[member.name]
             heap.drop(member.name)
 
@@ -359,8 +365,8 @@ class Affinity:
 
 
 class LoadHeap:
-    """Names by load: a min-heap with entries that may change. `least` returns the name with the smallest current load,
-    and the oldest name among equals. A changed load leaves its old entry in the heap, to be skipped later."""
+    """Names ordered by load: a min-heap whose entries may change. `least` returns the name with the smallest current
+    load, and the oldest name among equals. A changed load leaves its old entry in the heap, to be skipped later."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Load, int, str]] = []

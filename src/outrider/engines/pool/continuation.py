@@ -1,8 +1,8 @@
-"""Continues, as a new request, a generation that was cut off: the ids are kept, and the parts read as one reply.
+"""Continues a generation that was cut off, by a new request: the ids are kept, and the parts become one reply.
 
-The module restores the engine's state after the first part: the number of tokens left, the position in the random
-numbers, and the text in which a stop string may have begun. Invariant: the output has exactly the ids,
-log-probabilities and version spans from the engines, each at its position.
+The new request has the number of tokens that are left, and a seed of its own, so that the engine does not draw the
+random numbers of the first part again. Stop strings that began before the cut are searched for here. Invariant: the
+output has exactly the ids, log-probabilities and version spans from the engines, each at its position.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ MAX_SEED = (1 << 31) - 1
 
 
 def continuable(sampling: SamplingParams) -> bool:
-    """Whether an engine can continue a reply from its ids alone, and draw each token as without the cut.
+    """Return True if an engine can continue a reply from its ids alone, and draws each token from the same distribution
+    as without the cut.
 
-    A constraint would start again in the middle of the constrained text. Presence and frequency penalties are computed
-    from the tokens sampled by a single request.
+    An engine applies a constraint from its start, and would do so in the middle of the constrained text. The engine
+    computes presence and frequency penalties only from the tokens that the new request samples.
     """
     return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
 
@@ -61,8 +62,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """The last chunk of a reply that was complete when it was cut; None for a reply that has to continue. The
-        engine may have been stopped after the last token, before recognising the end."""
+        """Return the last chunk of a reply that was complete when it was cut; None for a reply that has to continue.
+        The engine may have been stopped after the last token, before recognising the end."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         if last in sampling.stop_token_ids and count > sampling.min_tokens:
@@ -76,7 +77,7 @@ class ContinuedGeneration:
         )
 
     def request(self) -> GenerateRequest:
-        """The request that continues the reply. Its `request_id` has 32 characters, like that of every request."""
+        """Return the request that continues the reply. Its `request_id` has 32 characters, as in every request."""
         first, sampling, count = self._request, self._request.sampling, len(self._sampled)
         name = f"{first.request_id}/{self._cuts}".encode()
         seed = sampling.seed
@@ -117,8 +118,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """The chunk, ended after the token that completes a stop string begun before the cut, if the chunk has such a
-        token."""
+        """Return the chunk. If one of its tokens completes a stop string that began before the cut, the chunk is ended
+        after this token."""
         for number, token_id in enumerate(chunk.ids, start=1):
             if (match := watch.push(token_id)) is not None:
                 return msgspec.structs.replace(
@@ -133,15 +134,16 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """The engine's echo of its prompt without the ids sampled earlier. A wrong id among the latter is drift, too:
-        each makes the returned echo one id longer than the prompt."""
+        """Return the engine's echo of its prompt, without the ids that were sampled before the cut. A wrong or missing
+        id among the latter is drift, too, and is shown by an additional id in the returned echo, which is then longer
+        than the prompt."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """All spans, the newest request's at the end."""
+        """Return all spans, with the newest request's spans at the end."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
@@ -156,10 +158,10 @@ class ContinuedGeneration:
 
 
 class StopWatch:
-    """Looks for a stop string that began before a cut; the engine finds stop strings that begin behind the cut.
+    """Looks for a stop string that began before a cut. The engine itself finds stop strings that begin behind the cut.
 
-    The first character behind the cut counts as a character before the cut, because its first bytes may come from
-    there. `over`: no stop string that spans the cut is possible any more.
+    The first character behind the cut counts as a character before the cut, because its first bytes may belong to a
+    token before the cut. `over` is True once no stop string that spans the cut is possible any more.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
@@ -178,8 +180,8 @@ class StopWatch:
         """Take the next token, and return the stop string that it completes, if that string began before the cut."""
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # Search from the first position whose match would end behind the cut: the engine has passed earlier
-            # matches.
+            # Search from the first position at which a match ends behind the cut: the engine has searched the text
+            # before the cut.
             if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
                 return stop
         return None

@@ -42,9 +42,9 @@ class FollowedPolicy(Policy):
         self._leader = leader
         self._engines: dict[str, EngineState] = {}
         self._closings = 0
-        """The leader's `closings` when it was last followed."""
+        """The leader's `closings` in the last state that was followed."""
         self._cut = 0
-        """The value of `closings` at which generations were last marked as cut off."""
+        """The leader's `closings` at the latest pause that cut generations off here."""
 
     def follow(self, state: PoolState) -> None:
         self._closings = state.closings
@@ -59,7 +59,8 @@ class FollowedPolicy(Policy):
         self._tell_leader()
 
     def _tell_leader(self) -> None:
-        # Count before the report: in response, the leader makes the engines cut off the generations in flight.
+        # Count the cut before the report: after the report the leader makes the engines cut off the generations in
+        # flight.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -75,7 +76,7 @@ class FollowedPolicy(Policy):
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
         """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
-        engine now, or its weights are outdated."""
+        engine now, or if the engine's weights are outdated."""
         engine = self._engines.get(member.name)
         if engine is None or not engine.ok:
             raise EngineUnavailable(

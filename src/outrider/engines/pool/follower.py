@@ -1,8 +1,9 @@
 """A pool that follows another process's pool: it has the same engines and policy, and generates on the engines itself.
 
 The leading pool sends `PoolState`s. It has checked the engines, and only the leader orders engines to pause, to load
-weights and to resume. `outrider.nodes` connects the processes. Invariants: no generation begins here while the leader
-is paused. Only engines in use by the leader are used here.
+weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to the
+leader, no generation begins here until the leader resumes. No generation begins on an engine that the leader does not
+use, by the last state applied here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PoolFollower:
         self._forwarded = forwarded
         self._state: PoolState | None = None
         self._followed: dict[str, EngineState] = {}
-        """The state of each engine when it was last followed, by name."""
+        """The leader's state of each engine that was last applied here, by the engine's name."""
         self._work = asyncio.Event()
         self._tasks = Chores(failures or Failures())
 
@@ -83,7 +84,7 @@ class PoolFollower:
             try:
                 async with asyncio.timeout(ADOPT_SECONDS):
                     await self._follow_engine(engine, state)
-            except Exception as error:  # an engine may be anybody's code, and work in the leader's process only
+            except Exception as error:  # an engine's code may raise any error, or work only in the leader's process
                 failures.note(name, error)
                 asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
             else:
@@ -105,7 +106,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # Copy the leader's versions only after a change: otherwise the versions here may be newer.
+        # Copy the leader's versions only if they have changed: otherwise the versions here may be newer.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
@@ -119,8 +120,8 @@ class PoolFollower:
         async def leave() -> None:
             try:
                 await self.pool.remove(name, seconds=seconds)
-            except Exception:  # an engine may be anybody's code
+            except Exception:  # an engine's code may raise any error
                 log.exception("engine %s cannot be closed", name)
-            self._work.set()  # the leader may have another engine of that name by now
+            self._work.set()  # the leader may have a new engine of that name, to be used here
 
         self._tasks.create_task(leave(), name=f"removal of {name}")

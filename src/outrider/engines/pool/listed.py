@@ -1,7 +1,7 @@
 """Engines from a list kept elsewhere, such as a router's workers: each is in the pool for as long as it is listed.
 
-Invariant: an engine leaves the pool only after it was missing from several lists in a row, so no session loses its
-engine when a router restarts with an empty list.
+Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. So no session loses its
+engine when a router restarts and its list is empty for a while.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MISSES = 3
 
 class Listing:
     """The engines of one list. `serves` is the frozen model of these engines, None for the policy. `engines` maps URLs
-    to the members' names. `leave` is called with the name of each engine that is gone. `urls` returns the URLs of the
-    pool's engines, so that no server is in the pool twice."""
+    to the members' names. `leave` is called with the name of each engine that is to leave the pool. `urls` returns the
+    URLs of the pool's engines, so that no server is in the pool twice."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Listing:
                 await self._look()
             except OutriderError as error:
                 self._answers, self._detail = False, error.message
-            except Exception as error:  # a source may be anybody's code
+            except Exception as error:  # a source's code may raise any error
                 self._answers, self._detail = False, mistake_of(self.source.name, error).message
 
     def status(self, serving: Collection[str], version: int) -> EngineStatus:

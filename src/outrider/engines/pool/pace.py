@@ -1,4 +1,5 @@
-"""The time that an engine takes for a call, measured over recent minutes, and when a wait for the engine is overdue.
+"""Measures the time that an engine takes for a call, over recent minutes, and computes when a wait for the engine is
+overdue.
 
 The module is pure: it reads no clock and waits for nothing.
 """
@@ -25,15 +26,15 @@ SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
 """The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
 STEADY = 5.0
-"""Factor on `SLOW_SECONDS` for an engine that this process has seen to be faster."""
+"""Factor on `SLOW_SECONDS` for an engine of known pace that has served a call of this process in time."""
 SUMMED_UP_EVERY = 16
-"""Number of calls between two computations of the medians."""
+"""Number of remembered calls between two computations of the medians."""
 MUCH_SLOWER = 8.0
 """Multiple of its usual seconds that an engine may take before a wait is overdue. Load makes engines a few times slower
 than they were a minute ago."""
 PREFILL_TOKENS_PER_SECOND = 2000
-"""Prompt tokens that any GPU reads in a second. The usual seconds are measured on prompts that were mostly cached, and
-a new prompt is not cached."""
+"""Prompt tokens that any GPU reads in a second. The usual seconds are measured on prompts that were mostly cached. So
+the time to read the whole prompt at this rate is allowed in addition."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Prompt tokens that a slow engine, such as an engine without a GPU, reads in a second. Slowness is no failure."""
 FIXED_COST_TOKENS = 1024
@@ -76,10 +77,10 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's pace: medians over its calls. `first`: seconds to the first chunk. `first_per_prompt_token`: `first`
-    divided by the tokens of the prompt. `per_token`: seconds for each later token. `first_tokens`: tokens of the first
-    chunk, without short replies in one piece, which do not show whether the engine streams. `longest`: tokens of the
-    longest reply. `calls`: number of calls measured."""
+    """An engine's pace: medians over its calls, except `longest` and `calls`. `first`: seconds to the first chunk.
+    `first_per_prompt_token`: `first` divided by the tokens of the prompt. `per_token`: seconds for each later token.
+    `first_tokens`: tokens of the first chunk, without short replies in one piece, which do not show whether the engine
+    streams. `longest`: tokens of the longest reply. `calls`: number of calls measured."""
 
     first: Measure
     first_per_prompt_token: Measure
@@ -89,7 +90,7 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
     def resembles(self, other: PaceSummary) -> bool:
-        """Whether the two summaries are so similar that keeping one of them is enough."""
+        """Return True if the two summaries are so similar that one of them need not be kept."""
         pairs = ((self.first, other.first), (self.per_token, other.per_token), (self.longest, other.longest))
         return all(max(pair) <= 1.25 * min(pair) for pair in pairs)
 
@@ -129,7 +130,7 @@ class Pace:
         self._slow_since = self._slow_last = self._learned = float("-inf")
         """End times of the first and of the last call in `_slow`, and of the last remembered call."""
         self._seen = False
-        """Whether this process has measured a call that was not overdue."""
+        """True once this process has measured a call that was not overdue."""
         if known is not None:
             self.take_over(known)
 
@@ -138,7 +139,7 @@ class Pace:
         return self.summary is not None
 
     def take_over(self, known: PaceSummary) -> None:
-        """Start from a pace measured elsewhere. Only while no pace is known here."""
+        """Start from a pace measured elsewhere. Call this only while no pace is known here."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
         self._count = known.calls
         self._establish([call])
@@ -210,27 +211,28 @@ class Pace:
         )
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
-        """Seconds in which the first chunk of a call is due."""
+        """Return the seconds in which the first chunk of a call is due."""
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Usual seconds to the first chunk of a call, if none of its prompt is cached."""
+        """Return the usual seconds to the first chunk of a call, if none of its prompt is cached."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # Clients request as many tokens as the context holds, and get few of them.
+            # Clients often request as many tokens as the context holds. The longest reply so far is a better bound.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
     def whole_reply(self, max_tokens: int) -> float:
-        """Seconds that a reply of `max_tokens` takes if the engine may send it whole; 0 if the engine streams."""
+        """Return the seconds that a reply of `max_tokens` takes, for an engine that sends each reply in one piece; 0
+        for an engine that streams."""
         streams = self.summary is None or (self.summary.first_tokens or math.inf) <= WHOLE_TOKENS
         return 0.0 if streams else self.usual_token * max_tokens
 
     def token_due(self) -> float:
-        """Seconds in which each later token is due."""
+        """Return the seconds in which each later token is due."""
         return MUCH_SLOWER * self.usual_token
 
     @property

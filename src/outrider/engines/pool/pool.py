@@ -2,8 +2,8 @@
 
 The pool has no notion of a conversation. `reply_checks` checks every reply. A generation cut off by a pause of the
 policy, or by the silence of its engine, continues as a new request if possible (`continuation`). Invariant: any other
-generation is started again only if its consumer has received no chunk. An engine is suspect after an impossible reply,
-until it passes several trials.
+generation is started again only if its consumer has received no token. An engine that has sent an impossible reply is
+suspect until it has passed several trials.
 """
 
 from __future__ import annotations
@@ -78,24 +78,25 @@ log = logging.getLogger("outrider.engine")
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""Seconds for generations in flight to end on an engine that is no longer listed."""
+"""Seconds that generations in flight have to end on an engine that has left its router's list."""
 
 FAILOVERS = 3
-"""Maximum number of failures of one request before the request itself is taken for the cause. For failures of
-unavailable engines the maximum is the number of engines, if higher."""
+"""A request that fails more often than this is not tried again, because the request itself may be the cause. If engines
+are unavailable, a request may fail as often as there are engines in the pool, if that is more often."""
 
 GOOD_REPLIES = 3
 """Consecutive good trial replies after which an engine is no longer suspect."""
 
 HEALTH_SECONDS = 60.0
-"""Timeout of an engine's health report."""
+"""Timeout of an engine's health report and the pool's `check` together."""
 
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
 """Maximum tokens of a trial's reply."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough conversion for the size of a chat request, used to balance load only."""
+"""A rough conversion of a chat request's characters to tokens, for the engine's load and for the time that the reply
+may take."""
 
 PROBING = RetryPolicy(first=0.25, longest=15.0)
 
@@ -122,8 +123,9 @@ class PoolReply(Generic[T]):
 
     @property
     def served(self) -> ServingEngine:
-        """The engine that generates the chunks: known with the first chunk, and final with the last, because a chat
-        reply without ids has the mode TEXT. Raises EngineUnavailable before an engine has been assigned."""
+        """The engine that generates the chunks, known from the first chunk on. The value may change until the last
+        chunk: another engine may take over, and a chat reply that turns out to have no ids gets the mode TEXT. Raises
+        EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
@@ -139,8 +141,8 @@ class PoolReply(Generic[T]):
         self.serving = member.serving()
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Version spans of the first `length` tokens of a reply that has no last chunk because it was cut short or
-        given up."""
+        """Return the version spans of the first `length` tokens of a reply that was cut short or given up, and so has
+        no last chunk."""
         spans = [span for span in self.earlier if span.end <= length]
         start = spans[-1].end if spans else 0
         if start < length:
@@ -164,10 +166,11 @@ class EnginePool:
     `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` never have two
     engines of the same name. `tokenizer` is passed to engines made from a spec. Token ids outside `vocabulary` are
     rejected. `context_tokens` is the model's context, if the settings give it. `text` makes a decoder of token ids, for
-    stop strings in generations that a pause has cut in two. `check` may refuse an engine (by raising an EngineError,
-    such as ModelMismatch) whenever the engine joins or comes back. `patience` is how many seconds a request waits while
-    no engine serves, so that an engine's restart fails no session. `known` and `keep` let the policy's version outlive
-    the pool (see `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
+    stop strings in generations that were cut off and continued. `check` may refuse an engine (by raising an
+    EngineError, such as ModelMismatch) whenever the engine joins or comes back. `patience` is how many seconds a
+    request waits while no engine serves, so that no session fails while an engine restarts. `known` and `keep` let the
+    policy's version outlive the pool (see `Policy`). `paces` are the paces of an earlier pool's engines, by engine name
+    (see `paces()`).
 
     Pools of other processes may follow this pool (`follower.py`): `changes` publishes whenever `state` may have
     changed, and `note_uses` records a follower's load on the engines. A following pool is made with `follows`, which
@@ -239,8 +242,8 @@ class EnginePool:
             _stop_tasks(member.probe, member.trial, member.check, self._silence.stop(member.name))
         _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
-            # Only a cancellation is passed on to the pool's tasks. Any other error belongs to the caller and stays
-            # unwrapped.
+            # Only a cancellation is passed on to the pool's tasks. Any other error is the caller's, and is raised by
+            # the `async with` block unchanged.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -249,7 +252,8 @@ class EnginePool:
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine, or all engines of a list. Raises InvalidField for a bad spec, Conflict for a
-        name in use, EngineUnavailable for an engine that does not respond, and the errors of `check`."""
+        name in use, EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`.
+        An engine whose workers connect to the service is admitted before its first worker."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
         self._claim(name)
@@ -281,7 +285,7 @@ class EnginePool:
             self._unclaim(engine.name)
 
     def _made(self, spec: EngineSpec, name: str) -> Any:
-        """Make the engine, or the list of engines, of a spec, without starting it."""
+        """Make the engine, or the list of engines, that a spec describes, without starting it."""
         make = plugins.resolve("engine", spec.kind, field="kind")
         return make(
             EngineOptions(name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options)
@@ -318,7 +322,7 @@ class EnginePool:
         self._affinity.refresh(member)
 
     def set_loads_elsewhere(self, loads: Mapping[str, float]) -> None:
-        """Set each engine's load from other processes."""
+        """Set the load that other processes put on each engine."""
         for name, load in loads.items():
             if (member := self._members.get(name)) is not None:
                 member.load_elsewhere = load
@@ -408,7 +412,7 @@ class EnginePool:
                     yield chunk
         except OutriderError:
             raise
-        except Exception as error:  # an engine may be anybody's code
+        except Exception as error:  # an engine's code may raise any error
             raise mistake_of(engine.name, error) from error
 
     @property
@@ -416,7 +420,7 @@ class EnginePool:
         return self._vocabulary
 
     def __contains__(self, name: str) -> bool:
-        """Whether an engine, or a list of engines, has this name."""
+        """Return True if an engine, or a list of engines, has this name."""
         return self.engine(name) is not None or name in self._listings
 
     def engine(self, name: str) -> AnyEngine | None:
@@ -425,7 +429,7 @@ class EnginePool:
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe an engine that is down, without further delay, because it may be back."""
+        """Probe an engine that is down without further delay. The caller has a sign that the engine may be back."""
         if (member := self._members.get(name)) is not None:
             member.probe_now.set()
 
@@ -452,7 +456,8 @@ class EnginePool:
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
         """Remove an engine, or a list with all its engines. The sessions move to other engines with their next turn.
-        Generations in flight have `seconds` to end before being cut. Raises NotFound."""
+        Generations in flight have `seconds` to end. Then an engine that the pool owns is closed, which cuts them off.
+        Raises NotFound."""
         if (listing := self._listings.pop(name, None)) is not None:
             try:
                 await self._end_listing(listing, seconds=seconds)
@@ -484,7 +489,7 @@ class EnginePool:
         return listings + [member.status() for member in self._members.values()]
 
     async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
-        """Return the session's engine, preferably an engine that takes tokens. The engine's mode decides whether
+        """Return the session's engine, preferably an engine that takes tokens. The engine's mode shows whether
         `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
         seconds.
 
@@ -496,11 +501,12 @@ class EnginePool:
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
         """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
-        first chunk, or falls silent at any time. `overdue` receives the seconds that the session waits beyond what is
-        due.
+        first chunk. A reply that is cut off later, by a pause of the policy or by its engine's silence, is continued if
+        the request's sampling allows that (`continuable`). `overdue` receives the seconds that the session waits longer
+        than is due.
 
-        Raises the errors of `Engine.generate`, EngineUnavailable if no engine serves within `patience` seconds, and
-        EngineMisbehaved for an impossible reply.
+        Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
+        `patience` seconds, and EngineMisbehaved for an impossible reply.
         """
         return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._chunks(reply, request, overdue)))
 
@@ -554,7 +560,7 @@ class EnginePool:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
-                            ours = cuts != gate.cuts  # the chunk's version may then be outdated
+                            ours = cuts != gate.cuts  # a pause came between: the version may be old
                             # If somebody else has paused the engine, the request is repeated only if no token would be
                             # lost.
                             again = cuttable is not None if ours else not generated and dropped < FAILOVERS
@@ -586,7 +592,7 @@ class EnginePool:
                 earlier.cut(cast(TokenCheck, check).ids, cut, version)
             except EngineUnavailable as error:
                 silent = isinstance(error, EngineSilent)
-                if silent:  # the silence watch has marked the engine failed, or only this call was lost
+                if silent:  # the silence watch has marked the engine as failed, unless only this call was lost
                     self._affinity.leave(session_key, member)
                     avoid = member.name
                 else:
@@ -612,7 +618,7 @@ class EnginePool:
                     raise fault from (None if fault is error else error)
             except OutriderError:
                 raise
-            except Exception as error:  # an engine may be anybody's code
+            except Exception as error:  # an engine's code may raise any error
                 mistake = mistake_of(member.name, error)
                 self._mark_suspect(member, mistake, request)
                 raise mistake from error
@@ -659,7 +665,7 @@ class EnginePool:
             await self.policy.gate.opened()
 
     def _has_another(self, member: EngineRecord) -> bool:
-        """Whether another engine could take this engine's calls."""
+        """Return True if another engine could take this engine's calls."""
         return any(
             other is not member
             and other.takes_tokens == member.takes_tokens
@@ -732,7 +738,7 @@ class EnginePool:
             ) from error
         except OutriderError:
             raise
-        except Exception as error:  # an engine may be anybody's code
+        except Exception as error:  # an engine's code may raise any error
             raise mistake_of(engine.name, error) from error
         check_health(engine.name, health)
         return health
@@ -766,9 +772,9 @@ class EnginePool:
     async def _prove(
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
-        """Check that an engine generates a token within `seconds`. For an engine whose workers connect to the service,
-        the connection suffices unless `by_token` is set: the workers' model may be slow. Returns None if the policy is,
-        or becomes, paused: a pause does not wait for this check. Raises EngineError."""
+        """Check that an engine generates a token within `seconds`, and return its health. For an engine whose workers
+        connect to the service, the connection suffices unless `by_token` is set: the workers' model may be slow.
+        Returns None if the policy is, or becomes, paused: a pause does not wait for this check. Raises EngineError."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -787,7 +793,7 @@ class EnginePool:
             raise EngineUnavailable(f"engine {engine.name!r} did not give one token within {seconds:.0f} s") from None
         except EngineError:
             raise
-        except Exception as error:  # an engine may be anybody's code
+        except Exception as error:  # an engine's code may raise any error
             raise mistake_of(engine.name, error) from error
 
     def _mark_failed(self, member: EngineRecord, error: EngineError) -> None:
@@ -802,7 +808,7 @@ class EnginePool:
         member.ok = False
         self._affinity.refresh(member)
         self.changes.publish(None)
-        if member.probe is not None:  # an earlier probe that has not noticed yet that the engine was found
+        if member.probe is not None:  # an earlier probe may still run, although the engine was found meanwhile
             member.probe.cancel()
         member.probe = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
@@ -840,7 +846,7 @@ class EnginePool:
 
     def _mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
         """Assign new sessions to the engine only if there is no better engine, and start trials to clear it. The
-        session of the bad reply may move."""
+        session of the impossible reply loses its engine, and may be assigned another."""
         self._affinity.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -867,7 +873,7 @@ class EnginePool:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except Exception:  # an engine may be anybody's code; it may also be down, or slow
+            except Exception:  # an engine may be down or slow, and its code may raise any error
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0
@@ -907,7 +913,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Free the name of an engine or list that has not joined, or has left."""
+        """Free a name, unless an engine or list of that name is in the pool."""
         if name not in self._members and name not in self._listings:
             self._claimed.discard(name)
 

@@ -17,7 +17,7 @@ from outrider.trajectory import VersionSpan
 ROUNDING = 1e-3
 """The largest value above 0 that is accepted as a log-probability. Engines subtract two float32 numbers: a token's
 logit and the log of the sum over all tokens. For a nearly certain token both are equal except for their rounding, which
-is 2.4e-4 at 2,048. The number is recorded as received."""
+is 2.4e-4 at 2,048. An accepted value is recorded as received."""
 
 LOWEST = -9999.0
 """vLLM's substitute for a missing log-probability, for -inf and for NaN. No sampled token can have this value."""
@@ -29,9 +29,9 @@ MAX_QUOTED = 1000
 """Maximum characters of an engine's own message that an error quotes."""
 
 CHARACTERS_PER_TOKEN = 1024
-"""An upper bound: the longest tokens of common tokenizers have 128 characters."""
+"""An upper bound of a token's characters. The longest tokens of common tokenizers have 128."""
 FREE_CHARACTERS = 64 << 10
-"""Characters that any reply may have on top of `CHARACTERS_PER_TOKEN`."""
+"""Characters that any reply may have in addition to `CHARACTERS_PER_TOKEN` for each token."""
 
 
 def max_characters(sampling: SamplingParams) -> int:
@@ -45,7 +45,7 @@ OVERFLOW_SLACK = 64
 """An engine may refuse a prompt that is up to this many tokens shorter than the context: servers reserve a few
 tokens."""
 LEAST_CONTEXT = 2048
-"""Assumed tokens of an unknown context: no model that agents use has a shorter context."""
+"""Tokens assumed for a context of unknown length. No model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64
 """An upper bound of the tokens that a chat template adds to a message, or to a tool."""
 
@@ -53,12 +53,13 @@ MESSAGE_TOKENS = 64
 def overflow_fault(
     engine: str, request: GenerateRequest | ChatRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """The error of an engine that refuses a prompt as too long although the prompt fits the model's context; None if
-    the refusal may be right. A prompt that is too long is the agent's doing and is graded, so the engine's report is
-    not enough.
+    """Return the error of an engine that refuses a prompt as too long although the prompt fits the model's context;
+    None if the refusal may be right. A prompt that is too long ends the session with a grade, because it is the agent's
+    doing. So the engine's report alone is not accepted.
 
-    `context` is the model's context from the settings, else the engine's report. The token count of messages is
-    unknown: their number of bytes is an upper bound, except for images, which can have any number of tokens.
+    `context` is the model's context in tokens: from the settings, else as reported by the engine. The number of a
+    message's tokens is unknown, and its number of bytes is an upper bound, except for an image, which can have any
+    number of tokens.
     """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)
@@ -83,7 +84,7 @@ def _bytes_of(message: Message) -> int:
 
 
 class TokenCheck:
-    """Checks one reply of token ids, chunk by chunk. `ids` holds the ids of its chunks so far."""
+    """Checks one reply of token ids, chunk by chunk. `ids` holds the ids of the chunks so far."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -135,8 +136,8 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """Check the next chunk and return the reply's number of tokens with the last chunk, 0 before. Raises
-        EngineMisbehaved for an impossible chunk."""
+        """Check the next chunk. Returns the number of tokens of the whole reply for the last chunk (0 if the engine
+        does not report it), and 0 for every other chunk. Raises EngineMisbehaved for an impossible chunk."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -193,7 +194,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # a shortcut with the same checks as below
+    alone = len(ids) == len(logprobs) == 1  # a shortcut for a chunk of one token, with the same checks as below
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -208,7 +209,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # Two passes in C instead of a loop: one number that is too low makes the sum too low, and a NaN compares as false.
+    # Two passes in C replace a loop. A number that is too low makes the sum too low, and any comparison with NaN is
+    # false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -221,7 +223,8 @@ def _check_prompt(engine: str, ids: list[int]) -> None:
 
 
 def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
-    """Check that the spans, if there are any, tile the output, and that their versions can be recorded."""
+    """Check that the spans, if there are any, tile the output, and that their versions are between 0 and
+    `MAX_COUNT`."""
     if not versions:
         return
     edge = 0

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 UNANSWERED_SECONDS = 1.0
 """A client that gives a call up sooner has not waited for the engine."""
 SLOWER = 2.0
-"""A wait that was given up is added to the waits given up before it if it lasted at least this multiple of the usual
-seconds. Several such waits in a row are as unlikely as a single wait of their total length."""
+"""Waits that a session gives up in a row are added up, if each has lasted at least this multiple of the usual seconds.
+Several such waits are as unlikely as a single wait of their total length."""
 
 
 class Flight:
@@ -78,7 +78,8 @@ class Flight:
         """Time of the last chunk."""
         self._known = member.pace.known
         self.forgiven = 0.0
-        """Overdue seconds that an engine of unknown pace took for the first chunk."""
+        """Overdue seconds that an engine of unknown pace took for the first chunk. They are no reason to cut the
+        generation off."""
         self.given_up: GivenUp | None = None
         """The wait that the consumer has given up, if any."""
         if overdue is not None:
@@ -139,8 +140,8 @@ class Flight:
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # Cancel immediately, not by a timer: by then the consumer might be past the wait and would be cancelled
-        # elsewhere.
+        # Cancel at once and not by a timer: when a timer fires, the consumer might be past the wait and would be
+        # cancelled elsewhere.
         task.cancel()
 
     def _raise_if_cut(self) -> None:
@@ -165,7 +166,7 @@ class Flight:
             )
 
     def _read_at_once(self, end: float) -> bool:
-        """Whether the consumer mostly waited for the engine until the reply's end, rather than the engine for the
+        """Return True if, until the reply's end, the consumer mostly waited for the engine, and not the engine for the
         consumer."""
         return end - self.began <= 2 * self.wait.waited + 1.0
 
@@ -180,7 +181,7 @@ class Flight:
         token = pace.usual_token
         whole, waited = first + token * (self._tokens + 1), self.wait.waited
         late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-        if late and stretch >= SLOWER * token:  # else the reason was the last chunk's content
+        if late and stretch >= SLOWER * token:  # a shorter wait was given up because of the last chunk's content
             return GivenUp(began, waited, whole)
         return GivenUp(began, stretch, token)
 
@@ -194,7 +195,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before an engine of unknown pace is doubted; 0 if the pace is known."""
+        """Additional seconds before an engine of unknown pace is checked; 0 if the pace is known."""
         if self._known:
             return 0.0
         if self.begun:
@@ -203,7 +204,7 @@ class Flight:
 
     @property
     def begun(self) -> bool:
-        """Whether the first chunk has arrived."""
+        """True once the first chunk has arrived."""
         return self._first is not None
 
     def _end_stretch(self, now: float) -> None:
@@ -215,10 +216,10 @@ class Flight:
 class SilenceWatch:
     """Checks all flights of a pool; `look` is one turn of its chore.
 
-    `check` requests one token from an engine within some seconds. It raises EngineError, and returns None if a pause of
-    the policy came between. `ask` does the same, and never accepts a worker's connection in place of the token.
-    `failed` is called with an engine that sends no token in time. `elsewhere` tests whether another engine could take
-    an engine's calls. `start` runs a named coroutine in the background.
+    `check` requests one token from an engine within some seconds. It raises EngineError if no token comes, and returns
+    None if a pause of the policy came between. `ask` does the same, but never accepts a worker's connection in place of
+    the token. `failed` is called with an engine that sends no token in time. `elsewhere` returns whether another engine
+    could take an engine's calls. `start` runs a named coroutine in the background.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class SilenceWatch:
         self._deaf_until = 0.0
         """No chunk could arrive before this time: the policy was paused, or the event loop stood still."""
         self._questions: dict[str, TokenProbe] = {}
-        """Questions under way, by engine name."""
+        """The probes in progress, by engine name."""
         self._start = start
 
     def begin(
@@ -284,8 +285,7 @@ class SilenceWatch:
             overdue.given_up_seconds += given_up.waited
 
     def stop(self, name: str) -> asyncio.Task[None] | None:
-        """Drop the question to the engine of that name. Returns the question's task, if any, for the caller to
-        cancel."""
+        """Drop the probe of the engine of that name. Returns the probe's task, if any, for the caller to cancel."""
         question = self._questions.pop(name, None)
         return None if question is None else question.task
 
@@ -310,14 +310,15 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # No engine may be probed now, and the pause may be waiting for this call, which can continue after the
-            # pause.
+            # During a pause no engine may be probed. The pause may be waiting for this call, which can continue
+            # afterwards.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # A call queued behind others is not lost. Repeating the call would only move it to the end of the queue.
+        # A call is not lost while it may be queued behind others, that is, until a later call has received a chunk
+        # first. To repeat a queued call would only move it to the end of the queue.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -365,8 +366,8 @@ class SilenceWatch:
             member.check = None
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Seconds in which an engine must give one token. The engine may have to read a prompt first. An engine of
-        unknown pace may, before its first chunk, have to compile or load a model."""
+        """Return the seconds in which an engine must give one token. The engine may have to read a prompt first. An
+        engine of unknown pace may, before its first chunk, have to compile or load a model."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
@@ -440,9 +441,9 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
 
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
-    """Whether the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the engine's
-    usual seconds; while these are unknown (None), the engine is blamed rather than the agent. `before` is the total
-    seconds of the calls given up in a row before this call."""
+    """Return True if the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the
+    engine's usual seconds; while these are unknown (None), the engine is blamed rather than the agent. `before` is the
+    total seconds of the calls given up in a row before this call."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual

@@ -1,5 +1,4 @@
-"""Engines whose workers connect to the service: the protocol (`messages`, `link`), the service's end of a worker, the
-engine.
+"""Engines whose workers connect to the service: the messages, the service's end of one worker, and the engine.
 
-The worker's end, beside the model, is `outrider.relay`. HTTP and WebSocket do not belong here.
+The worker's end, beside the model, is `outrider.relay`. HTTP and WebSocket do not belong here: see `outrider.wire`.
 """

@@ -41,7 +41,7 @@ from outrider.wire.link import Link
 CALL_SECONDS = 15.0
 """Seconds in which a worker must report its health, or tokenise a probe."""
 MAX_PROBE_IDS = 1 << 16
-"""An upper bound of the ids of a text that checks a tokenizer."""
+"""Maximum number of ids in a worker's reply to a text that checks its tokenizer."""
 WEIGHTS_SECONDS = 600.0
 """Seconds in which a worker must load weights."""
 
@@ -65,7 +65,8 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class _Generation:
     """One generation on a worker. `received` and `consumed` are the numbers of the last message received, and of the
-    last passed on. `ended`: no more messages are to come. `news` is set when a chunk or the end can be passed on."""
+    last passed on. `ended` is True once no more messages are to come. `news` is set when a chunk or the end can be
+    passed on."""
 
     def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number
@@ -96,9 +97,10 @@ class AttachedWorker:
         self.context_tokens = hello.context_tokens
         self.gone: str | None = None
         self.failing = False
-        """Whether the worker's last generation failed with EngineUnavailable: other workers are preferred."""
+        """True after a generation failed with EngineUnavailable, until a generation succeeds or the worker reports that
+        it is healthy. Other workers are preferred meanwhile."""
         self.deadline: asyncio.TimerHandle | None = None
-        """Timer that gives the worker up, while it has no connection."""
+        """The timer that gives the worker up unless it connects again. It is started when the connection is lost."""
         self._engine = engine
         self._options = options
         self._numbers = numbers
@@ -114,12 +116,12 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """Number of unacknowledged messages from which on every chunk is acknowledged separately."""
+        """From this number of unacknowledged messages on, every chunk is acknowledged separately."""
         return max(1, self._options.total_window // 2)
 
     @property
     def _patience(self) -> float:
-        """Timeout in seconds of a call that a worker without a connection receives when it comes back."""
+        """Timeout in seconds of a call. A worker without a connection receives the call only when it is back."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -127,7 +129,8 @@ class AttachedWorker:
         return len(self._generations)
 
     def connect(self, link: Link[ToService], hello: WorkerHello) -> None:
-        """Continue over a new connection: send the numbers received so far, and resend what may have been lost."""
+        """Continue over a new connection: send the numbers of the messages received so far, and resend the requests and
+        calls that may have been lost."""
         if self._link is not None:
             self._link.close(Close.REPLACED, "this worker has connected again")
         if self.deadline is not None:
@@ -239,7 +242,8 @@ class AttachedWorker:
         return answer
 
     def _error(self, said: ErrorRecord) -> EngineError:
-        """Convert an error reported by a worker. Any error that is not an EngineError is the worker's fault."""
+        """Convert an error reported by a worker. An error that is not an EngineError counts as the worker's
+        misbehaviour."""
         error = error_from(said)
         return (
             error
@@ -272,7 +276,7 @@ class AttachedWorker:
         return None if answer.ids is None else unpack_ids(answer.ids)
 
     async def health(self) -> EngineHealth:
-        """Never raises."""
+        """See `Engine.health`. A report with impossible numbers closes the connection."""
         if self._link is None:
             return EngineHealth(ok=False, detail=f"worker {self.name!r} has lost its connection")
         try:
@@ -294,7 +298,7 @@ class AttachedWorker:
     def handle(self, message: ToService) -> None:
         """Process one message. Raises Nonsense."""
         if isinstance(message, WorkerTokens | Failed):
-            # The service has given up an unknown generation, and the worker has not read the abort yet.
+            # A generation that is not found was given up, and the worker has not read the abort yet.
             if (generation := self._generations.get(message.generation)) is not None:
                 self._take(generation, message)
         elif isinstance(message, WorkerReply):
@@ -316,7 +320,7 @@ class AttachedWorker:
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
         # Each generation may have one chunk beyond the total window. After a resend the order of arrival no longer
-        # shows which.
+        # shows which chunks these are, so only their number is checked.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
@@ -337,7 +341,7 @@ class AttachedWorker:
 
     def _received(self, generation: _Generation) -> None:
         """Count a message. When the worker has little room left, every consumed message is acknowledged at once: a
-        reader that has consumed everything must not wait for a worker that waits for its acknowledgement."""
+        reader that has consumed everything must not wait for a worker that itself waits for the acknowledgement."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:
@@ -345,8 +349,9 @@ class AttachedWorker:
                 self._acknowledge(each)
 
     def _fail(self, generation: _Generation, error: EngineError) -> None:
-        """End a generation with an error. Chunks received before the error are passed on first, unless another worker
-        can still run the whole generation."""
+        """End a generation with an error. Chunks received before the error are passed on first. If none was passed on
+        so far, they are dropped after an EngineUnavailable, because another worker can then run the whole
+        generation."""
         if not generation.consumed and isinstance(error, EngineUnavailable):
             generation.chunks.clear()
         generation.ended, generation.error = True, error

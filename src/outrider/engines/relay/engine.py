@@ -31,10 +31,11 @@ log = logging.getLogger("outrider.relay")
 
 HELLO_SECONDS = 10.0
 STAY = 4
-"""A session's own worker, which may have the session's prefix cached, gets the next generation while it has at most
-this many more in flight than the least loaded worker."""
+"""A session keeps its own worker, which may have the session's prefix cached, while this worker has at most this many
+generations more in flight than the least loaded worker."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""Close codes after which a worker is not expected back. Every other end is an accident."""
+"""Close codes after which a worker is not expected back. After any other end the worker has `resume_seconds` to come
+back."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
 LOADS = "give the worker a function that loads them: outrider.relay.Worker(..., update_weights=...)"
@@ -50,7 +51,7 @@ class RelayEngine:
 
     mode = TokenMode.TOKENS
     awaits_workers = True
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # the version is set on each worker
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # each worker applies the version itself
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -64,19 +65,20 @@ class RelayEngine:
         _check(self._options)
         self._workers: dict[str, AttachedWorker] = {}
         self._arriving: dict[str, AttachedWorker] = {}
-        """Workers that are being checked and brought to the state of the others."""
+        """Workers that are being checked and brought to the state of the other workers, by instance."""
         self._paused: PauseMode | None = None
         self._version = 0
         """The version set on the engine."""
         self._weights: str | None = None
-        """Location of the weights of that version, if they can be loaded."""
+        """The location from which workers can load the weights of `_version`; None if there is none."""
         # Generation numbers of an earlier service, which a worker may still hold, are not used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
         """The context reported by the first of the attached workers."""
         self._refused = ""
-        """Reason why the last worker was cut off, if it broke the protocol, as a suffix of error messages."""
+        """The reason why a worker was cut off for breaking the protocol, as a suffix of error messages; "" after the
+        next worker has attached."""
 
     @property
     def constraints(self) -> frozenset[ConstraintKind]:
@@ -85,7 +87,7 @@ class RelayEngine:
 
     @property
     def loads_weights(self) -> bool:
-        """Whether every worker can load weights."""
+        """True if every worker can load weights."""
         return all(worker.hello.loads for worker in self._workers.values())
 
     async def start(self) -> None:
@@ -120,7 +122,7 @@ class RelayEngine:
                 failure = error
 
     async def health(self) -> EngineHealth:
-        """Healthy if any worker is."""
+        """Return a good report if any worker is healthy. A worker with a shorter context than the others is dropped."""
         workers = list(self._workers.values())
         if not workers:
             return self._unhealthy()
@@ -168,8 +170,8 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it is back. A worker that
-        fails, or has come meanwhile, is disconnected. Like any worker that attaches later, it loads the weights before
-        it gets work. Raises a worker's error if no worker has loaded the weights."""
+        fails, or has attached meanwhile, is disconnected. When such a worker is back, it loads the weights before it
+        gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -184,7 +186,8 @@ class RelayEngine:
                 self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
-        """Tokenise by any worker that can. Each worker's tokenizer was checked before the worker was admitted."""
+        """Tokenise the text on any worker that can do so. Each worker's tokenizer was checked before the worker was
+        admitted."""
         for worker in self._workers.values():
             if worker.connected and worker.hello.tokenizes:
                 return await worker.token_check(text)
@@ -289,7 +292,7 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, repeatedly until they have not changed meanwhile.
+        """Apply the engine's pause and weights to a new worker, and repeat this until neither has changed meanwhile.
         Raises the worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
@@ -302,7 +305,7 @@ class RelayEngine:
                 return
 
     def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
-        """Wait for a worker whose connection broke, and drop a worker that has left or was cut off."""
+        """Give a worker whose connection broke time to come back, and drop a worker that has left or was cut off."""
         if worker.gone is not None:
             return
         if end is not None and end.code == Close.NONSENSE:
@@ -321,7 +324,7 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        if self._workers.get(worker.hello.instance) is worker:  # a newer worker may have this instance name
+        if self._workers.get(worker.hello.instance) is worker:  # a newer worker may have taken its place
             del self._workers[worker.hello.instance]
             if not self._workers:
                 self._context = None
@@ -329,7 +332,7 @@ class RelayEngine:
         worker.give_up(reason)
 
     def _conflict(self, hello: WorkerHello) -> str | None:
-        """Return why a new worker cannot serve together with the attached workers, None if it can."""
+        """Return the reason why a new worker cannot serve together with the attached workers; None if it can."""
         if self._closed:
             return f"engine {self.name!r} was removed"
         for other in self._workers.values():
@@ -340,8 +343,8 @@ class RelayEngine:
         return self._too_short(hello.context_tokens)
 
     def _too_short(self, context: int | None) -> str | None:
-        """Return why a worker with this context cannot serve here, None if it can. A prompt that does not fit the
-        context ends a session, so one worker's report must not shorten the context for the others."""
+        """Return the reason why a worker with this context cannot serve here; None if it can. A prompt that does not
+        fit the context ends a session, so one worker's report must not shorten the context for the others."""
         if context is None or self._context is None or context >= self._context:
             return None
         return f"the model's context here is {self._context} tokens, not {context}"

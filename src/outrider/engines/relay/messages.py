@@ -17,8 +17,8 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.frames import Beat, Nonsense
 
 PROTOCOL = 1
-"""The protocol's version, incremented when either side would misread the other. This includes a new field of
-`SamplingParams`, which an older worker would ignore silently."""
+"""The protocol's version, incremented when either side would misread the other. A new field of `SamplingParams` is such
+a change, because an older worker would ignore the field silently."""
 
 MAX_TO_SERVICE = 8 << 20
 """Maximum bytes of a message from a worker: a chunk of 8 MiB has more than half a million tokens. A WebSocket's frame
@@ -75,7 +75,7 @@ class StartGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True)
 
 
 class AbortGeneration(msgspec.Struct, tag="abort", frozen=True):
-    """The service needs no more of a generation: the worker ends and drops it."""
+    """The service needs no more of a generation: the worker ends and drops the generation."""
 
     generation: int
 
@@ -88,7 +88,8 @@ class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
 
 
 class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
-    """An action with a single reply. A worker that receives a call again performs it once, and replies again."""
+    """An action with a single reply. A worker that receives a call again does not repeat the action, and sends the
+    reply again."""
 
     call: int
     action: Literal["pause", "resume", "set_version", "update_weights", "health", "tokenize"]
@@ -148,7 +149,7 @@ def pack_ids(ids: object) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Raises Nonsense."""
+    """Unpack the ids of `pack_ids`. Raises Nonsense for a number of bytes that is no multiple of 4."""
     if len(data) % 4:
         raise Nonsense(f"{len(data)} bytes are no int32 ids")
     ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
@@ -156,7 +157,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def tokens_of(generation: int, number: int, chunk: Chunk) -> WorkerTokens:
-    """Raises the errors of `pack_ids`."""
+    """Convert a chunk to message `number` of its generation. Raises the errors of `pack_ids`."""
     return WorkerTokens(
         generation=generation,
         number=number,
@@ -172,7 +173,8 @@ def tokens_of(generation: int, number: int, chunk: Chunk) -> WorkerTokens:
 
 
 def chunk_of(tokens: WorkerTokens) -> Chunk:
-    """Raises Nonsense."""
+    """Convert a message to a chunk. Raises Nonsense for a chunk without tokens that is not the last, and for a number
+    of log-probabilities that is not the number of ids."""
     if len(tokens.logprobs) != 2 * len(tokens.ids):
         raise Nonsense(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(tokens.ids)} bytes of ids")
     if not tokens.ids and tokens.finish is None:

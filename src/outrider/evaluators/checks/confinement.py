@@ -51,8 +51,8 @@ def confine_zygote() -> None:
     """Restrict this process and its forks to reading Python's files. On a kernel without Landlock a check can read more
     files, but has no place to write their content to."""
     if landlock.version() > 0:
-        # Only the folders of sys.path from which modules were loaded: sys.path may also have the folder in which the
-        # service was started.
+        # sys.path may include the folder in which the service was started, which checks must not read. So only those of
+        # its folders count from which a module was loaded.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
         landlock.enter(["0", *(f"read={path}" for path in (*SYSTEM_FOLDERS, *folders))])

@@ -47,17 +47,17 @@ def warm_up() -> None:
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Compare the `answer` with the `golds`, or without `answer` check the golds.
 
-    With `answer`: `equal` is the equal gold, `found` the text found in the answer, and `calculates` is set for an
-    unevaluated calculation: an integral that is the question would equal its own answer. Without: `unusable` is the
-    number of the first unusable gold, with the reason `why`. `whole`: the text is only the answer; otherwise the answer
-    is searched for in the text."""
+    With `answer` the result has the `equal` gold, the text `found` in the answer, and `calculates` if the answer is an
+    unevaluated calculation that no gold has: the integral from the question would equal the gold. If `whole` is true,
+    the text is only the answer; otherwise the answer is searched for in the text. Without `answer` the result has the
+    number of the first `unusable` gold, or None, and the reason `why`."""
     golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
     if "answer" not in request:
         other = _parsed("1", whole=True)
         for number, (_, parsed) in enumerate(golds):
             if all(isinstance(part, str) for part in parsed):  # math-verify returns unreadable text as it is
                 return {"unusable": number, "why": "does not parse"}
-            _equal(parsed, other)  # this check must end, too
+            _equal(parsed, other)  # this comparison must end in time, too
             if not _equal(parsed, parsed):
                 return {"unusable": number, "why": "does not equal itself"}
             if _too_small(parsed):
@@ -73,8 +73,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str, *, whole: bool) -> list[Any]:
-    """Parse the text with math-verify. Bare LaTeX is put into a box, because math-verify would only take its last
-    number."""
+    """Parse the text with math-verify. Bare LaTeX is put into a box, because math-verify would only take the last
+    number of the text."""
     if whole and not any(mark in text for mark in DELIMITERS):
         text = f"\\boxed{{{text}}}"
     return list(parse(text, parsing_timeout=None))
@@ -92,7 +92,8 @@ def _calculates(parsed: list[Any]) -> bool:
 
 
 def _too_small(parsed: list[Any]) -> bool:
-    """Return True if a number in the gold (alone, or within an equation or a set) equals another number."""
+    """Return True if math-verify takes a number in the gold (alone, or within an equation or a set) and 1.25 times the
+    number to be equal."""
     rest = [part for part in parsed if not isinstance(part, str)]
     while rest:
         part = rest.pop()

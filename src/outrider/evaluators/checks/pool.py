@@ -1,8 +1,8 @@
 """Checks of answers in separate processes: the side of the service, or of a node.
 
-Libraries are used only by name. Invariants: each check has a limit of processor time and of memory; a hanging check
-delays others by at most QUICK_SECONDS of a processor; a check with a cancelled caller is killed; failures of the
-machine (no process, no time to run) are EvaluatorErrors, never the answer's fault.
+This module imports none of the libraries. Invariants: each check has a limit of processor time and of memory; a hanging
+check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled caller is killed;
+failures of the machine (no process, no time to run) are EvaluatorErrors, never the answer's fault.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ version = functools.cache(importlib.metadata.version)
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """A library for checking answers: `distribution` is the name on PyPI, `packages` the imported packages, `install`
-    the argument of `pip install`, and `checks` the module of this folder that uses the library."""
+    """A library for checking answers. `distribution` is the name on PyPI. `packages` are the imported packages.
+    `install` is the argument of `pip install`. `checks` is the module of this folder that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -76,7 +76,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     checks: str
 
     def require(self) -> None:
-        """Raise InvalidField if the library is not installed. Does not import it."""
+        """Raise InvalidField if the library is not installed. The library is not imported."""
         if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
@@ -123,9 +123,9 @@ async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks
 
 
 class Checks:
-    """The checks of one library, as a part of a host (see sandbox/runtimes/node_host.py):
-    `await host.part(partial(Checks, library=...))`. The first check starts the process. After an exit of the process,
-    the next check starts a new process."""
+    """The checks of one library, as a part of a host (see sandbox/runtimes/node_host.py): `await
+    host.part(partial(Checks, library=...))`. The first check starts the process from which checks are forked
+    (zygote.py). If that process exits, the next check starts another."""
 
     def __init__(self, host: Host, *, library: Library) -> None:
         self._mark = f"{host.folder.name}/"
@@ -175,7 +175,8 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # Started again in the slow line: otherwise hanging answers would delay the rest.
+            # The check starts again from the beginning in the slow line: in the quick line hanging answers would delay
+            # the rest.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -201,7 +202,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the answer's fault: the same library has checked the gold
+            if number in CRASHES:  # the answer is the cause: the same library has checked the gold
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
@@ -220,7 +221,7 @@ class Checks:
                 try:
                     socket.send_fds(control, [limits], [theirs.fileno()])
                     break
-                except BlockingIOError:  # the zygote is busy: one thread, and first the library's import
+                except BlockingIOError:  # the zygote has one thread, and first imports the library
                     await asyncio.sleep(PAUSE_SECONDS)
             reader, writer = await asyncio.open_connection(sock=ours)
         try:
@@ -237,11 +238,11 @@ class Checks:
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
-        if self._zygote is None:  # not started by another caller meanwhile
+        if self._zygote is None:  # no other caller has started a zygote meanwhile
             root = str(Path(__file__).parents[3])
             paths = [path for path in sys.path if os.path.isabs(path)]
             command = [sys.executable, "-I", "-S", "-c", BOOT, root, self._library.checks, *paths]
-            # Numerical libraries would otherwise start threads, and a process with threads must not fork.
+            # These variables keep numerical libraries from starting threads: a process with threads must not fork.
             env = {VARIABLE: self._mark, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
                 child = Child.spawn(command, env, theirs)
@@ -250,8 +251,8 @@ class Checks:
         return self._zygote
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
-        """Return the error of a check with a broken connection. After an exit of the process, the next check starts a
-        new process."""
+        """Return the error of a check whose connection broke. If the zygote has exited, the next check starts
+        another."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):
             tail = child.log_tail() or None

@@ -44,7 +44,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             return {"refused": why}
         score = _score(name, answer, entry)
         return {"score": score} if math.isfinite(score) else {"refused": f"it scores {score}"}
-    except Exception as error:  # scorers raise any type: the entry's own answer was scored at submission
+    except Exception as error:
+        # Scorers raise any type of exception. The answer is the cause, because the entry's own answer was scored at
+        # submission.
         return {"refused": f"the scorer cannot read it: {type(error).__name__}"}
 
 
@@ -52,7 +54,7 @@ def _refused(name: str, answer: str, gold: str) -> str | None:
     harmless = EVALUATED.get(name)
     if harmless is not None and not harmless(answer):
         return "it is not the plain expression that the scorer of this data set can evaluate"
-    # min(1.0, nan) is 1.0 in Python: complex_arithmetic gives it the full score.
+    # min(1.0, nan) is 1.0 in Python, so the scorer of complex_arithmetic would give NaN the full score.
     if "nan" in "".join(answer.split()).lower() and any(sign.isdigit() for sign in gold):
         return "it is not a number"
     return None

@@ -44,8 +44,8 @@ FUNCTIONS = frozenset(
         *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "Abs"),
     )
 )
-"""Functions that a formula may call. `Integral` is missing: the derivative of the question is the question, so
-repeating it would be an answer."""
+"""Functions that a formula may call. `Integral` is not among them: the scorer differentiates the answer, so an answer
+that repeats the question's integral would be right."""
 
 
 def is_literal(text: str) -> bool:
@@ -119,7 +119,7 @@ def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Call
 
 
 def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
-    """Return True if the entry's own answer, and the texts of the entry that the scorer evaluates, are safe to
+    """Return True if every text that the scorer would evaluate as Python for this entry and its own answer is safe to
     evaluate."""
     texts = [*evaluated_in_entry(name, entry)]
     if name in EVALUATED:

@@ -36,7 +36,7 @@ MARKS = (
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
-"""Parsers of pytest's log, by function name. The registry lists them under more names."""
+"""Parsers of pytest's log, by function name. In swebench's registry some of these parsers have further names."""
 LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
 """Parsers that read each line separately, with distinct names of tests."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
@@ -69,9 +69,10 @@ def warm_up() -> None:
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Judge the `log` of a row, or without `log` check whether the row is usable.
 
-    With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why` the
-    others do not. Without: the reason why the row is `unusable`, and the option at fault in `field`. With `statuses`:
-    the statuses of all tests in the log."""
+    With `log` the result has: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass,
+    and `why` the others do not. Without `log` the result has the reason why the row is `unusable`, or None, and the
+    option at fault as `field`. If the request has `statuses`, the result has only the statuses of all tests in the
+    log."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -167,8 +168,8 @@ def spec_of(request: dict[str, Any], parser: str) -> Any:
 
 
 def report_of(spec: Any, log: str) -> dict[str, Any]:
-    """Return swebench's report. swebench reads the log from a file, and this process cannot write files: `open` is
-    replaced."""
+    """Return swebench's report. swebench reads the log from a file. This process cannot write files, so the functions
+    with which swebench reads the file are replaced."""
     prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
     classify_logs = grading.classify_logs
     grading.open = lambda path: io.StringIO(log, newline=None)
@@ -188,7 +189,8 @@ def passing(report: dict[str, Any]) -> dict[str, set[str]]:
 
 
 def check_marks(log: str) -> None:
-    """Raise NotBelieved for marks that the script did not print: swebench reads the text between the first two."""
+    """Raise NotBelieved for marks that the script did not print, because swebench reads only the text between the first
+    two marks of the test output."""
     ends = log.split(END)
     # A script that echoes the mark under `set -x` prints it twice, separated by a quote and a newline.
     if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):

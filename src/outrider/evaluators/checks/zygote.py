@@ -74,8 +74,7 @@ class CheckForker:
                 return
 
     def _kill_all(self) -> None:
-        """Kill all checks and wait for their exit. A caller that waits for the end of this process may then look for
-        remains."""
+        """Kill all checks and wait for their exit, so that no check is left when this process exits."""
         for pid in self._pids.values():
             os.kill(pid, signal.SIGKILL)
         for pid in self._pids.values():
@@ -117,7 +116,7 @@ class CheckForker:
         end.close()
 
     def _become(self, end: socket.socket, seconds: float, memory: int, nicer: int) -> None:
-        """In the child: run the check, and exit."""
+        """Run the check in the forked process, and exit. Never returns."""
         code = 1
         try:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

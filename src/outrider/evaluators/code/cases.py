@@ -16,12 +16,13 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Maximum number of values, and of objects and lists among them, in cases given as text. An object of a few bytes takes
-250 bytes of memory once it is parsed."""
+"""Maximum number of values, and of objects and lists among them, in cases given as text. An object of a few bytes of
+text takes 250 bytes of memory when parsed."""
 
 
 class CodeOptions(Spec):
-    """Options of kind `code`. Either `inputs` and `outputs`, of equal length, or `test` with `entry_point`.
+    """Options of kind `code`. A task gives either `inputs` and `outputs`, of equal length, or `test` with
+    `entry_point`.
 
     file: path of the program in the sandbox; None for the last fenced block of code in the agent's final answer.
     inputs, outputs: for each case the program's input and its expected output. With `fn_name`: the arguments of that
@@ -132,7 +133,7 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raise InvalidField for texts that hold more JSON than the limits."""
+    """Raise InvalidField for texts with more commas or brackets of JSON than the limits."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

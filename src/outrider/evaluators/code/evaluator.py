@@ -43,13 +43,13 @@ class WrongAnswer(Exception):
 
 class CodeEvaluator:
     """Grades a program (see `CodeOptions`). The verdict's metrics are `passed` and `cases`. A check counts as one case,
-    and `calls` is the number of its calls of the candidate."""
+    and then the metric `calls` is the number of times that the check called the candidate."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
         self._cases = 1 if options.test is not None else len(cases_of(options))
-        """Number of cases. They are built again for each evaluation, because they take ten times the memory of their
-        text."""
+        """Number of cases. The cases themselves are built again for each evaluation, because they take ten times the
+        memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
         if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
             raise InvalidField(
@@ -76,7 +76,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # a slow host, or a program in the place of Python
+            async with outcome.beside() as other:  # raises if the host is slow: then the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -109,7 +109,7 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
-            # The candidate's time starts here: the start of the second sandbox is not its fault.
+            # The candidate's time starts here, because the start of the second sandbox must not count.
             candidate = CandidateProgram(outcome, program, options, self._seconds)
             try:
                 said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
@@ -162,7 +162,8 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # In a thread, here and below: a candidate chooses the size of its output.
+        # Output is decoded in a thread, here and below. The candidate decides how long its output is, and decoding a
+        # long one would block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
@@ -226,7 +227,7 @@ def told(answer: bytes) -> dict[str, Any]:
 async def probe(runtime: Runtime, python: str) -> None:
     """Raise EvaluatorError if a sandbox has no working Python, and RuntimeFailure if the sandbox itself does not work.
 
-    Success only means a usable sandbox: an agent may have replaced its Python.
+    Success only shows that the sandbox can be used: an agent may have replaced the sandbox's Python.
     """
     tail, late = "", False
     try:
@@ -248,8 +249,8 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
-    """Run one step of the Checker and return its line. Raises TimeoutError, and EvaluatorError without a readable
-    line."""
+    """Run one step of the Checker and return the event that the Checker prints. Raises TimeoutError, and EvaluatorError
+    without a readable line."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

@@ -1,9 +1,10 @@
 """The code that runs in sandboxes: a call of a candidate's function in one, a hidden check in another.
 
-Standard library only, Python 3.8 or newer, in one file: the service sends this text with a last line that starts one of
-the parts. Values cross as JSON (`encode`, `decode`), and only values of built-in types: an object that claims to equal
-everything stays in its own process. The service compares the output of `run_call` and never relies on it. Invariant:
-the check sees only the candidate's return value or exception, and no other effect.
+The code needs only Python 3.8 or newer. It is one file, because the service sends this text with a last line that
+starts one of the parts. Values cross as JSON (`encode`, `decode`), and only values of built-in types: an object that
+claims to equal everything stays in its own process. The service only compares the output of `run_call`, which the
+candidate may have forged. Invariant: the check sees only the candidate's return value or exception, and no other
+effect.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def encode(value: Any) -> Any:
 
 def decode(coded: Any) -> Any:
     """Decode a value from `encode`, with built-in types in place of subclasses. Other input can raise any exception and
-    take any time, so only the sandbox of a check decodes."""
+    take any time, so only code in sandboxes decodes, and never the service."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -68,8 +69,8 @@ def decode(coded: Any) -> Any:
 
 
 def whole_program(prompt: str, candidate: str, name: str) -> str:
-    """Join the prompt and the candidate. A candidate with a definition of `name` follows the prompt, and may use its
-    imports and helpers. Any other candidate continues the last line of the prompt."""
+    """Join the prompt and the candidate. A candidate with a definition of `name` follows the prompt, and may use the
+    prompt's imports and helpers. Any other candidate continues the last line of the prompt."""
     try:
         defined = {getattr(one, "name", "") for one in ast.parse(candidate).body}
     except (SyntaxError, ValueError):
@@ -87,7 +88,7 @@ def run_call() -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Not "__main__": the part of a program that runs only as a script is skipped.
+    # The module is not named "__main__", so the part of a program that runs only as a script is skipped.
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(request["file"])))
@@ -154,8 +155,8 @@ class Checker:
                 self._answers.get()  # waits for ever: the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        # Other types become RuntimeError, such as SystemExit or a class of the candidate's own. StopIteration would end
-        # a loop of the check.
+        # Other types, such as SystemExit or a class of the candidate's own, become RuntimeError. StopIteration does,
+        # too, because it would end a loop of the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",

@@ -1,8 +1,8 @@
 """The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
-service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; every call is in the
-verdict, with its tokens in the metrics and its text in the reason.
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; every reply that is
+read for grades is in the verdict: its tokens are counted in the metrics, and its end is in the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.trajectory import Verdict
 BUSY = TRANSIENT | {429, 500}
 """Statuses worth another try: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts in a 400 reply of OpenAI's API and vLLM to a question that is too long."""
+"""Texts by which OpenAI's API and vLLM, in a reply with status 400, report a question that is too long."""
 QUOTED = 2000
 """Maximum characters of each reply in a verdict's reason."""
 
@@ -40,8 +40,8 @@ class AnswerTooLong(Exception):
 
 
 class JudgeEvaluator:
-    """Grades by a judge (see `JudgeOptions`). The verdict's metrics are its calls, tokens, and the score of each
-    criterion."""
+    """Grades by a judge (see `JudgeOptions`). The verdict's metrics are the numbers of calls and tokens, and the score
+    of each criterion."""
 
     takes_endpoints = True
 
@@ -87,8 +87,8 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The judging model and the calls for one verdict: `said` are the replies, `metrics` the counts of calls and
-    tokens."""
+    """The judging model, and the calls for one verdict. `said` has the ends of the replies. `metrics` returns the
+    numbers of calls and tokens."""
 
     def __init__(
         self, options: JudgeOptions, grader: GraderConfig | None, endpoints: Endpoints, outcome: Outcome
@@ -104,8 +104,8 @@ class Judge:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
 
     async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
-        """Return the scores of one vote. Raises EvaluatorError if the judge is unreachable or gives no grades, and
-        AnswerTooLong if only the question `without` the answer fits."""
+        """Return the scores for one question in vote `number`. Raises EvaluatorError if the judge is unreachable or
+        gives no grades, and AnswerTooLong if only the question `without` the answer fits."""
         options, messages = self._options, question.messages
         # A seed distinguishes the votes, for which an engine would otherwise give the same reply at temperature 0. A
         # single vote needs no seed, which some servers do not accept.

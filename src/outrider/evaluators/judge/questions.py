@@ -48,11 +48,11 @@ class Criterion(Spec):
 
 
 class JudgeOptions(Spec):
-    """Options of kind `judge`. Exactly one of `grader`, a name in the setting `graders`, and `frozen`, the name of a
-    frozen model.
+    """Options of kind `judge`. A task gives exactly one of `grader`, a name in the setting `graders`, and `frozen`, the
+    name of a frozen model.
 
     by: `reference`: is the answer as right as the `reference`? `rubric`: which of the `criteria` does the answer meet?
-        `pairwise`: is it better than the `reference`? Each vote puts the pairwise question in both orders.
+        `pairwise`: is the answer better than the `reference`? Each vote puts the pairwise question in both orders.
     template: replaces the built-in question. {instruction}, {reference}, {criteria}, {answer}, and in pairwise judging
         {first} and {second}, are filled in.
     votes: number of repetitions of a question. combine: `majority` needs more than half of the votes, `mean` is their
@@ -106,7 +106,7 @@ class Question(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
     def read(self, reply: str) -> dict[str, float] | None:
-        """Return the scores in a reply by name, or None if one is missing."""
+        """Return the scores in a reply by name, or None if a score is missing."""
         line = re.compile(rf"^[^\w\n]*GRADE {self.mark}(?: (\d{{1,3}}))?:[^\w\n]*(\w+)[^\w\n]*$", re.MULTILINE)
         found: dict[str, float] = {}
         for number, grade in line.findall(reply):

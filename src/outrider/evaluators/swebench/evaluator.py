@@ -30,7 +30,7 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="swebench",
     packages=("swebench", "unidiff"),
-    # Without dependencies, which take 362 MB and are not needed for grading.
+    # The dependencies are not installed: they take 362 MB and are not needed for grading.
     install="--no-deps 'swebench>=5.0.2,<6' unidiff",
     checks="outrider.evaluators.checks.swebench_check",
 )
@@ -39,8 +39,8 @@ END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""Prints the current folder, NUL and the mounts. An agent may have replaced the repository with a symbolic link to a
-folder with a line break in its name."""
+"""Prints the current folder, NUL and the mounts. NUL ends the folder's path, because the path may have a line break: an
+agent may have replaced the repository with a symbolic link to such a folder."""
 SHARE_OF_TIME = 0.75
 """Default share of the evaluation's time that the tests may take."""
 
@@ -126,7 +126,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """Restore the files in `runtime` that influence tests from the untouched sandbox."""
         options, found = self._options, set[str]()
-        # pytest would load a compiled conftest.py left by the agent, because it matches the restored source.
+        # pytest trusts a compiled file that records the time and size of its source. So an agent could leave its own
+        # code as the compiled form of the restored conftest.py, and pytest would load that.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -134,14 +135,14 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        restored = await asyncio.to_thread(restored_paths, options, found - {"."})  # reads the patch
+        restored = await asyncio.to_thread(restored_paths, options, found - {"."})  # parses the patch
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
         archive = folder / f"restored-{secrets.token_hex(8)}"
         try:
             await untouched.snapshot(paths, archive)
-            # Removed first: an agent may have replaced the paths with symbolic links.
+            # The paths are removed first, because an agent may have replaced them with symbolic links.
             await runtime.exec(["rm", "-rf", "--", *paths], seconds=FILE_SECONDS)
             await runtime.restore(archive, paths)
         finally:
@@ -196,7 +197,8 @@ def plugin(path: str, key: str, name: str) -> str:
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:
-    """Return the script to run: the task's own commands, with variables that make pytest load the plugin."""
+    """Return the script that runs the tests: the task's own commands, with variables that make pytest load the
+    plugin."""
     lines = []
     if options.pytest is not False:
         lines += [

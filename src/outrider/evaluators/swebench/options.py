@@ -30,12 +30,12 @@ CONFIGURATION = (
 """Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
 Python's path, names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files from which git runs programs and takes the original files."""
+"""Files that name programs for git to run, and from which git restores the original files."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Parse the tests of a row: a list, or a JSON list as text, as in the data sets of 4.x."""
+    """Return the tests of a row: a list, or a JSON list as text, as in the data sets of swebench 4.x."""
     if not isinstance(given, str):
         return given
     if given.count(",") > MAX_COMMAS:  # checked before parsing: a list of millions takes gigabytes
@@ -95,7 +95,7 @@ class SwebenchOptions(Spec):
 
 
 def files_of(patch: str) -> set[str]:
-    """Return the paths in a diff, before and after. Raises Conflict for an invalid or binary diff."""
+    """Return the paths in a diff, before and after the change. Raises PatchRefused for an invalid or binary diff."""
     patches = read_patch(patch.encode("utf-8", "surrogateescape")) if patch.strip() else []
     return {name for one in patches for name in (one.old, one.new) if name is not None}
 
@@ -121,8 +121,9 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """Return the sorted paths below `folder` to restore: the files of the test patch, and the paths in the options,
-    else the test folders changed by the patch and the configuration files that were `found`."""
+    """Return the sorted paths below `folder` to restore. These are the files of the test patch, and the paths of the
+    option `restored`. Without that option they are also the test folders changed by the patch, the configuration files
+    that were `found`, and, for an `eval_script`, the files of git."""
     files = files_of(options.test_patch or "")
     if options.restored is not None:
         return sorted({*files, *options.restored})

@@ -1,9 +1,9 @@
 """The plugin through which pytest reports the outcome of each test to the evaluator.
 
 The plugin runs in the sandbox, in the process of the tests: the evaluator sends this text, with final lines that call
-`canaries` and `plant`. Standard library and pytest only, Python 3.6 or newer, pytest 4 or newer. The code under test
-runs in the same process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences).
-Invariant: each line is one JSON object with the key of this evaluation, written with one call.
+`canaries` and `plant`. The plugin needs only Python 3.6 and pytest 4, or newer. The code under test runs in the same
+process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences). Invariant: each line
+is one JSON object with the key of this evaluation, written with one call.
 """
 
 import json
@@ -29,7 +29,8 @@ LIBRARIES = {
 
 
 class Reporter:
-    """Writes a line for each part of a test, and a line for the end of the run."""
+    """Writes a line for the beginning and for the end of the run, and for each part of a test that decides its
+    outcome."""
 
     def __init__(self, config: Any, path: str, key: str) -> None:
         self._config = config
@@ -59,8 +60,8 @@ class Reporter:
 
 
 class Watcher:
-    """Adds the canaries after all other tests, and records which file excused a test. Active in each process that runs
-    tests."""
+    """Adds the canaries, tests that must fail, after all other tests, and records which file excused a test. Each
+    process that runs tests has a watcher."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
@@ -84,7 +85,7 @@ class Watcher:
 
 
 def local(session: Any, path: str) -> Any:
-    """Return a path in the type of older pytest versions."""
+    """Return a path as an object of the type that older pytest versions use."""
     return type(session.fspath)(path)
 
 
@@ -94,7 +95,7 @@ def canary_name(key: str) -> str:
 
 def canaries(key: str) -> Any:
     """Return the tests that must fail, by the names under which pytest collects them: a function and a method of a
-    TestCase. A manipulation that makes every test pass makes these pass, too."""
+    TestCase. A manipulation that makes every test pass makes these pass, too, and is thereby found."""
     name = canary_name(key)
 
     def function() -> None:
@@ -156,8 +157,8 @@ def folder_of_tests(file: str) -> str:
 
 
 def plant(config: Any, path: str, key: str, option: str) -> None:
-    """Report this run to the file `path`. `option` is the option that loads this plugin: nested pytest runs do not get
-    it."""
+    """Report this run to the file `path`. `option` is the option that loads this plugin. It is removed from the
+    environment, so that nested runs of pytest do not report."""
     worker = hasattr(config, "workerinput")
     if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers read the variable, too
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")

@@ -1,1 +1,2 @@
-"""Certifies one harness against this build: a scripted model makes it do small tasks, and the results are judged."""
+"""Certifies one harness against this build: a scripted model makes the harness do small tasks, and the results are
+judged. `task_check.py` checks tasks with their known solutions."""

@@ -1,7 +1,7 @@
 """A tap between sandboxes and the model gateway: passes bytes on, and searches the bytes sent to clients for given
 words.
 
-Independent of HTTP. Invariant: no byte is delayed or changed.
+The module is independent of HTTP. Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT = 256
 """Number of bytes kept of the previous piece, for a word that is split between two pieces."""
 
 WAIT_SECONDS = 5.0
-"""Longest wait for a word to be sent. A harness that requests whole replies gets no word early."""
+"""Maximum seconds to wait until a word is sent. For a harness that requests whole replies, no word is sent early."""
 
 EVENT_STREAM = b"text/event-stream"
 
@@ -34,7 +34,7 @@ class GatewayTap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def wait_until_sent(self, word: str) -> bool:
-        """Return whether a client was sent the word, before now or within WAIT_SECONDS."""
+        """Return True if a client was sent the word, before now or within WAIT_SECONDS."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()

@@ -1,6 +1,6 @@
 """The agent of a task check: carries out a known solution, or nothing, and answers with the model's reply.
 
-Independent of the task. Invariant: the agent calls the model once in each step, as every agent must.
+The module is independent of the task. Invariant: the agent calls the model once in each step, as every agent must.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outrider.spec import Write
 
 
 class GoldAgent:
-    """Option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a command for the
-    sandbox, with `env`; `files`, prepare steps that write, carried out before the command; `ask`, the message for which
-    the scripted model has the reply. `seconds` is the time limit of each command. `desktop` are the options of the
-    task's own desktop, opened after the first step's `files`."""
+    """The agent. Its option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a
+    command for the sandbox, with `env`; `files`, prepare steps that write, carried out before the command; `ask`, the
+    message for which the scripted model has the reply. `seconds` is the time limit of each command. `desktop` are the
+    options of the task's own desktop, which is opened after the first step's `files` are written."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds: float = options["seconds"]

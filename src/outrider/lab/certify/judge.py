@@ -1,7 +1,8 @@
-"""The verdict of a row: compares the records of its session with the scripted model's own input and output.
+"""Judges a row: compares the records of its session with the scripted model's own input and output.
 
-Pure, and independent of the code that makes training samples. Invariant: a row holds only if every trained id stands in
-a sample after exactly the ids from which the model sampled it, with the model's log-probability.
+The module is pure, and independent of the code that makes training samples. Invariant: a row holds only if every
+trained id stands in a sample after exactly the ids from which the model sampled the id, with the model's
+log-probability.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:
-    """Return whether a certificate of these rows holds: at least one row was tried, every tried row holds, and every
+    """Return True if a certificate of these rows holds: at least one row was tried, every tried row holds, and every
     required row was tried."""
     tried = [row for row in rows if row.verdict != "not tried"]
     untried = [row for row in rows if row.verdict == "not tried" and row.required]
@@ -83,8 +84,8 @@ def holds(rows: Sequence[RowVerdict]) -> bool:
 
 
 class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of a row's session. `streams` is true if the harness requests streamed replies, `in_time` if it was
-    sent the first word of a reply before the rest was sampled."""
+    """The records of a row's session. `streams` is true if the harness requests streamed replies. `in_time` is true if
+    the harness was sent the first word of a reply before the rest was sampled."""
 
     result: SessionResult
     samples: Sequence[Sample]

@@ -1,7 +1,7 @@
 """The rows of a certificate, as data: for each row a scripted task, and the check that the task must pass.
 
-No harness and no tool is named here. Invariant: every row writes a file with the first command, so that a harness that
-fails at a later step differs from a harness that runs nothing.
+The rows are the same for all harnesses: they name actions, and no tools that a harness has. Invariant: every row writes
+a file with the first command, so that a harness that fails at a later step differs from a harness that runs nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ MARK = "outrider-check/"
 """Prefix of the row's name in the instruction, by which prompts are matched to rows."""
 
 SUBAGENT_MARK = "outrider-helper/"
-"""The same prefix in the task of a sub-agent."""
+"""Prefix of the row's name in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""Sent before the pause of the streaming row, and nowhere else."""
+"""The word that the model sends before the pause in the streaming row, and nowhere else."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
@@ -40,8 +40,8 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
 
     `subagent` is a task for a sub-agent. `wait` calls a tool that waits for the sub-agent, if there is such a tool.
-    `raw` is appended unchanged and contains `malformed` malformed calls. `stall` pauses after FIRST_WORD until a client
-    was sent that word.
+    `raw` is appended unchanged and contains `malformed` malformed calls. With `stall`, the model pauses after
+    FIRST_WORD until a client was sent that word, or a time limit is over.
     """
 
     text: str = ""
@@ -56,9 +56,9 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A task. `steps` are the model's replies; the last is repeated if the harness requests more. `check` is a shell
-    command that succeeds if the actions were carried out. `needs` is a feature that a harness may lack; the row is then
-    not tried. `files` are in the sandbox at the start, by name."""
+    """A row: a task and its check. `steps` are the model's replies; the last is repeated if the harness requests more.
+    `check` is a shell command that succeeds if the actions were carried out. `needs` is a feature that a harness may
+    lack; the row is then not tried. `files` are the contents of files that are in the sandbox at the start, by name."""
 
     name: str
     what: str

@@ -1,6 +1,6 @@
 """Runs a certification: a whole service in this process with the scripted model, and one session for each row.
 
-Independent of the terminal. Invariant: when `certify` returns, only the certificate is left.
+The module is independent of the terminal. Invariant: when `certify` returns, only the certificate is left.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def certify(
             data=Path(data),
             model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
+            # The user who certifies the harness may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
         )
         config = await asyncio.to_thread(allowing, config, [group.task for group in tasks.values()])

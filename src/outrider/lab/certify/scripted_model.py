@@ -41,7 +41,7 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 _CHUNK_TOKENS = 8
-"""Small, so that a reply is streamed in several chunks."""
+"""Tokens of a chunk: few, so that a reply is streamed in several chunks."""
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
@@ -72,9 +72,9 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 
 
 class ScriptedModel:
-    """An `Engine`. `folder` holds its tokenizer. `hint` is the preset's hint about the harness's tools, and `workdir`
-    the folder against which relative paths are resolved. `wait_until_sent` returns once a client was sent a word, or
-    after a time limit."""
+    """An `Engine` that replies with the steps of a row. `folder` holds the tokenizer. `hint` is the preset's hint about
+    the harness's tools, and `workdir` the folder against which relative paths are resolved. `wait_until_sent` returns
+    once a client was sent a word, or after a time limit."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -129,7 +129,7 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # The engine of this reply needs a tokenizer only for stop strings, and a tokenizer takes a while to load.
+        # The engine of this reply gets a tokenizer only if it needs one, for stop strings: loading one takes a while.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -140,7 +140,7 @@ class ScriptedModel:
                 await self._wait_until_sent(FIRST_WORD)
 
     def _reply(self, step: ScriptedStep, state: PromptState) -> str:
-        """Return the text of a reply, its end included."""
+        """Return the text of a reply, with the token that ends it."""
         if step.raw.endswith(END):
             return step.raw
         thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
@@ -164,7 +164,7 @@ class ScriptedModel:
             calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter, waiter.call(state.agent_id)))
-        # Some programs run until the model sends their shell a certain command.
+        # Some programs run until the model sends their shell a certain command: a reply without calls sends it.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
             calls.append((tools.shell, tools.shell.call(finish)))
@@ -172,7 +172,8 @@ class ScriptedModel:
 
 
 def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
-    """Return the tool for an action, with the arguments, None if no tool can do it. A tool for commands comes first."""
+    """Return the tool for an action, with the call's arguments; None if no tool can do the action. A tool for commands
+    comes first."""
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)
     if action.write is not None and (writer := tools.writer) is not None:
@@ -199,7 +200,7 @@ def read_prompt(text: str) -> PromptState:
             tools.append(tool)
     for index, message in enumerate(messages):
         if message.startswith("user\n") and (found := _MARKS.search(message)):
-            # The last message is the reply that the model is about to write.
+            # The last message is the reply that the model is about to write, and does not count.
             replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
             agent_id = _AGENT_ID.search(messages[-2])
             return PromptState(

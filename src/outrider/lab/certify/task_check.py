@@ -1,6 +1,6 @@
 """Checks tasks without a model: a known solution must earn 1 and doing nothing must earn 0, twice.
 
-Independent of the terminal. Invariant: when `check_tasks` returns, only the reports are left.
+The module is independent of the terminal. Invariant: when `check_tasks` returns, only the reports are left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries each: a dependence on chance, or on the time of day, should show."""
+"""Number of tries of the solution, and of doing nothing: a dependence on chance, or on the time of day, should show."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -69,7 +69,7 @@ async def check_tasks(
             files=folder if any(map(uploads, tasks)) else None,
             model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
-            # The tasks are the user's, who may run this Python, and read the files that the tasks name.
+            # The user who checks the tasks may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
             graders=tuple(graders),
             engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),

@@ -1,7 +1,7 @@
-"""Finds a harness's tools: the tool that runs a command, writes or reads a file, starts a sub-agent or waits for one.
+"""Finds a harness's tools: those that run a command, write or read a file, start a sub-agent or wait for a sub-agent.
 
-Pure: tools are judged by their declarations in requests (names, descriptions, types of parameters) and by a preset's
-hint. Invariant: a call made here has every argument that the tool's schema requires.
+The module is pure. Tools are judged by their declarations in requests (names, descriptions, types of parameters) and by
+a preset's hint. Invariant: a call made here has every argument that the tool's schema requires.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ DESCRIBED = 1
 """Score of a parameter that only the description identifies."""
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""Choices of a tool that runs code in several languages."""
+"""The choices that make a tool for code in several languages run shell commands."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
 """Names of a parameter for the arguments of the program in a parameter `command` beside it."""
 
@@ -177,7 +177,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Ma
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
-        # `execute` and `script` may also describe a tool that runs Python.
+        # Words such as `execute` and `script` may also describe a tool that runs Python. So a tool whose texts mention
+        # Python is taken only if its role is certain.
         python = any(
             "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
         )
@@ -187,7 +188,7 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Ma
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Score of how likely the tool has the role, by name, choices and description; 0 if not at all."""
+    """Return a score of how likely the tool has the role, by its name, choices and description; 0 if it has not."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))
@@ -238,13 +239,14 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Score of how well a tool's parameter fits a role's parameter; 0 if not at all, or if it has fixed choices."""
+    """Return a score of how well a tool's parameter fits a role's parameter. 0 if it does not fit, or has fixed
+    choices."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        return 3 + len(parameter.names)  # more than a parameter `command` beside it, which is only the program
+        return 3 + len(parameter.names)  # above a parameter `command` beside it, which is only the program
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
     if _words(name) & set(parameter.names):

@@ -1,7 +1,7 @@
 """The host paths that a user's tasks may name, in a service that the user starts for these tasks alone.
 
-The user may read every path that such a task names. But the task is run, and may come from elsewhere. So its sandbox
-gets only the named paths, without the paths that no service may allow.
+The user may read every path that such a task names. But the task may be somebody else's, and its programs are run. So
+its sandbox gets only the named paths, without the paths that no service may allow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Return whether a task copies any of the service's files."""
+    """Return True if a task has `upload` steps, which copy the service's files."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 

@@ -1,6 +1,6 @@
-"""A plot of a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
+"""Plots a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
 
-Needs matplotlib, which is an extra, and no service.
+The module needs matplotlib, which is an extra, and no service.
 """
 
 from __future__ import annotations

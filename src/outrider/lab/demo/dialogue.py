@@ -1,7 +1,7 @@
 """The demo task as text for its policy: the prompt, the model's expected replies, and the sandbox's output.
 
-The module does not use the model's weights. Invariant: serving encodes each piece on its own, so that training sees
-exactly the ids of serving.
+The module does not use the model's weights. Invariant: each piece is encoded on its own, as in serving, so that
+training uses exactly the ids of serving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END = "<|im_end|>"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Part of a dialogue. `spoken`: the text is the model's."""
+    """A part of a dialogue. `spoken` is true if the text is the model's."""
 
     text: str
     spoken: bool
@@ -51,12 +51,12 @@ class Script:
         return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
 
     def result(self, output: str) -> str:
-        """The text between the end of a call and the start of the model's next reply."""
+        """Return the text between the end of a call and the start of the model's next reply."""
         turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
         return f"\n{turn}<|im_start|>assistant\n"
 
     def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
-        """A dialogue in which the model reads the file of `item`, then answers `zone`."""
+        """Return a dialogue in which the model reads the file of `item`, then answers `zone`."""
         return [
             Piece(self.prompt(episode.question), False),
             Piece(self.call(item), True),
@@ -65,12 +65,13 @@ class Script:
         ]
 
     def guess(self, episode: Episode, zone: str) -> list[Piece]:
-        """A dialogue in which the model answers `zone` at once."""
+        """Return a dialogue in which the model answers `zone` at once."""
         return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """Output of the agent's bash tool in the episode's sandbox; None for a command that is not `cat` of one word."""
+    """Return the output of the agent's bash tool in the episode's sandbox. None for a command that is not `cat` of one
+    word."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -81,7 +82,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """The ids of a dialogue, and for each a flag: the id is the model's."""
+    """Return the ids of a dialogue, and a flag for each id, which is true if the id is the model's."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

@@ -31,14 +31,14 @@ LANES = LanesConfig(init=8, run=32, eval=8)
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
-    without it the database is deleted. `watch` is called with the groups as they progress. `policy` is the model's
-    folder.
+    without `data` the database is deleted afterwards. `watch` is called with the groups as they progress. `policy` is
+    the model's folder.
 
     Raises EngineUnavailable if torch is missing, and the service's errors.
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}
-    for seed in itertools.count():  # the first seeds with different items
+    for seed in itertools.count():  # takes the first seeds that give different items
         episode = make_task(seed)
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:

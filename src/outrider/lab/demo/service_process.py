@@ -1,7 +1,7 @@
-"""A whole service in a process of its own, as a trainer uses it: started, found by its address, and ended.
+"""Runs a whole service in a process of its own, for a trainer that uses the service by its URL.
 
-The module depends on no task. Invariant: the process has ended when the block is left; it also ends when this process
-is killed, or when the thread that opened the block ends.
+The module depends on no task. Invariant: the service's process has ended when the block is left. It also ends when this
+process is killed, or when the thread that opened the block ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Read the URL from the service's first line. A second line follows and fits into the pipe."""
+    """Read the URL from the service's first line. The second line is not read, and fits into the pipe."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:
@@ -73,7 +73,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """This process's environment, with `config` in place of any settings in it."""
+    """Return this process's environment, with the settings in it replaced by `config`."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

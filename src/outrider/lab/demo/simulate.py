@@ -1,7 +1,8 @@
-"""Demo sessions without a service, to train the policy on: the embedded engine's batch and an imitated sandbox.
+"""Runs demo sessions without a service, to train the policy on: with the embedded engine's batch and an imitated
+sandbox.
 
-Used by scripts/train_policy.py. Uses no HTTP and no gateway. Invariant: the ids of a rollout are exactly the given and
-sampled ids of the model, in order.
+scripts/train_policy.py uses this module. It needs no HTTP and no gateway. Invariant: the ids of a rollout are exactly
+the given and sampled ids of the model, in order.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Simulator:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def run(self, episodes: Sequence[Episode]) -> list[SimulatedSession]:
-        """One rollout for each episode, in their order."""
-        # The trainer has changed the weights in place: prefixes cached under the old ones must not be reused.
+        """Return one rollout for each episode, in the order of the episodes."""
+        # The trainer has changed the weights in place: prefixes cached under the old weights must not be reused.
         self._batch.update(None, self._batch.version + 1)
         rollouts = []
         for episode in episodes:
@@ -104,7 +105,7 @@ class Simulator:
 
 
 def called_command(text: str) -> str | None:
-    """The command of a well-formed call of bash, None for any other text."""
+    """Return the command of a well-formed call of bash, None for any other text."""
     inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     if f"<tool_call>\n{inner}\n</tool_call>" != text:
         return None

@@ -1,8 +1,7 @@
-"""The results of a demo: its sessions, the check of their samples, the sums over them, and the files they are written
-to.
+"""The results of a demo: checks the samples of its sessions, sums up the sessions, and writes both to files.
 
-Pure except for `write_files`. The check runs no model: the service's drift count shows whether the engine was given
-exactly these ids.
+The module is pure except for `write_files`. The check runs no model: the service's drift count shows whether the engine
+was given exactly these ids.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over sessions. `mean_reward` is the mean over those with a verdict (0.0 without any); seconds are means."""
+    """Sums over sessions. `mean_reward` is the mean over the sessions with a verdict, 0.0 without such a session. The
+    seconds are means, too."""
 
     name: str
     sessions: int
@@ -98,7 +98,7 @@ def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
 
 
 def tallies(groups: Iterable[GroupView]) -> list[Tally]:
-    """A tally for each group, and a last one for all groups."""
+    """Return a tally for each group, and as the last one a tally for all groups together."""
     groups = list(groups)
     each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
@@ -112,7 +112,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
     try:
         _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
     except InvalidField as error:
-        if error.field != "format":  # with field `format`, pyarrow is missing
+        if error.field != "format":  # an error of the field `format` means that pyarrow is missing
             raise
         parquet = None
     *each, total = tallies(rollouts.groups)
@@ -136,7 +136,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
 
 
 def best_session(rollouts: RolloutSummary) -> SessionView:
-    """The session to print: the first with the most turns among the sessions with the highest reward."""
+    """Return the session to print: among the sessions with the highest reward, the first with the most turns."""
 
     def merit(session: SessionView) -> tuple[float, int]:
         if session.result is None:
@@ -159,8 +159,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
-    """Faults of the samples, in words; empty if there are none. Every trained text must be the text of a sampled turn:
-    the ids are decoded again."""
+    """Return the faults of the samples, in words. The ids are decoded again: every trained text must be the text of a
+    sampled turn."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}

@@ -31,7 +31,7 @@ ZONES = (
 PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
 
 TURNS = 4
-"""Model calls of a session. Two are enough; the others let a policy recover from a wrong file."""
+"""Maximum model calls of a session. Two are enough; with the others a policy can recover from a wrong file."""
 
 MAX_TOKENS = 48
 
@@ -45,7 +45,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode: a seed always gives the same episode, a generator the next one."""
+    """Draw an episode. The same seed always gives the same episode; a generator gives its next one."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))

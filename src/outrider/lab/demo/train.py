@@ -1,6 +1,6 @@
 """Trains the demo's policy on its task: a service in a process of its own, TRL's GRPO in this one, HTTP between them.
 
-The module trains with `bridges.trl`, as any user of TRL would, and writes to no terminal. Invariant: when `train`
+The module trains with `trainers.trl`, as any user of TRL would, and writes to no terminal. Invariant: when `train`
 returns, nothing is left but its result and the trained weights.
 """
 
@@ -38,24 +38,25 @@ from outrider.trainers.weights import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Groups of a training step, and sessions of a group."""
 INFLIGHT = 8
-"""Groups that run at once: enough for the run lane. More than one batch of groups is of no use: the groups left over
-would be too old for the following batch."""
+"""Groups that run at once: enough to fill the run lane. More than one batch of groups is of no use, because the groups
+left over would be too old for the following batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
-"""At 1e-3 a policy may lose the syntax of its tool calls within a step or two, and with it all reward."""
+"""The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within a
+step or two, and then gets no reward any more."""
 MAX_STEPS = 48
 PASSES = 2
 """Optimizer steps over each batch."""
 SECONDS = 240.0
 """Seconds after which no further step is begun."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
-"""Batches, and dialogues of each, in which the model guesses without reading the file: it imitates them before
-training."""
+"""The number of batches and of dialogues in a batch, and the learning rate, with which the model is first trained to
+guess without reading the file."""
 SOLVED, SOLVED_STEPS = 0.93, 3
 """Training ends when the mean reward of SOLVED_STEPS steps, over all groups and not only the kept ones, is at least
 SOLVED."""
 EPISODES = 128
-"""Fresh episodes, one session each, over which the reward is measured before and after."""
+"""Fresh episodes, one session each, over which the reward is measured before and after the training."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
 """Sequences that the engine computes together: one for each running agent."""
@@ -207,8 +208,8 @@ def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """The policy's model, after training that makes it guess more often: training has more to improve, and each seed
-    starts from other weights."""
+    """Return the policy's model after a short training that makes it guess more often. So the reinforcement learning
+    has more to improve, and each seed starts from other weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -257,8 +258,8 @@ def _train(
     class Steps(TrainerCallback):  # type: ignore[misc]  # the same
         """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
-        The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
-        last steps are small ones.
+        The rate falls by a cosine with the steps or with the time, whichever is nearer its end. So the last steps are
+        small on a slow machine, too.
         """
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
@@ -287,7 +288,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # see Steps
+        lr_scheduler_type="constant",  # `Steps` changes the rate
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -323,7 +324,7 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # the last step's weights, for the last reward and for `out`
+        rollouts.publish(trainer)  # the weights of the last step are for the last reward and for `out`
     return steps
 
 
@@ -344,7 +345,7 @@ class LaneWatch:
                 look.cancel()
 
     def idle(self) -> float:
-        """The fraction of the lane's slots that were free, averaged since the last call."""
+        """Return the fraction of the lane's slots that were free, averaged over the time since the last call."""
         free, self._free = self._free, []
         return fmean(free) if free else 0.0
 

@@ -1,4 +1,5 @@
-"""Fakes that ship, for tests, demos and dry runs: a scripted engine, engine servers, and a runtime in memory.
+"""The fakes of the package, for tests, demos and dry runs: a scripted engine, engine servers, a runtime in memory, and
+a simulated service.
 
-Each passes the contract tests of the real implementations.
+The engine, the servers and the runtime pass the contract tests of the real implementations.
 """

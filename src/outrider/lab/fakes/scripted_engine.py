@@ -1,8 +1,8 @@
-"""An engine that replies from a script: the fake that ships, for tests, dry runs and benchmarks.
+"""An engine that replies from a script, for tests, dry runs and benchmarks.
 
-Nothing is sampled. The engine implements the whole contract (stops, limits, overflow, pausing, aborting, versions) and
-adds features for tests: failures and stalls at a chosen token, and a record of the requests. Invariant: token `id` at
-context position `p` always has the log-probability `scripted_logprob(p, id)`.
+Nothing is sampled. The engine implements the whole contract of engines (stops, limits, overflow, pausing, aborting,
+versions) and adds features for tests: failures and stalls at a chosen token, and a record of the requests. Invariant:
+token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TAIL_TOKENS = 1024
 
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
-"""Number of sessions whose position in the script is kept, most recently used first. An engine is not notified when a
-session ends."""
+"""Number of sessions whose position in the script is kept: the most recently used ones. There must be a maximum,
+because an engine is not notified when a session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -59,9 +59,10 @@ def scripted_logprob(position: int, token_id: int) -> float:
 class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
 
-    With `when` the entry is a rule, used for every prompt with `when` in its decoded tail; otherwise the entry is the
-    next line of its session's script. `fail` raises an error after `after` tokens, unless the request's limit is
-    lower. `stall` waits after so many tokens until `release` is called.
+    With `when`, the entry is a rule: it is used for every prompt with `when` in its decoded tail. Without `when`, the
+    entry is a line of the script, which each session goes through in order. `fail` raises an error after `after`
+    tokens, unless the request's limit is lower. With `stall`, the engine waits after that many tokens until `release`
+    is called.
     """
 
     reply: str = ""
@@ -73,8 +74,8 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The script's options. `replies` without `when` are given in order to each session's turns; the last one repeats.
-    `chunk_tokens` is the number of tokens per chunk."""
+    """The engine's options. Each session gets the `replies` without `when` in order, and then the last of them again
+    and again. `chunk_tokens` is the number of tokens per chunk."""
 
     replies: list[str | ScriptedReply] = []
     chunk_tokens: int = 1
@@ -95,21 +96,21 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class ScriptedEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` from a script.
+    """An `Engine` with a script. It also implements `TokenizesText`, `SetsVersion` and `LoadsWeights`.
 
-    A reply aborted by a pause continues where it stopped, if the next request of its session has the same prompt
+    A reply that a pause has aborted continues where it stopped, if a later request of its session has the same prompt
     followed by the ids already sent. Weights are not read: their path must exist, and is kept in `weights`.
 
     For tests: `requests` are the most recent requests. `aborted` are the request ids of generations whose consumer
-    left; each sets `abort_seen`. `stalled` is set when a generation reaches a stall, which `release` ends. `kill`
-    makes the engine unavailable, also to generations in flight, until `revive`. `hang` stops every response, health
-    included, until `revive`.
+    left; each such generation sets `abort_seen`. `stalled` is set when a generation reaches a stall, which `release`
+    ends. `kill` makes the engine unavailable, also to generations in flight, until `revive` is called. `hang` stops
+    every response, health included, until `revive` is called.
     """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # not enforced: the author of a script must comply
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache
+    constraints = frozenset(ConstraintKind)  # constraints are not enforced: the author of a script must comply
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache of other weights
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)
@@ -274,7 +275,7 @@ class ScriptedEngine:
 
 
 class _Run:
-    """The progress of one generation. `aborts` is the engine's abort count at its start."""
+    """The progress of one generation. `aborts` is the engine's abort count at the start of the generation."""
 
     def __init__(self, prompt_length: int, aborts: int) -> None:
         self.position = 0

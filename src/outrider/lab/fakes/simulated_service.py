@@ -56,9 +56,11 @@ class Played(msgspec.Struct, frozen=True):
 
 
 class SimulatedService:
-    """`play(task, sample_index, version)` returns the outcome of a task's session that starts under a policy version.
+    """A service whose sessions are played: `play(task, sample_index, version)` returns the outcome of a session that
+    starts under the policy version `version`.
 
-    `version` is the policy's, set by the test. `busy` sums the seconds for which slots ran sessions.
+    The attribute `version` is the current policy version, which the test sets. `busy` is the sum, over all slots, of
+    the seconds for which the slot ran a session.
     """
 
     def __init__(self, play: Callable[[Mapping[str, Any], int, int], Played], *, slots: int) -> None:

@@ -1,7 +1,8 @@
 """The service's own IPython, for sandboxes whose Python has none.
 
 The interpreter of portable.py is combined with IPython and all requirements in one folder, which sandboxes see at the
-same path as the host. Invariant: the folder holds only IPython's own distributions from the service's environment.
+same path as the host. Invariant: of the distributions in the service's environment, the folder holds only IPython and
+its requirements.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WITHOUT_IPYTHON = (
 
 def ipython_mounts() -> tuple[Path, ...]:
     """Return the host folders to mount read-only at the same paths, or none if IPython is not installed beside
-    Outrider. The first call builds the folders and blocks for a second or two. Raises RuntimeUnavailable if the build
+    Outrider. The first call builds the folder and blocks for a second or two. Raises RuntimeUnavailable if the build
     fails."""
     place = _place()
     return () if place is None else (build_once(place, _build),)
@@ -36,7 +37,8 @@ def ipython_mounts() -> tuple[Path, ...]:
 
 def ipython_command() -> list[str]:
     """Return the command that starts the interpreter in a sandbox with `ipython_mounts`, or an empty list without
-    IPython. -E and -s: no variable and no user folder of the sandbox influences imports."""
+    IPython. The options -E and -s keep the sandbox's variables and the user's folder of packages from influencing
+    imports."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 
@@ -54,8 +56,8 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """Return a distribution with its installed requirements, direct and indirect. Extras are excluded. Requirements
-    that a marker excludes are usually not installed."""
+    """Return a distribution with its installed requirements, direct and indirect. Extras are excluded. Other markers
+    are not evaluated, because requirements that they exclude are usually not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:

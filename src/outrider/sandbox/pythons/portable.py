@@ -1,9 +1,9 @@
-"""A Python interpreter for any root of this machine's architecture, even without Python or libraries.
+"""A Python interpreter for any root file system of this machine's architecture, even without Python or libraries.
 
 The folder, which sandboxes see at PORTABLE_AT, is a copy of Outrider's interpreter with the dynamic loader, the
-standard library, and every shared library that may be needed. Started through the copied loader, the interpreter uses
-no files outside the folder, and child processes inherit nothing from it. Invariant: the folder `python/DIGEST` in the
-cache is complete, has been tried, and never changes.
+standard library, and every shared library that may be needed. The interpreter is started through the copied loader. So
+it uses no files outside the folder, and needs no environment variables, which its child processes would inherit.
+Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"
 FORMAT = "1"
-"""Part of the digest. Change it when `_build` changes, so that existing folders are no longer used."""
+"""Part of the digest. Change this value when `_build` changes, so that existing folders are no longer used."""
 LEFT_OUT = frozenset(
     [
         "test",
@@ -44,7 +44,7 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that no tool server needs. `lib-dynload` is copied separately."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""Libraries missing from programs' lists: glibc opens libgcc_s itself when a thread is cancelled."""
+"""Libraries that no program lists as needed: glibc itself opens libgcc_s when a thread is cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60
 
@@ -56,7 +56,7 @@ def portable_python() -> Path:
 
 
 def portable_command(at: str = PORTABLE_AT) -> list[str]:
-    """Return the command that starts the interpreter in the folder `at`. Python's options follow the command."""
+    """Return the command that starts the interpreter in the folder `at`. Append Python's options to the command."""
     loader = _loader()
     program = f"{at}/bin/python3"
     if loader is None:
@@ -87,8 +87,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Return a name for the copy of this interpreter, from the version and the files' times. Raises
-    RuntimeUnavailable."""
+    """Return a digest of the interpreter's version and of its files' paths, sizes and times, as a name for the copy.
+    Raises RuntimeUnavailable."""
     parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
@@ -122,7 +122,7 @@ def _build(folder: Path) -> None:
         shutil.copy2(loader, folder / "lib" / loader.name)
         for name, path in _libraries(loader, [executable, *modules]).items():
             shutil.copy2(path, folder / "lib" / name)
-    # Tried here: an interpreter that was moved after installation does not find its library.
+    # The copy is tried, because an interpreter that was moved after installation does not find its library.
     command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
     done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
     if done.returncode != 0 or done.stdout.strip() != str(folder):

@@ -1,6 +1,7 @@
 """Finds the program Apptainer, or Singularity (its former name), on this machine.
 
-The program is not started, so it may not work. Invariant: the returned path is a program on the PATH.
+The program is not started: a program that does not work is returned, too. Invariant: the returned path is a program on
+the PATH.
 """
 
 from __future__ import annotations

@@ -25,14 +25,15 @@ T = TypeVar("T")
 MAX_DOCUMENT = 8 << 20
 """Maximum bytes of a JSON document."""
 MAX_NESTING = 4
-"""Maximum nesting of indexes. Nothing else ends a circle of indexes."""
+"""Maximum nesting of indexes, and thereby the maximum number of indexes that are read."""
 MAX_LAYERS = 512
 """Maximum layers of an image. Container engines make at most 127."""
 MAX_MEMBERS = 10_000
-"""Maximum entries of a tar searched for an image's documents. A root file system may have millions."""
+"""Number of a tar's first entries that are searched for the documents that show the archive's form. A root file system
+may have millions of entries."""
 CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Names of machines in image indexes, by the names from `uname -m`."""
+"""Names of machines in image indexes, by the name that `uname -m` prints."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
@@ -52,7 +53,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A reference to a blob, in the OCI image specification's term."""
+    """A reference to a blob, called a descriptor in the OCI image specification."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -99,7 +100,7 @@ def layered(path: Path) -> Iterator[Layered]:
         yield _oci(below)
         return
     try:
-        opened = tarfile.open(path, tarinfo=ArchiveMember)  # noqa: SIM115  # not to catch errors of a `with` body
+        opened = tarfile.open(path, tarinfo=ArchiveMember)  # noqa: SIM115  # a `with` would catch errors of its body
     except (*UNREADABLE, OSError) as error:
         raise BadImage(f"{path} is no tar archive: {error}") from error
     with opened as archive:
@@ -123,8 +124,8 @@ def layered(path: Path) -> Iterator[Layered]:
 
 def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the entries of an archive of `size` bytes. Raises BadImage for an archive that unpacks to more than an
-    image may have, and for an entry that does not start after the previous entry: tarfile would read the same entries
-    over and over."""
+    image may have, and for an entry that does not start after the previous entry, because tarfile would then read the
+    same entries over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -135,7 +136,7 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
 
 
 def _oci(open_: Open) -> Layered:
-    """Read the image of an OCI layout: the only image, or among several the image for this machine."""
+    """Read the image for this machine from an OCI layout. Raises BadImage unless exactly one image fits."""
     document = _document(open_("index.json"), "index.json", Manifest)
     machine = MACHINES.get(platform.machine(), platform.machine())
     for _ in range(MAX_NESTING):
@@ -171,7 +172,7 @@ def _saved(open_: Open) -> Layered:
 
 
 def _checked(layers: list[str]) -> list[str]:
-    """Return the names of an image's layers. Raises BadImage for too many: each layer is read twice."""
+    """Return the names of an image's layers. Raises BadImage for too many layers, because each is read twice."""
     if len(layers) > MAX_LAYERS:
         raise BadImage(f"the image has {len(layers)} layers: more than {MAX_LAYERS} are not read")
     return layers

@@ -33,8 +33,9 @@ SIF = "image.sif"
 class Reuse(StrEnum):
     """Condition for using an earlier build instead of a new one.
 
-    scratch: never. versioned: same base, recipe, contents of its files and version of Outrider. lock: same base,
-    packages and requirements; files and commands are added in a second, short build.
+    scratch: none, except a build that another process has finished since the request. versioned: the same base, recipe,
+    contents of the recipe's files, and version of Outrider. lock: the same base, packages and requirements; files,
+    variables and commands are added in a second, short build.
     """
 
     SCRATCH = "scratch"
@@ -43,8 +44,8 @@ class Reuse(StrEnum):
 
 
 class Builder:
-    """Builds into `folder`. The methods block. `program` is Apptainer, by default the program on the PATH. `note` is
-    called with a line before long work."""
+    """Builds images into `folder`. The methods block. `program` is the path of Apptainer, by default the path of the
+    program on the PATH. `note` is called with a line of text before long work."""
 
     def __init__(
         self,

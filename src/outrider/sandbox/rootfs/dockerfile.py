@@ -25,7 +25,7 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 FORMAT = 1
-"""Part of every key. Increase it when the same Dockerfile makes another image."""
+"""Part of every key. Increase this number when a change of this program makes another image of the same Dockerfile."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL"})
 DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 HERE_DOCUMENT = re.compile(r"\d*<<-?[\"']?[A-Za-z0-9_.]+[\"']?")
@@ -37,10 +37,11 @@ WILD = re.compile(r"[*?\[]")
 MAX_FILE = 1 << 20
 """Maximum bytes of a Dockerfile, and of a .dockerignore."""
 MAX_STEPS = 512
-"""Maximum steps of a plan: container engines refuse more than 127 layers."""
+"""Maximum steps of a plan. Container engines refuse more than 127 layers, so real Dockerfiles have fewer steps."""
 MAX_VALUES = 128 << 10
-"""Maximum characters of all variables together, and of the words of one instruction with variables filled in. Linux
-gives no program a longer variable, and values that refer to others can double with each line."""
+"""Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
+one instruction. Linux gives no program a longer variable. Without a bound, values that refer to other values could
+double their length with each line."""
 MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum characters of an error: an instruction may have a million."""
@@ -48,7 +49,8 @@ MAX_MESSAGE = 500
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
-    content of a folder goes into `target`. `into`: `target` is a folder even for files."""
+    content of a folder goes into `target`. If `into` is true, files are put into the folder `target`. Otherwise a
+    single file becomes `target`, unless `target` is an existing folder."""
 
     line: int
     sources: tuple[Path, ...]
@@ -99,7 +101,8 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def built_name(context: Path, store: ImageStore) -> str:
-    """Return the name of the image built from a folder's Dockerfile. Raises InvalidField if it is not built."""
+    """Return the name of the image built from a folder's Dockerfile. Raises InvalidField if this image is not built, or
+    if the Dockerfile cannot be read as a plan."""
     plan = read_dockerfile(context, store)
     try:
         store.image(plan.name)
@@ -353,15 +356,15 @@ def split(text: str) -> list[str]:
 
 
 def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
-    """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}. Unset variables are empty.
-    Raises ValueError if the result is too long."""
+    """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}, the last two also without the
+    colon. Unset variables are empty. Raises ValueError if the values have more than MAX_VALUES characters together."""
     room = MAX_VALUES
 
     def value(match: re.Match[str]) -> str:
         nonlocal room
         found = meant(match)
         room -= len(found)
-        if room < 0:  # before the word is built
+        if room < 0:  # checked before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 
@@ -379,7 +382,7 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
 
 def json_list(text: str) -> tuple[str, ...] | None:
-    """Return the words of a JSON list of texts, or None for any other text."""
+    """Return the words of a JSON list of texts, or None for any other text and for an empty list."""
     try:
         return msgspec.json.decode(text, type=tuple[str, ...]) or None
     except msgspec.DecodeError:

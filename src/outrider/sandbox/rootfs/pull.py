@@ -1,7 +1,8 @@
 """Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
 code of our own could.
 
-The image store unpacks the image. Invariant: skopeo's output is kept only until it is imported.
+The image store unpacks the image. Invariant: the folder into which skopeo writes the image is removed after the import,
+or after a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PULL_SECONDS = 3600
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
 
-    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's output if it fails."""
+    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
+    needs more than PULL_SECONDS, or if the image cannot be imported."""
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:

@@ -1,8 +1,8 @@
 """Recipes of images: a TOML file, and the Apptainer definition rendered from it.
 
-build.py builds the definition. A recipe lists an image's parts as data, so that builds of the same content have the
-same key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe stays in
-its section of the definition: no text can begin a new section or use Apptainer's placeholders.
+build.py runs Apptainer on the definition. A recipe lists an image's parts as data, so that builds of the same content
+have the same key and can replace each other. Apptainer itself never reuses a build. Invariant: each text of a recipe
+stays in its section of the definition: no text can begin a new section or use Apptainer's placeholders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.text_files import read_toml_file
 
 FORMAT = "2"
-"""Part of every key. Change it when `render` changes, so that earlier builds are no longer used."""
+"""Part of every key. Change this value when `render` changes, so that earlier builds are no longer used."""
 REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -68,7 +68,8 @@ class Header(NamedTuple):
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `identity` is a digest of its base's content. `pip` is the text of a requirements file."""
+    """One build. `identity` identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or
+    the key of an earlier build. `pip` is the text of a requirements file."""
 
     header: Header
     identity: str
@@ -80,7 +81,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
     def key(self, *parts: str) -> str:
         """Return the key of the build. Builds with the same key can replace each other. `parts` are further inputs of
-        the key."""
+        the key. Blocks while the files are read for their digests."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
         return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
@@ -91,13 +92,13 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
         steps: list[str] = []
         if self.packages:
-            # As root in a user namespace with one user, apt cannot switch to its own user `_apt`.
+            # apt must stay root: in a user namespace with one user it cannot switch to its own user `_apt`.
             apt = "apt-get -o APT::Sandbox::User=root"
             steps += ["export DEBIAN_FRONTEND=noninteractive", f"{apt} update"]
             steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
             steps += ["rm -rf /var/lib/apt/lists/*"]
         if self.pip:
-            # Without this variable Debian's Python refuses to install beside its packages.
+            # Without this variable Debian's Python refuses to install packages beside Debian's own.
             install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
             steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
         steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
@@ -128,8 +129,8 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
-    """Return the definition of a recipe. Blocks while it reads the base and the files for their digests. Raises
-    InvalidField, and NotFound for an image that was not imported."""
+    """Return the definition of a recipe. Blocks while the base is read for its digest. Raises InvalidField, and
+    NotFound for an image that was not imported."""
     _check(recipe)
     # The header names the base to Apptainer; the identity is a digest of the base's content.
     base = recipe.base
@@ -144,7 +145,7 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     else:
         path = _existing(base.source, "base.source")
         header = Header(base.kind, (("From", str(path)),))
-        # The index of an OCI layout holds the digests of all other files in the layout.
+        # The digest of its index covers an OCI layout: the index holds the digests of all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:

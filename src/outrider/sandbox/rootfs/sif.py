@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 4096
 SQUASHFS_MAGIC = b"hsqs"
 UNSQUASHFS_SECONDS = 3600
 MAX_LINE = 64 << 10
-"""Maximum bytes of a line of a listing: a path has at most 4096."""
+"""Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
 
 
 class Partition(NamedTuple):
@@ -84,22 +84,22 @@ def unpack_sif(path: Path, target: Path) -> None:
         capture_output=True,
         timeout=UNSQUASHFS_SECONDS,
     )
-    # 2: some files were left out, such as devices, which an ordinary user cannot make.
+    # Exit status 2: some files were left out, such as devices, which an ordinary user cannot make.
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
-    """Check the total of the listed sizes before any file is written: many files of a squashfs can share the same few
-    bytes. Raises BadImage."""
+    """Check the total of the listed sizes before any file is written. Many files of a squashfs can share the same few
+    bytes, so a small image may unpack to a huge tree. Raises BadImage."""
     room, total = Room(target), 0
     room.add_archive(path.stat().st_size)
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
         assert said.stdout is not None
         try:
-            # A name with a newline adds a line, and removes none.
+            # A name with a newline adds a line and removes none, so no size is missed.
             while line := said.stdout.readline(MAX_LINE):
                 room.take_entry()
                 if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
@@ -111,8 +111,8 @@ def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
 
 
 def make_own(root: Path) -> None:
-    """Give a tree to this process's user, with readable files and writable folders. Run as root, unsquashfs keeps the
-    owners, but a sandbox over the tree has only one user."""
+    """Give a tree to this process's user, with readable and writable files and folders. When run as root, unsquashfs
+    keeps the owners, but a sandbox over the tree has only one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

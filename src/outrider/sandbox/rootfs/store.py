@@ -31,9 +31,9 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64}
 
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of an image. `digest` identifies its source. `env` and `workdir` are the image's settings.
-    `created` is the time of import, in seconds since the epoch. `bytes` is the size of its files. `left_out` is the
-    number of devices, sockets and pipes left out."""
+    """The description of an image. `digest` identifies the content of the source from which the image was made. `env`
+    and `workdir` are the image's settings. `created` is the time of import or build, in seconds since the epoch.
+    `bytes` is the total size of the image's files. `left_out` is the number of devices, sockets and pipes left out."""
 
     digest: str
     source: str
@@ -66,14 +66,14 @@ class ImageStore:
         return image
 
     def make(self, digest: str, name: str, put: Callable[[Path], RootImage]) -> RootImage:
-        """Make an image of the content with this digest and give it a name. `put` fills the empty root if the image
-        does not exist."""
+        """Give the image with this digest a name. If the image does not exist, `put` fills its empty root and returns
+        its description."""
         image = self._made(digest, put)
         self.give(name, image)
         return image
 
     def give(self, name: str, image: RootImage) -> None:
-        """Give an image a name. An earlier image with this name loses the name. Raises InvalidField for the name."""
+        """Give an image a name, which an earlier image of this name loses. Raises InvalidField for an invalid name."""
         checked_name(name)
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +119,8 @@ class ImageStore:
             return False
         place = self._folder / _hex(image.digest)
         with locked(place):
-            # Renamed first: a half-removed image must not be found. As a draft, it is removed by the next import if
-            # this process is killed.
+            # The folder is renamed first, because a half-removed image must not be found. If this process is killed
+            # meanwhile, the next import removes the folder, which then has a draft's name.
             gone = new_draft(place)
             os.rename(place, gone / "image")
             remove_tree(gone)
@@ -160,7 +160,7 @@ class ImageStore:
             return self._made(found.digest, put)
 
     def _made(self, digest: str, put: Callable[[Path], RootImage]) -> RootImage:
-        """Return the image with this digest. `put` fills its root if the image does not exist."""
+        """Return the image with this digest. If the image does not exist, `put` fills its empty root."""
 
         def build(draft: Path) -> None:
             (draft / "root").mkdir(mode=0o755)
@@ -184,8 +184,9 @@ class ImageStore:
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return True if an image needs no fetching. Only imported images are looked up by name; a container engine manages
-    its own images. `names` are the image names of another machine."""
+    """Return True if a task's image need not be fetched: there is none, it is a path, or it has been imported under
+    this name. A container engine's own images are not looked up. To check for another machine, pass the `names` of the
+    images imported there."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:
@@ -198,7 +199,7 @@ def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
 
 
 def known_image(name: str) -> RootImage:
-    """Return the image with this name. Raises InvalidField for the task's field."""
+    """Return the image with this name. Raises InvalidField, naming the task's field, if there is no such image."""
     try:
         return ImageStore().image(name)
     except RequestError as error:

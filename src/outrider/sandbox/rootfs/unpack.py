@@ -32,15 +32,15 @@ of its folder."""
 MAX_LINKS = 40
 """Maximum links followed on the way to one entry, the same as in Linux."""
 MAX_DEPTH = 256
-"""Maximum depth of folders. Roots of real systems have about thirty levels. A folder too deep for a path cannot be
-used."""
+"""Maximum depth of folders. Roots of real systems have about thirty levels. A folder whose path is too long for the
+kernel cannot be used."""
 MAX_HEADER = 1 << 20
 """Maximum bytes of an entry's long name or extended header. tarfile reads such a field in one piece."""
 MAX_BYTES = 64 << 30
 """Maximum bytes of an image's files, and of its unpacked layers."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 30
-"""Maximum ratio of an image's size to its archive's size, and a size that is always allowed. Layers of real images
-shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file to nothing."""
+"""Maximum ratio of an image's size to the size of its archives, and a size in bytes that is allowed at any ratio.
+Layers of real images shrink to a third. A file of zeros can shrink to a thousandth, and a sparse file to nothing."""
 MAX_ENTRIES = 4_000_000
 """Maximum files, folders and links of an image. The largest images for machine learning have a million."""
 KEPT_FREE, KEPT_SHARE = 1 << 30, 20
@@ -53,7 +53,7 @@ OLDEST, NEWEST = -(1 << 31), 1 << 33
 
 
 class BadImage(RequestError):
-    """An archive is not an image, or is broken."""
+    """An image cannot be made: an archive is no image, is broken or too large, or a build or a download has failed."""
 
     code = "bad_image"
 
@@ -127,7 +127,7 @@ class Room:
             )
 
     def check(self, size: int) -> None:
-        """Check the total number of bytes unpacked, or read on the way."""
+        """Raise BadImage if `size`, the total number of bytes unpacked or read, is too large."""
         check_expansion(size, self._archived)
 
     def take_entry(self) -> None:
@@ -137,7 +137,7 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage for an archive that unpacks to more than an image may have."""
+    """Raise BadImage if `size` unpacked bytes are too many for an image, or for `archived` bytes of archives."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -155,8 +155,8 @@ class Contents(msgspec.Struct):
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
     """Unpack layers, the lowest first, into an empty folder, and close them. Layers are tar, optionally compressed with
-    gzip, bzip2 or xz. Raises BadImage, also for an image above the limits. The folder then holds a part of the
-    image."""
+    gzip, bzip2 or xz. Raises BadImage, also for an image above the limits. After an error the folder holds a part of
+    the image."""
     contents, room = Contents(), Room(target)
     for number, layer in enumerate(layers):
         try:
@@ -173,8 +173,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 
 class _Layer:
-    """Unpacks one layer. `_own` are its written paths, and the folders above them: the layer's whiteouts remove only
-    files of lower layers, whatever the order of the entries."""
+    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. The layer's
+    whiteouts do not remove them: a whiteout applies only to lower layers, whatever the order of the entries."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -187,12 +187,12 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            self._room.check(archive.offset)  # the offset after this entry's data, which are read even if left out
+            self._room.check(archive.offset)  # the end of the entry's data, which are read in any case
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                # Remove files of lower layers: one name, or all content of the folder. An opaque mark counts once:
-                # later the folder has only files of this layer, and a folder with a million files must not be listed a
-                # million times.
+                # Remove files of lower layers: one name, or all content of the folder. A second opaque mark of a folder
+                # has no effect, because the folder then has only files of this layer. It is skipped, so that a folder
+                # with a million files is not listed a million times.
                 if name == OPAQUE and folder in opaque:
                     continue
                 opaque |= {folder} if name == OPAQUE else set()
@@ -219,7 +219,7 @@ class _Layer:
                 self._contents.entries += 1
             else:
                 self._contents.left_out += 1
-        for place, mode, changed in reversed(folders):  # last: a folder's mode may forbid writing
+        for place, mode, changed in reversed(folders):  # last, because writing an entry changes its folder's time
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
                 _set_time(place, changed)
@@ -270,8 +270,8 @@ class _Layer:
 
     def _folder(self, parts: list[str]) -> str:
         """Return the host's path of a folder in the image. Links are followed with the root as `/`. Missing parts, and
-        parts that are not folders, become folders. The kernel cannot resolve the path: it would follow an absolute link
-        to the host's own file."""
+        parts that are not folders, become folders. The kernel must not resolve the path, because it would follow
+        absolute links out of the image."""
         at: list[str] = []
         todo = deque(parts)
         links = 0
@@ -299,7 +299,8 @@ class _Layer:
 
 
 def _set_time(place: str, changed: float) -> None:
-    """Set the modification time, or the nearest time that file systems can store. Headers can have NaN."""
+    """Set the modification time, or the nearest time that every file system can store. NaN, which headers can have,
+    becomes 0."""
     when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
     os.utime(place, (when, when))
 

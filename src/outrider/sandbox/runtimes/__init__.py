@@ -1,5 +1,5 @@
 """Runtimes: each kind makes one type of sandbox. The interface is in `base`.
 
-`guest` is the code that runs inside a sandbox. `tool_server` is the host's end of the connection to it. The in-memory
-fake is in `testing`.
+`guest` is the code that runs inside a sandbox. `tool_server` is the host's end of the connection to that code. A
+runtime in memory, for tests, is in `lab/fakes`.
 """

@@ -18,8 +18,8 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 MAX_OUTPUT = 10 << 20
-"""Maximum bytes kept of one output stream. In a longer stream, a note of the number of bytes cut replaces the
-middle."""
+"""Maximum bytes kept of one output stream. The middle of a longer stream is replaced by a note with the number of bytes
+cut."""
 
 MAX_PATHS = 10_000
 """Maximum number of paths that `glob` returns by default."""
@@ -32,14 +32,14 @@ LOG_TAIL = 4096
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that a node passes to a sandbox: its identity, a private host directory that exists and is empty
-    (the node removes the directory after `stop`), and the host address of the model gateway.
+    """The parameters that a node passes to a new sandbox: the sandbox's identity, a private host directory that exists
+    and is empty (the node removes the directory after `stop`), and the host address of the model gateway.
 
     `mounts` are host folders to mount read-only at the same path inside (the harness programs). `host` holds the parts
-    shared by all sandboxes of the node, and is open while any of them runs. `gpus` are the names, as in the setting
-    `sandboxes.gpus`, of the GPUs that only this sandbox may use, empty unless the kind has `gives_gpus`. `layer` is
-    the start state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox.
-    Only a `SavesLayers` runtime receives a layer.
+    shared by all sandboxes of the node, and is open while any sandbox runs. `gpus` are the names, as in the setting
+    `sandboxes.gpus`, of the GPUs that only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`.
+    `layer` is the start state: the file written by `save_layer` of another sandbox of the same spec, or None for a new
+    sandbox. Only a `SavesLayers` runtime receives a layer.
     """
 
     session_id: str
@@ -75,8 +75,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Display(msgspec.Struct, frozen=True):
-    """A rich result of an interpreter's input. `data` holds its forms by MIME type: images as bytes, all others (JSON
-    too) as text. A `text/plain` form is in the output as well."""
+    """A rich result of an interpreter's input. `data` holds the result's forms by MIME type: images as bytes, all other
+    forms (JSON too) as text. A `text/plain` form is in the output as well."""
 
     data: dict[str, str | bytes]
 
@@ -165,8 +165,8 @@ class Runtime(Protocol):
     """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
 
     `endpoint` is the base URL (no trailing slash) of the model gateway for programs inside, valid after `start`.
-    `scratch` is the path inside of a folder for files that do not belong to the task. `start` leaves nothing behind
-    when it raises. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
+    `scratch` is the path of a folder in the sandbox for files that do not belong to the task. `start` leaves nothing
+    behind when it raises. `stop` is idempotent, never raises, and makes a concurrent `start` fail.
     """
 
     endpoint: str

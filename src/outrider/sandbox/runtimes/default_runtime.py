@@ -1,4 +1,4 @@
-"""The runtime used where none is named. Runtimes are looked up by name only."""
+"""The runtime that is used when a task names none. Runtimes are looked up by name; no runtime is imported here."""
 
 from __future__ import annotations
 

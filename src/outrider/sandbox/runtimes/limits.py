@@ -19,14 +19,14 @@ BYTES_PER_FILE = 4096
 """Bytes of the disk limit per allowed file. The number of files is bounded too, because each takes kernel memory."""
 FILES_SHARE_OF_MEMORY = 0.75
 MIN_OPEN_FILES = 1024
-"""Number of open files that programs commonly assume."""
+"""A sandbox may open at least this many files where the node may: many programs rely on it."""
 MAX_OPEN_FILES = 1 << 16
 SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
 """A sandbox's part of the resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.
 An eighth of Linux's default of 800 KiB for messages is one queue of the usual size."""
 COUNTED_BY_NAMESPACE = (5, 14)
-"""First Linux version that counts these resources per user namespace as well as per user. On an older kernel all
-sandboxes share one count, so a lower limit would only be reached earlier."""
+"""First Linux version that counts the resources of `SHARES` per user namespace as well as per user. On an older kernel
+all sandboxes share one count, so a lower limit would only be reached earlier."""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
@@ -40,8 +40,8 @@ def rlimits(resources: Resources, controllers: Container[str], *, own_users: boo
     """Limits per process, by their names in `resource`, for resources that no control group limits for all processes
     together.
 
-    `own_users`: the sandbox has a user namespace. Without a user namespace the kernel counts all processes of the user
-    on the host, so the number of processes cannot be limited."""
+    `own_users` is true if the sandbox has a user namespace. Without a user namespace the kernel counts all processes of
+    the user on the host, so the number of processes cannot be limited."""
     limits = {"RLIMIT_CORE": core_limit(), "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
     if "pids" not in controllers and own_users:
         limits["RLIMIT_NPROC"] = resources.pids
@@ -72,7 +72,8 @@ def open_files(soft: int, hard: int) -> int:
     """Number of descriptors that a program may have open, from the soft and hard limits of this process.
 
     The kernel refuses to send a descriptor over a socket when the user has more descriptors in flight than the sending
-    process may have open. Sandboxes get half of the node's own limit, so the node can always send the other half."""
+    process may have open. Sandboxes get half of the node's own limit. So the sandboxes' descriptors in flight never
+    keep the node from sending descriptors."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 

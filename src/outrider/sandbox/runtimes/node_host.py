@@ -52,8 +52,8 @@ class Host:
         return await self._stack.__aexit__(*error)
 
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
-        """Return the node's only `kind(host)`, entered. Raises the exception of entering; the next call tries
-        again."""
+        """Return the node's only part of this kind, which the first call makes and enters. If that raises, this method
+        raises the same exception, and the next call tries again."""
         if kind not in self._parts:
             async with self._opening[kind]:
                 if kind not in self._parts:

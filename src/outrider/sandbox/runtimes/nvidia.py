@@ -64,7 +64,8 @@ class GpuFiles(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """The driver, read from these folders of the kernel; `ldconfig` lists its libraries."""
+    """The driver's state, read from the folders `proc` and `dev`. The program `ldconfig` lists the driver's
+    libraries."""
 
     proc: Path = Path("/proc/driver/nvidia")
     dev: Path = Path("/dev")
@@ -80,9 +81,9 @@ class NvidiaDriver:
         return tuple(gpu for gpu in known if os.access(self.dev / f"nvidia{gpu.minor}", os.R_OK | os.W_OK))
 
     def visible(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that a CUDA program started by this process would use. If CUDA_VISIBLE_DEVICES is set, the
-        names in it count up to the first name without a GPU; numbers are in PCI bus order, as with
-        CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+        """Return the GPUs that a CUDA program started by this process would use. If CUDA_VISIBLE_DEVICES is set, these
+        are the GPUs named there, up to the first name that is repeated or has no GPU. Numbers are in PCI bus order, as
+        with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
         here = self.gpus()
         if (wanted := environment("CUDA_VISIBLE_DEVICES")) is None:
             return here
@@ -135,8 +136,8 @@ NVIDIA = NvidiaDriver()
 
 
 def driver_libraries(listing: str, machine: str) -> dict[str, str]:
-    """Parse the output of `ldconfig -p` into the driver's libraries: path by name. Of several paths of a library the
-    first is kept, because programs load that one."""
+    """Parse the output of `ldconfig -p` into the driver's libraries: path by name. If a library is listed several
+    times, the first path is kept, because programs load the first."""
     found: dict[str, str] = {}
     for line in listing.splitlines():
         if (match := LISTED.match(line)) and LIBRARY.fullmatch(match[1]) and machine in match[2].split(","):
@@ -145,8 +146,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Environment variables that list a sandbox's GPUs for the programs in it. CUDA numbers the visible GPUs from
-    0."""
+    """Environment variables that list a sandbox's GPUs for the programs inside. The mapping is empty unless all GPUs
+    are NVIDIA's. CUDA numbers the visible GPUs from 0."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {

@@ -1,8 +1,8 @@
 """Limits on the body of a model call. A body is refused by its size and its number of JSON values, before parsing.
 
 A body that cannot fit the model's context costs no more than a count of its bytes. The module is independent of
-dialects, because JSON's separators are the same in all. Invariant: the bytes held for calls are bounded for each
-session and over all sessions; a call counts from its first byte to its end.
+dialects, because JSON's separators are the same in all. Invariant: the bytes held for calls are bounded, for each
+session and, for LARGE bodies, over all sessions. A call's bytes count from the first byte to the end of the call.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
 MAX_BODY = 32 << 20
 """Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""MAX_BODY where the engine takes token ids, and so no images: two million tokens of ordinary text."""
+"""Maximum bytes of one body if the engine takes token ids, and so no images: two million tokens of ordinary text."""
 MAX_IN_SESSION = 64 << 20
 """Maximum bytes of all bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
 """Maximum bytes of the LARGE bodies of all sessions' unfinished calls."""
 LARGE = 1 << 20
-"""Bytes up to which a body is parsed whatever it holds: the worst body takes 25 ms."""
+"""A body of at most this many bytes is parsed without a check of its contents: the worst such body takes 25 ms."""
 BODY_SECONDS = 120.0
-"""Seconds in which a body must arrive. Agents run on the same machine."""
+"""Seconds in which a body must arrive. This is ample, because agents run on the same machine."""
 
 BYTES_PER_TOKEN = 64
-"""A text of more than this many bytes per token of context does not fit: few tokens are so long."""
+"""A text with more than this many bytes per token of context does not fit, because few tokens are so long."""
 FREE_SIZE = 1 << 20
 """Bytes allowed in addition, because the model is not shown all of a body."""
 VALUES_PER_TOKEN = 4
@@ -42,7 +42,7 @@ FREE_VALUES = 4096
 MAX_VALUES = 1 << 17
 """Maximum JSON values of any body: decoding so many takes 15 ms, during which the interpreter does nothing else."""
 MAX_TOOLS = 4096
-"""Maximum tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
+"""Maximum tools of a request. The providers take 128, and a chat template needs 0.1 ms for each tool."""
 MAX_ESCAPES = 1 << 21
 """Maximum escaped characters of any body: decoding so many takes 25 ms."""
 _PIECE = 1 << 20
@@ -101,7 +101,7 @@ class Bodies:
 
 
 class Body:
-    """One call's body. `with Body(bodies) as body:` around the call: the bytes count until the call has ended."""
+    """The body of one call, which runs within `with Body(bodies) as body:`. The bytes count until the block ends."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -159,7 +159,8 @@ class Body:
 
 
 class BodyCapacity(msgspec.Struct, frozen=True):
-    """The limits of one body. `context` is in tokens, None where no engine reports it."""
+    """The limits of one body. `context` is the model's context in tokens, None if it is unknown. `images`: the body may
+    have images."""
 
     context: int | None
     images: bool
@@ -186,7 +187,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         )
 
     def check_numbers(self, messages: int, tools: int) -> None:
-        """Raise ContextOverflow for more messages than tokens, RequestError for more than MAX_TOOLS."""
+        """Raise ContextOverflow for more messages than the context has tokens, and RequestError for more than MAX_TOOLS
+        tools."""
         if tools > MAX_TOOLS:
             raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
         if self.context is not None and messages > self.context:

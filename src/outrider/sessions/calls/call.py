@@ -24,8 +24,8 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The shared parts of a node's conversations with one model: its renderer and engines, and, over all models, the
-    memory for arriving requests and the thread for long work on requests."""
+    """The parts that a node's conversations with one model share. `renderer` and `pool` are the model's. All models
+    share `intake`, the memory for arriving requests, and `offload`, the thread for long work on requests."""
 
     renderer: Renderer
     pool: EnginePool
@@ -43,9 +43,10 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCall(Protocol):
-    """One model call. `start` begins the generation and is called once, with the call's share of at least
-    `promised_tokens`. `take` returns the steps of each chunk, until `ended` or the last chunk, and `finish` the
-    remaining steps. Then `commit` (the call ran to its end) or `abort` returns the turn."""
+    """One model call. `start` begins the generation, and is called once, with the share that `Allowance.share` returns
+    for `promised_tokens`. `take` is called with each chunk, until `ended` is true or the last chunk has come, and
+    returns the chunk's steps. `finish` returns the remaining steps. Then `commit` returns the turn of a call that ran
+    to its end, or `abort` the turn of a call that was cut off."""
 
     promised_tokens: int
     ended: bool
@@ -66,8 +67,8 @@ class EngineCall(Protocol):
 
 
 def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
-    """Return the sampling, limited to the tokens left: other calls may have used tokens up while this call waited for
-    its share."""
+    """Return the sampling, limited to the tokens that the session has left. Other calls may have used up tokens while
+    this call waited for its share."""
     if sampling.max_tokens <= share.unsampled:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=share.unsampled)

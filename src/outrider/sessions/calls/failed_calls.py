@@ -1,10 +1,10 @@
 """The failed model calls that no later call has made up for. If the run ends now, it ends with the error of one of
 them.
 
-A later call, begun after the failure and ended, makes up for a failed call. If the later call fails, too, it takes the
-place of the failed call. A call that was under way at the time of the failure has no effect. A call without tools does
-not make up for a failed call with tools: agents request a title, or a name for a branch, beside their work, and
-continue to do so when the work has failed.
+A call that begins after the failure makes up for a failed call once it has ended. If the later call fails, too, the
+later failure takes the place of the earlier one. A call that was under way at the time of the failure has no effect. A
+call without tools does not make up for a failed call with tools: agents request a title, or a name for a branch, beside
+their work, and still do so when the work has failed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One model call on an engine that takes messages. Token ids are captured from the response, if the engine reports any.
 
-Such turns are second best, and are marked by their mode: the engine renders the history anew for each call, so a prompt
-may not extend the previous turn's ids. Invariant: nothing is spliced; a turn without an extended predecessor stands
-alone and its drift is counted.
+The turns of such calls are second best, and are marked by their mode: the engine renders the history anew for each
+call, so a prompt may not begin with the ids of the turn before. Invariant: nothing is spliced. If a prompt begins with
+the ids of no earlier turn, the new turn stands alone, and its drift is counted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from outrider.trajectory import (
 
 
 class MessageCall:
-    """A call on an engine that takes messages, and reports the used token ids or none at all.
+    """A call on an engine that takes messages, and either reports the token ids that it used, or reports none.
 
-    The prompt joins the session's record by its ids (see `CapturedTurns`).
+    The ids of the prompt decide which earlier turn the call continues (see `CapturedTurns`).
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class MessageCall:
         overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All tokens are promised: text is passed on before its tokens are counted, and cannot be cut afterwards.
+        # All requested tokens are promised, because text is passed on before its tokens are counted, and cannot be cut
+        # afterwards.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -106,7 +107,7 @@ class MessageCall:
         last = self._last
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
-        # Where the response has no ids, the engine's own count of its tokens is used.
+        # If the response has no ids, the tokens are counted by the engine.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -206,8 +207,9 @@ NOTHING = ConversationStart()
 
 
 class CapturedTurns:
-    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends the turn, if
-    the images up to there are also the same: two different images of one size have the same ids."""
+    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends this turn, if
+    the images up to there are the same, too. The images must be compared, because two different images of one size have
+    the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -229,16 +231,16 @@ class CapturedTurns:
         reply: Message | None = None,
     ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
-        messages. Requests with the same `opening` belong to one conversation. A request that quotes the `reply` of
-        another conversation, and has the same first message, continues the quoted conversation with other tools or
-        another system prompt."""
+        messages. Requests with the same `opening` belong to one conversation. A request with the same first message as
+        another conversation, which quotes a `reply` of the other conversation, continues the other conversation with
+        changed tools or a changed system prompt."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # `fitting` are the turns whose ids the prompt begins with; `same` are the turns of `fitting` that have the same
-        # images as this request up to there.
+        # The prompt begins with all ids of each turn in `fitting`. The turns in `same` also have the same images as
+        # this request up to there.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -292,8 +294,8 @@ class CapturedTurns:
         )
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Place the stored turns of an earlier attempt again, by their indexes from 0. Raises ServiceError if turns are
-        missing, or now get another position."""
+        """Place the stored turns of an earlier node again, in the order of their indexes from 0. Raises ServiceError if
+        a turn is missing, or gets another position than before."""
         check_complete(turns)
         for turn in turns:
             request = StoredRequest(turns, turn)

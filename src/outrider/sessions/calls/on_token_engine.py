@@ -1,7 +1,7 @@
 """One model call in flight, from joined prompt to turn, on an engine that takes token ids.
 
-Invariant: the call's turn holds every token that the engine reported, whether the call ended well, failed half way or
-was given up.
+Invariant: the call's turn has every token that the engine reported, up to the session's limit, whether the call ended
+well, failed half way or was given up.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
 
 PROMISED_TOKENS = 2048
-"""Maximum tokens of the session's limit reserved for a call before it begins. Nearly all replies are shorter, and
-programs request far more: if the whole request were reserved, calls would wait for one another."""
+"""Maximum tokens of the session's limit that are reserved for a call before it begins. Nearly all replies are shorter,
+but programs request far more. If all requested tokens were reserved, calls would wait for one another."""
 
 
 class TokenCall:
@@ -106,7 +106,7 @@ class TokenCall:
                 )
             )
         counted = self._share.take(len(chunk.ids))
-        if counted < len(chunk.ids):  # the session's tokens are used up: the reply ends here
+        if counted < len(chunk.ids):  # no token of the session is free for this call any more: the reply ends here
             self.ended = True
             chunk = msgspec.structs.replace(
                 chunk,
@@ -117,7 +117,7 @@ class TokenCall:
                 versions=(),
             )
         self._last = chunk
-        if chunk.prompt_ids is not None:  # repeated for each request that the generation took
+        if chunk.prompt_ids is not None:  # a generation may take several requests, and each reports its prompt
             self._drift = max(self._drift, count_differences(self._prompt, chunk.prompt_ids))
         elif chunk.prompt_tokens is not None:
             self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))

@@ -1,7 +1,7 @@
 """The settings of one model call: the choices of the task and the client, and the abilities of the engine.
 
-Pure, and independent of dialects. Engines are judged by their own reports. Invariant: the name of every client setting
-that is left out is kept with the turn.
+The module is pure, and independent of dialects. An engine's abilities are those that the engine reports. Invariant: the
+name of every client setting that is left out is kept with the turn.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def sampling_for(
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task cannot have are the client's. `room` is the number of tokens left, in the session and in the
-    `context`; `stop_ids` end every reply."""
+    Settings that a task cannot have are the client's. `room` is the number of tokens that both the session and the
+    `context` have left. `stop_ids` end every reply."""
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
         max_tokens=max(1, min(first_of(task.max_tokens, client.max_tokens, unnamed), room)),
@@ -71,15 +71,15 @@ def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """Return a seed from 0 to 2^31 - 1, different for different numbers and the same on any machine and in any version.
-    With one seed for all calls the samples of a group would be copies of each other."""
+    """Return a seed from 0 to 2^31 - 1. The seed differs for different numbers, and is the same on any machine and in
+    any version. With one seed for all calls the samples of a group would be copies of each other."""
     text = "/".join(map(str, (seed, *numbers)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
 def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | None:
-    """Return how many of a session's calls had been given seeds when the last of these `seeds` was used; None if not
-    all of them are among the first MAX_SEEDED_CALLS. Failed calls used seeds, too."""
+    """Return the number of a session's calls that had got a seed by the time when the last of these `seeds` was used.
+    Failed calls count, because they used seeds, too. Returns None if a seed is not among the first MAX_SEEDED_CALLS."""
     missing = set(seeds)
     for call in range(MAX_SEEDED_CALLS):
         if not missing:
@@ -96,7 +96,8 @@ def client_may_be_at_fault(asked: AskedSampling) -> bool:
 
 
 def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raise RequestError for a constraint that the engine does not support, or not together with tools."""
+    """Raise RequestError for a constraint that the engine does not support, and for a constraint together with tools if
+    the engine takes token ids."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
@@ -115,8 +116,8 @@ def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
 def for_openai_api(
     sampling: SamplingParams, thinking: bool | None, client: AskedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """Return the sampling without the settings that a server of OpenAI's own API lacks, and the names of the requested
-    settings that were left out."""
+    """Return the sampling without the settings that OpenAI's own API does not have, and the names of the settings that
+    were requested but left out."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]

@@ -1,8 +1,8 @@
 """The tokens left for a session to sample, shared by its calls, which may run side by side.
 
-A call is promised some tokens before it begins, so that it ends as it would alone. While too few tokens are free and
-other calls run, the call waits for tokens that the others leave unused. Invariant: the tokens sampled, promised and
-free add up to the limit.
+A call is promised some tokens before it begins. Up to the promise, other calls cannot cut the call short. While too few
+tokens are free and other calls run, a new call waits for tokens that the others leave unused. Invariant: the tokens
+sampled, promised and free add up to the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LimitReached(RequestError):
 
 
 class Allowance:
-    """The tokens of one session and model. `sampled` counts the tokens of all calls so far, including running calls."""
+    """The tokens of one session and model. `sampled` counts the tokens of all calls so far, running calls included."""
 
     def __init__(self, tokens: int, model: str | None = None) -> None:
         self.sampled = 0
@@ -49,8 +49,8 @@ class Allowance:
         self.sampled = self._take_free(sampled)
 
     async def share(self, promised: int) -> TokenShare:
-        """Return the share of one call, for a `with` block: at least `promised` tokens, or all free tokens when no
-        other call runs. Calls are served in the order they came. Raises LimitReached when all tokens are sampled."""
+        """Return the share of one call, for a `with` block: `promised` tokens, or fewer if no other call runs and fewer
+        are free. Calls are served in the order in which they came. Raises LimitReached if all tokens are sampled."""
         async with self._queue:
             while self._free < promised and self._running:
                 self._returned.clear()
@@ -61,7 +61,8 @@ class Allowance:
             return TokenShare(self, self._take_free(promised))
 
     def draw(self, share: TokenShare, tokens: int) -> int:
-        """Take up to `tokens` sampled tokens for a share. Returns how many count."""
+        """Charge up to `tokens` sampled tokens to a share: first its promised tokens, then free tokens. Returns the
+        number of tokens charged."""
         if tokens <= share.promised:
             share.promised -= tokens
             self.sampled += tokens
@@ -103,6 +104,6 @@ class TokenShare:
         return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:
-        """Count `tokens` more sampled tokens. Returns how many of them count: beyond the promise, as many as are free
-        now."""
+        """Count `tokens` more sampled tokens. Returns the number of them that the session has: the promised tokens that
+        are left, and the tokens that are free now."""
         return self._allowance.draw(self, tokens)

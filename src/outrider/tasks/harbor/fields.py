@@ -1,6 +1,7 @@
 """The use of each field of `task.toml`: the table printed in docs/datasets.md.
 
-Pure data. Invariant: every field of the schema is in one row, so that no request of a task is ignored silently.
+The module is pure data. Invariant: every field of the schema is in one row, so that no request of a task is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """given: the value goes into the task. checked: a value that Outrider does not support is refused, with the field's
-    name. unused: the field requests nothing that a session could lack."""
+    """The use of a field. given: the value goes into the task. checked: a value that Outrider does not support is
+    refused, with the field's name. unused: the field requests nothing of a session."""
 
     GIVEN = "given"
     CHECKED = "checked"

@@ -1,6 +1,6 @@
-"""The files of a Harbor task folder: the instruction, and the tests and solution as steps that write them.
+"""Reads the files of a Harbor task folder: the instruction, and other files as prepare steps that write these files.
 
-Independent of tasks. Invariant: no byte is read from outside the task's folder, despite any links inside.
+The module is independent of tasks. Invariant: no byte is read from outside the task's folder, despite any links inside.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
 from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
-"""Maximum bytes of a folder sent with a task: a request may have 32 MiB."""
+"""Maximum bytes of a folder that is sent with a task. The whole request may have 32 MiB."""
 MAX_NUMBER = 1024
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Lines by which data sets are found in training data. No agent sees them."""
+"""Lines at the beginning of an instruction, by which data sets are found in training data. They are removed."""
 IGNORED_BY = ".harborignore"
 
 
@@ -46,7 +46,7 @@ def written(folder: Path, task: Path, to: str) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        total += path.stat().st_size  # before reading: the file may be huge
+        total += path.stat().st_size  # checked before the file is read, because it may be huge
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",
@@ -68,14 +68,16 @@ def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
 
 
 def check_links(folders: Iterable[Path], task: Path) -> None:
-    """Raise InvalidField for unreadable files in folders of the task whose files are not sent with it."""
+    """Raise InvalidField for a file or link that `files_below` refuses, in folders whose files are not sent with the
+    task."""
     for folder in folders:
         for _ in files_below(folder, task) if folder.exists() else ():
             pass
 
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
-    """Yield the files below a folder, sorted, with their names relative to it. Raises InvalidField."""
+    """Yield the files below a folder, sorted, with their paths relative to the folder. Raises InvalidField for a link
+    that leaves the task or leads in a circle, for a .harborignore, and for what is neither a file nor a folder."""
     root = task.resolve()
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:

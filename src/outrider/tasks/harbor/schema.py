@@ -1,8 +1,8 @@
 """The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
-Independent of folders and tasks. Invariant: every file that Harbor refuses is refused. Like Harbor, the schema ignores
-unknown keys and converts types as pydantic does. `unsupported` lists the valid fields without a counterpart in
-Outrider.
+The module is independent of folders and tasks. Invariant: every file that Harbor refuses is refused. Like Harbor, the
+schema ignores unknown keys and converts types as pydantic does. `unsupported` yields the requests of a valid file that
+Outrider cannot fulfil.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. Harbor's folders must be portable."""
+"""Device names of Windows. No step may have such a name, because the folders of steps must be portable."""
 MAIN = "main"
 """The service of the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
-"""Units of sizes in older schemas, in MiB."""
+"""Units of sizes in older schemas, each in MiB."""
 USERS = (None, "root", 0, "0")
 """Names of root, the only user of a sandbox."""
 MANIFEST = "manifest.json"
@@ -48,7 +48,7 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an agent or a verifier. None means the network of its environment."""
+    """The network of an agent or a verifier. With mode None it has the network of its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
@@ -191,8 +191,8 @@ class Verifier(Network):
 
 
 class HarborArtifact(Table):
-    """A path of the agent's sandbox. `destination` is Harbor's path for it on the host. `exclude` are patterns of tar
-    for files of a folder to leave out."""
+    """An artifact: the path `source` in the agent's sandbox. `destination` is the artifact's path on Harbor's host.
+    `exclude` are tar's patterns for the files of a folder to leave out."""
 
     source: str
     destination: str | None = None
@@ -223,8 +223,8 @@ Artifacts = list[Annotated[HarborArtifact, BeforeValidator(of_a_path)]]
 
 
 class HarborStep(Table):
-    """A step of a task. `min_reward` is the minimum of "reward", or the minimum of each key, for starting the next
-    step."""
+    """A step of a task. The next step is started only if the reward is at least `min_reward`, or if each metric named
+    in `min_reward` has at least the given value."""
 
     name: str
     agent: HarborAgent = HarborAgent()
@@ -283,7 +283,7 @@ class TaskToml(Table):
 
 
 class Unsupported(NamedTuple):
-    """A field that requests a feature missing in Outrider, with the name of the feature."""
+    """A field that requests a feature that Outrider lacks, with the name of the feature."""
 
     field: str
     what: str
@@ -330,8 +330,8 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
 
 
 def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
-    """Yield a network mode other than none. Harbor's default for an environment is a public network. For a phase of a
-    task, None is the environment's mode."""
+    """Yield the field if its network mode gives a network, as Harbor's default for an environment does. For an agent or
+    a verifier, None means the environment's mode, which is reported for the environment."""
     if mode not in (None, NO_NETWORK):
         yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
 

@@ -1,7 +1,7 @@
 """Converts Harbor task folders to tasks.
 
-It runs nothing. Invariant: every request of a folder is in its task, or the folder is refused with the field's name.
-The tests and the solution are in no part of the task that an agent sees.
+The module runs nothing. Invariant: every request of a folder is in its task, or the folder is refused with the field's
+name. The tests and the solution are in no part of the task that an agent sees.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifi
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
-"""The limits of a task that sets none."""
+"""Outrider's limits, in seconds, for a task that sets none."""
 PREPARING_SECONDS = 1800.0
-"""Seconds of a session besides its agent, if the agent has more than the default."""
+"""Seconds of a session in addition to its agent's, if the agent has more than the default. This is also the time limit
+of a step's setup.sh."""
 
 
 def harbor_examples(
@@ -78,7 +79,7 @@ def harbor_examples(
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of Harbor tasks below a folder by path, sorted. None is inside another."""
+    """Return the folders of Harbor tasks below a folder by path, sorted. A folder inside another task's is left out."""
     folders: dict[str, Path] = {}
     for found in sorted(root.rglob(TASK_TOML)):
         folder = found.parent
@@ -89,8 +90,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: the Dockerfiles of their
-    sandboxes, and of verifiers with an image of their own. Raises InvalidField for a broken task.toml."""
+    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: the Dockerfiles of the
+    agents' sandboxes, and of verifiers with an image of their own. Raises InvalidField for a broken task.toml."""
     found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
@@ -145,7 +146,7 @@ class HarborFolder:
         return Example(id=name, task=task, gold=self.gold())
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
-        """Make a step in `task.then`. It removes the remains of the previous step's grading, as Harbor does."""
+        """Make a step in `task.then`. The step first removes the remains of the previous step, as Harbor does."""
         needs = after.min_reward
         left = OF_AGENTS if mode(self._config, after) == "separate" else (*OF_AGENTS, *OF_VERIFIERS)
         return {
@@ -251,7 +252,7 @@ class HarborFolder:
         return runtime
 
     def evaluator(self, step: HarborStep | None, runtime: dict[str, Any]) -> dict[str, Any]:
-        """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's."""
+        """Return the evaluator of a step, or of a task without steps. `runtime` is the agent's sandbox."""
         config = self._config
         separate = separate_verifier(config, self._folder, step)
         verifier = config.verifier
@@ -300,8 +301,8 @@ class HarborFolder:
         return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
 
     def _solution(self, folder: Path) -> Gold | None:
-        """Return a solution, which runs in the working directory with its files in /solution. Its exit code is
-        ignored."""
+        """Return the solution in a folder, None if there is none. It runs in the working directory, with its files in
+        /solution, and its exit code is ignored."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -362,13 +363,14 @@ def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Return patterns of the artifacts' files to keep from the agent's sandbox: a path may be a file or a folder."""
+    """Return the patterns of the files to keep from the agent's sandbox. Each artifact has two patterns, because its
+    path may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
 
 
 def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
-    """Return limits that give the agent these times in the steps of the task."""
+    """Return the limits of a task whose agent has these seconds in its steps."""
     whole = sum(agent_seconds)
     return {
         "agent_seconds": agent_seconds[0],

@@ -1,8 +1,8 @@
-"""Finds the sandbox of the verifier of a Harbor task or step, by Harbor's rules.
+"""Finds the verifier's sandbox of a Harbor task or step, by Harbor's rules.
 
-It checks whether files exist and reads none. Harbor chooses the settings and the image of a separate verifier's sandbox
-independently: a step that only sets `cpus` has the image named by the task's verifier. A verifier's own image contains
-the tests, with all their requirements.
+The module checks whether files exist, and reads none. Harbor chooses the settings and the image of a separate
+verifier's sandbox independently: the verifier of a step that only sets `cpus` has the image named by the task's
+verifier. A verifier's own image contains the tests, with all their requirements.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ COMPOSE = "docker-compose.yaml"
 
 class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     """The sandbox of a separate verifier. `environment`, the table at `field`, has all settings except the image.
-    Without a `context` the image is the agent's. Otherwise it contains the tests, and is `image`, or is built in the
-    folder `context`."""
+    Without a `context`, the image is the agent's. With a `context`, the image contains the tests: it is the image named
+    `image`, or else is built in the folder `context`."""
 
     environment: Environment
     field: str

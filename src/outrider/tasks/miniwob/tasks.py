@@ -25,7 +25,8 @@ INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
 FOLDER = "/miniwob"
 """Folder of the pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
-"""Path in Debian's package. The package's other program is a script that reads files of /etc, which sandboxes lack."""
+"""Path of the browser in Debian's package. The package's other program is a script that reads files of /etc, which
+sandboxes lack."""
 POLICY = "/etc/chromium/policies/managed/miniwob.json"
 FONTS = f"{FOLDER}/fonts.conf"
 # The pages are made for Arial. Without font settings, which sandboxes do not have, Chromium chooses a serif font.
@@ -53,7 +54,7 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# A search also fails if a window disappears during it, as some windows of a starting browser do.
+# The search is repeated, because it also fails if a window disappears meanwhile, as windows of a starting browser do.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -63,8 +64,8 @@ titled() {
     return 1
 }
 """
-"""Shell function that sets `title` to the title of a window with this prefix, after at most the given number of
-looks."""
+"""Shell function `titled PREFIX TIMES`: sets `title` to the title of a window whose title begins with miniwob-PREFIX.
+It looks for the window at most TIMES times."""
 
 # --no-sandbox: the browser's own sandbox needs namespaces, which a sandbox may not make. --test-type hides a bar about
 # the missing sandbox.
@@ -127,8 +128,9 @@ def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
 def miniwob_examples(
     page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
 ) -> list[Example]:
-    """Return a page with `size` seeds, from `seed` up; or without a `page` the first `size` of all pages, each with
-    `seed`. Pages that `gold.js` can solve have a solution. `html` as for `miniwob_pages`. Raises InvalidField."""
+    """Return tasks of one `page`, with `size` seeds from `seed` up. Without a `page`, return a task of each page, or of
+    the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a solution. For `html`
+    see `miniwob_pages`. Raises InvalidField."""
     pages = miniwob_pages(html)
     if page is None:
         return [_example(pages[name], seed) for name in list(pages)[:size]]
@@ -185,9 +187,9 @@ def _with_script(html: str, script: str) -> str:
 
 
 def _archive(page: Path, html: str) -> str:
-    """Pack the files that a page uses, in base64. The same files make the same text. For a file name computed at run
-    time the page has only the folder, so all files of the folder are packed. A stylesheet's files are in a folder
-    `images` beside it."""
+    """Pack the files that a page uses, in base64. The same files make the same text. If a page computes a file name at
+    run time, its text names only the folder, so all files of that folder are packed. The files of a stylesheet are in a
+    folder `images` beside the stylesheet."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

@@ -28,9 +28,9 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Minimum characters of a tool's argument for recognition as the prompt of a sub-agent."""
+"""Minimum characters of a tool's argument that may be recognised as the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""Minimum fraction of a conversation's opening at which a tool's argument is certain to have started the
+"""A tool's argument that makes up at least this fraction of a conversation's opening is certain to have started the
 conversation."""
 
 LABELS: tuple[tuple[str, str], ...] = (
@@ -73,12 +73,13 @@ MAX_TOOL_TEXTS = 1000
 """Number of latest texts in tool arguments to compare with a conversation's opening."""
 
 LOOK_BACK = 100
-"""Number of previous turns and segments to compare with a shorter history. Clients go on from a summary at once."""
+"""Number of previous turns and segments that are compared with a shorter history. Few are enough, because clients go
+on from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """A segment's continuation of an earlier segment, with a shorter history. `old` is the last turn of the earlier
-    history. `source` is the turn with the summary, None if the history was only cut."""
+    """The history that a segment continues in a shorter form. `old` is the last turn of that history. `source` is the
+    turn that wrote the summary; None if the history was only cut."""
 
     old: Turn
     source: Turn | None
@@ -86,7 +87,7 @@ class Continuation(msgspec.Struct, frozen=True):
 
 class Spawn(msgspec.Struct, frozen=True):
     """The tool call that started a conversation, made in `turn`. `agent_type` is the requested type of agent, "" if
-    the call names none. `is_most_of_opening` is True if its text is at least OPENING_SHARE of the conversation's
+    the call names none. `is_most_of_opening` is True if the call's text is at least OPENING_SHARE of the conversation's
     opening."""
 
     turn: int
@@ -121,13 +122,13 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier segment whose history the segment's first request replaces by a summary or by its own end.
-    Summaries are tried first, newest first."""
+    """Find the earlier segment whose history the first request of `segment` replaces by a summary, or cuts to the
+    history's end. Summaries are tried first, newest first."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
     for other in recent:
-        # The same conversation, or the same agent by its tools or its system prompt.
+        # Kin are segments of the same conversation, or of the same agent, recognised by tools or system prompt.
         same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
         if (
             other.first.conversation == first.conversation
@@ -139,7 +140,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # A message must be long enough to hold QUOTE_SHARE of the shortest summary. Tool results only repeat files.
+    # A message must be long enough to hold QUOTE_SHARE of the shortest summary. Tool results do not count, because they
+    # only repeat files.
     long_enough = QUOTE_SHARE * QUOTE_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -169,18 +171,18 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a fresh message contains the text of a reply that calls no tool. In an assistant message the text
-    counts only if the reply was given in another conversation, or if the message replaces the history behind the
-    reply. Clients send every reply back once, which is no quote."""
+    """Return True if a fresh message quotes the reply of `source`, which must call no tool. An assistant message counts
+    only if the reply was given in another conversation, or if the message replaces the history before the reply.
+    Otherwise it may be the reply itself, which clients send back once."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history if no turn continues the reply, and neither the reply's question nor any
-        # reply in its request stands before the quote. A reply that is merely sent back has at least one of them before
-        # it.
+        # The message replaces the history if no turn continues the reply, and nothing of the history is left before the
+        # message: neither the question that the reply answers, nor a reply from before this question. If a reply is
+        # merely sent back, at least one of the two is left.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -193,8 +195,8 @@ def _is_quoted(
 
 
 def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
-    """The candidate with the largest part of its history in the request that wrote the summary. None if the request
-    contains none of the candidates' history, neither as messages nor as text."""
+    """The candidate that the reply of `source` summarises: the candidate with the most replies in the request of
+    `source`. None if this request shows no candidate's history, neither as messages nor as text."""
     asked = opening_text(source.messages)
     if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
         openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
@@ -233,7 +235,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # so it becomes the newest
+                given.pop(one.text, None)  # so that the text becomes the newest
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -276,11 +278,11 @@ def find_label(segment: Segment) -> str:
 
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
-    """The numbers of the segments that continue the conversation in their history under other tools or another system
-    prompt. Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
+    """The numbers of the segments that continue an earlier conversation with other tools or another system prompt.
+    Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
     without tools. A side call about the history has the same form; only the later turns distinguish the two.
 
-    `summaries` are the turns with a summary; `label` returns the label of a side call.
+    `summaries` are the turns that wrote a summary; `label` returns the label of a side call.
     """
     handovers = _Handovers(session, summaries, label)
     found = (handovers.next_segment(source) for source in session.taken_over)
@@ -292,9 +294,10 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # By turn index, the index of its last descendant, directly or through a history source.
+        # By turn index, the index of the turn's last descendant. A turn that continues the history with other tools or
+        # another system prompt is a descendant, too.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, its used continuations with the same tools and system prompt.
+        # By turn index, the turn's used continuations with the same tools and system prompt.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = history_source(turn)
@@ -306,12 +309,12 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Of the segments that contain the history of the turn `source`, return the segment in which the conversation
+        """Of the segments that take over the history of the turn `source`, return the segment in which the conversation
         continues. None if the conversation ends, or continues without these segments.
 
-        The result is the last segment with a continuation, if all other continuations of the turn ended before it: a
-        sub-agent's caller goes on later. If no segment has a continuation, the result is the last segment, provided
-        that nothing else continues the turn.
+        The result is the last segment with a continuation, if all other continuations of the turn ended before this
+        segment began, because a caller goes on only after its sub-agent. If no segment has a continuation, the result
+        is the last segment, provided that nothing else continues the turn.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -333,8 +336,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question is a side call if it has the words of one and goes to a model without tools, or with both other
-        # tools and another system prompt than the agent's: such a model is not the agent, or cannot act like it.
+        # A question is a side call if it has a side call's words and goes to a model without tools, or with both other
+        # tools and another system prompt than the agent's. Such a model is not the agent, or cannot act like the agent.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

@@ -1,24 +1,25 @@
-"""Decides the purpose of each turn of a session: its kind, its parent and its label.
+"""Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
 A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
 
-1. `main`: the segment starts the main conversation of the task, or of one of its steps. First, because the other rules
+1. `main`: the segment starts the main conversation of a step of the task. This rule is first, because the other rules
    compare segments with the main conversation.
-2. `continued`: the segment continues an earlier history, replaced by a summary or reduced to its end. Before `forked`
-   and `spawned`, because such a request also looks like a rewritten history, and a summary may quote a tool's
-   argument. Only a tool call whose text is most of the opening is stronger evidence.
+2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
+   before `forked`, because such a request also looks like a rewritten history, and before `spawned`, because a summary
+   may quote a tool's argument. Only a tool call whose text is most of the opening is stronger evidence.
 3. `forked`: a later segment of a conversation, or a handover, has the kind of its origin.
-4. `purpose`: the client names the call's purpose. Before the rules that infer the kind.
-5. `no tools`: one question to a model without tools, without a follow-up. Before `own agent` and `spawned`, because
-   sub-agents also make side calls, under their own names.
-6. `own agent`: the client names an agent other than the main one.
-7. `spawned`: the segment begins with a text from an earlier tool call.
-8. `other tools`: one question with tools of its own. After `spawned`, because a sub-agent that replies at once looks
-   the same.
+4. `purpose`: the client names the call's purpose. This rule is before the rules that infer the kind.
+5. `no tools`: the segment is one question to a model without tools, and nothing follows. This rule is before
+   `own agent` and `spawned`, because sub-agents also make side calls, under their own names.
+6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
+7. `spawned`: the beginning of the segment has a text from an earlier tool call.
+8. `other tools`: the segment is one question with tools of its own, and nothing follows. This rule is after `spawned`,
+   because a sub-agent that replies at once looks the same.
 9. `other`: any other segment is a conversation of an agent that works by itself.
 
-Then a single turn can have another kind than its segment (`TURN_RULES`): `cut off` before the agent received it;
-`asked again`, if the agent used another reply to the same request; a `summary` at the beginning of a later history.
+Then a single turn can have another kind than its segment (`TURN_RULES`). It is `cut off` if the agent never received
+the reply, `asked again` if the agent used another reply to the same request, and a `summary` if a later history begins
+with the reply.
 
 The evidence is the clients' requests and how the conversations went on. A client's own statements (`Turn.agent_id`,
 `purpose`) are hints. docs/branches.md prints both tables. The module is pure and deterministic, and independent of
@@ -48,9 +49,10 @@ SUMMARY = "summary"
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a turn. `parent` is the turn from which the segment forked, or the turn that started the segment.
-    `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is True in the main conversation
-    and in continuations from its summaries."""
+    """The purpose of a turn. `parent` is the turn that the turn's segment comes from: the origin of a fork, the summary
+    or the caller. For a turn with another kind than its segment, `parent` is the turn before, or the turn whose reply
+    was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is True in the
+    main conversation and in the segments that continue it from a summary or from its cut history."""
 
     kind: BranchKind
     parent: int | None
@@ -86,9 +88,9 @@ class Signals:
             key=self._main_rank,
         )
         self._mains: dict[int, Segment] = {}
-        """By the step of the task."""
-        # By step and agent, the agent's highest-ranked conversation, which is the agent's own work in the step. Its
-        # other conversations are side calls.
+        """By the step of the task, the first segment of the main conversation."""
+        # By step and agent, the agent's highest-ranked conversation, which is the agent's own work in the step. The
+        # agent's other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -98,10 +100,11 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
-        """Sort key: the most likely main conversation first. The first conversation is often a request for a quota, a
-        topic or a title. In order of weight, these segments come last: continuations of a summary; single questions
-        without tools; segments of an agent named by the client; segments started by a tool call; segments without a
-        follow-up; segments without tools; segments with the words of a side call; later segments."""
+        """Sort key: the most likely main conversation first. The order of arrival counts least, because a session often
+        begins with a request for a quota, a topic or a title. In order of weight, these segments come last:
+        continuations of a summary or a cut history; single questions without tools; segments of an agent named by the
+        client; segments started by a tool call; segments without a follow-up; segments without tools; segments with the
+        words of a side call; later segments."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         return (
@@ -116,8 +119,8 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """The first segment of the main conversation in the step in which `segment` began. If the step has none,
-        because its agent continued an earlier conversation, the segment of the step before."""
+        """The first segment of the main conversation in the step in which `segment` began. If the step has no such
+        segment, because the agent continued an earlier conversation, the last earlier step with one counts."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
@@ -145,7 +148,8 @@ class Signals:
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """The newest earlier turn of the segment's agent, else of that agent's parent, else of the main line."""
+        """The newest earlier turn in another conversation of the segment's agent, else of the agent's parent. Without
+        such a turn, the newest earlier turn of the main line."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -156,14 +160,14 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """The type of agent in the tool call behind the segment, else the client's name for the agent, else the
-        tool."""
+        """The type of agent in the tool call that started the segment, else the client's name for the agent, else the
+        name of the tool."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """The turn from which the segment forked; None for the start of a conversation."""
+        """The turn from which the segment forked. None if the segment starts a conversation and is no handover."""
         first, source = segment.first, history_source(segment.first)
         if segment.number in self._handovers:
             return source
@@ -173,13 +177,14 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # A fork without a recorded turn, or a side call about a history: the previous segment of its conversation.
+        # The turn of the fork is not recorded, or the segment is a side call about a history. So the origin is the
+        # first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
         """Record the decision about a segment."""
-        # Depth counts from the replaced segment, or from the caller.
+        # Depth counts from the segment that was forked or replaced, else from the caller's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -202,8 +207,8 @@ class Signals:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
-        """The turn whose reply the agent used for the same request. None if that is this turn, or if this turn was
-        continued."""
+        """The turn whose reply to the same request the agent used instead of this turn's reply. None if the agent used
+        this turn's reply or continued from it."""
         used = self._used_answers.get(request_key(turn), turn.index)
         return None if used == turn.index or turn.index in self.session.continued else used
 
@@ -234,7 +239,8 @@ TURN_RULES = (
     BranchRule("asked again", "retry", "the agent went on with another answer to the same request"),
     BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
-"""Rules for single turns, in the order of `lineages`, before the rules for their segments; the first match decides."""
+"""Rules for single turns, in the order of `lineages`. The first match decides; a turn without a match has the lineage
+of its segment."""
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
@@ -251,7 +257,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
         elif (instead := signals.used_instead(turn)) is not None:
             decision = Decision("asked again", BranchKind.RETRY, instead)
         elif (
-            turn.parent is not None  # else the summary is a segment of its own, with its own decision
+            turn.parent is not None  # a summary without a parent is decided as a segment
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
         ):
@@ -313,8 +319,8 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Change segments that are a separate summary call to compactions. Only now can they be distinguished from other
-    side calls: a later history continues from their reply."""
+    """Make compactions of the segments that are separate summary calls. Such a segment differs from other side calls
+    only in that a later history continues from its reply, so all segments must be decided before."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

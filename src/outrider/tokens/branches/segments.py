@@ -1,7 +1,8 @@
 """Cuts a session's turns into segments, and compares the turns of a session.
 
-A segment is a request and all turns appended to it. A new segment begins with a conversation, and with a request that
-repeats a recorded conversation and then has assistant messages not sampled there.
+A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
+and with each request that has more assistant messages than its parent's conversation. A request sent again stays in its
+segment.
 
 This module runs after the session, on its stored turns; `classify.py` decides the kind of a segment. Invariants: every
 turn is in exactly one segment, and a segment's turns are in the order of their indexes. Queries about all turns take
@@ -21,26 +22,27 @@ from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
 RequestKey = tuple[int, int | None, bytes]
-"""The identity of a request within a session: the step of the task, the request's parent turn, and its packed added
-ids."""
+"""The identity of a request within a session: the step of the task, the parent turn, and the packed ids after the
+parent's ids."""
 
 QUOTE_LENGTH = 12
-"""Minimum characters of a text whose reappearance has a meaning: any conversation may repeat "Done."."""
+"""The reappearance of a text counts only if the text has this many characters: any conversation may repeat "Done."."""
 QUOTE_SHARE = 0.8
-"""Minimum fraction of a summary for recognition, by the characters of its lines: clients wrap summaries and leave
-parts out."""
+"""A summary is recognised if this fraction of it reappears, in characters of whole lines. Less than all is enough,
+because clients wrap summaries and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Maximum turns visited for one query about earlier replies, and on average for each turn of a session in all such
-queries. Without this limit, a session of many long histories would take time quadratic in its length."""
+"""Maximum turns that one `replies_read` visits, and that all `lacks_replies` together visit for each turn of a session.
+Without this limit, a session of many long histories would take time quadratic in its length."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """`number` counts the segments in the order of their first turns. `starts_conversation` is True if the
-    conversation begins with the segment. `system` are the system messages at the beginning of its first request."""
+    """A request with all turns that continue it. `number` counts the segments in the order of their first turns.
+    `starts_conversation` is True if the conversation begins with the segment. `system` are the system messages at the
+    beginning of the messages that the first turn added."""
 
     number: int
     first: Turn
@@ -64,7 +66,7 @@ class SegmentedSession:
     continued: the turns with a continuation (`continued_turns`).
     taken_over: by turn index, the segments that continue the turn's history with other tools or another system prompt.
 
-    The *body* of a reply is the digest for comparing replies, without call ids and reasoning.
+    The *body* of a reply is the digest by which replies are compared: without call ids and reasoning.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -116,7 +118,6 @@ class SegmentedSession:
         self._steps_left = STEPS_PER_TURN * len(turns)
 
     def segment_of(self, index: int) -> Segment:
-        """The segment of the turn with this index."""
         return self._segment_of[index]
 
     def segments_in(self, conversation: int) -> list[Segment]:
@@ -129,7 +130,7 @@ class SegmentedSession:
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """The bodies of the non-empty assistant messages: any conversation may have an empty one."""
+        """The bodies of the assistant messages. Empty messages are left out, because any conversation may have one."""
         return {
             self.body(message)
             for message in messages
@@ -144,17 +145,17 @@ class SegmentedSession:
         return found
 
     def request_shows(self, turn: Turn, body: bytes) -> bool:
-        """Return True if a reply is in the turn's request."""
+        """Return True if the reply `body` is in the turn's request."""
         return body in self.replies_added(turn) or (
             turn.parent is not None and self._ancestry.was_said_by(turn.parent, body)
         )
 
     def was_said_by(self, turn: Turn, body: bytes) -> bool:
-        """Return True if a reply is in the turn's request or is the turn's own reply."""
+        """Return True if the reply `body` is in the turn's request or is the turn's own reply."""
         return self._ancestry.was_said_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks a reply that was given by the end of `old`. False if the session's
+        """Return True if the turn's request lacks a reply of the history that ends with `old`. False if the session's
         steps are used up (STEPS_PER_TURN)."""
         at: int | None = old.index
         while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
@@ -175,7 +176,7 @@ class SegmentedSession:
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """The replies in the turn's request; at most those of its last STEPS_PER_TURN turns."""
+        """The replies in the turn's request, from at most the STEPS_PER_TURN turns before it."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -185,8 +186,8 @@ class SegmentedSession:
         return found
 
     def answer_lines(self, turn: Turn) -> list[str]:
-        """The non-empty lines, stripped, of a reply that calls no tool, or of the <summary> in the reply. An empty
-        list if there is no such reply."""
+        """The non-empty lines, stripped, of the turn's reply, or of the <summary> in it if there is one. An empty list
+        without a reply and for a reply that calls a tool."""
         lines = self._answers.get(turn.index)
         if lines is None:
             lines = []
@@ -198,11 +199,13 @@ class SegmentedSession:
         return lines
 
     def new_messages(self, turn: Turn) -> list[Message]:
-        """The messages of a turn that are in no earlier request."""
+        """The messages that a turn added and no earlier turn had added."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
     def is_followed_up(self, conversation: int) -> bool:
-        """Return True if the conversation went on from any of its replies, as recorded or as quoted by the client."""
+        """Return True if the conversation went on from any of its replies: a turn continues the reply, a segment with
+        other tools or another system prompt takes over the history with the reply, or a segment of the conversation
+        begins with a request that adds the reply."""
         found = self._followed_up.get(conversation)
         if found is None:
             segments = self.segments_in(conversation)
@@ -227,7 +230,8 @@ def opening_text(messages: Sequence[Message]) -> str:
 
 
 def quotes(lines: Sequence[str], within: str) -> bool:
-    """Return True if `within` contains QUOTE_SHARE of the lines, by their characters."""
+    """Return True if `within` contains QUOTE_SHARE of the lines, by their characters. False if all lines together have
+    fewer than QUOTE_LENGTH characters."""
     length = sum(map(len, lines))
     if length < QUOTE_LENGTH:
         return False
@@ -298,7 +302,7 @@ class _Ancestry:
         roots: list[int] = []
         for turn in turns:
             (roots if turn.parent is None else children[turn.parent]).append(turn.index)
-        # With a stack, because a chain of turns may be longer than Python's recursion limit.
+        # The walk uses a stack, because a chain of turns may be longer than Python's recursion limit.
         order: list[int] = []
         waiting = roots[::-1]
         while waiting:
@@ -317,12 +321,14 @@ class _Ancestry:
                     left.append(self._left[index])
 
     def leads_to(self, one: int, other: int) -> bool:
-        """Return True if `one` is `other`, or a turn on the path to it."""
+        """Return True if `one` is `other`, or a turn on the path to `other`."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
     def was_said_by(self, index: int, body: bytes) -> bool:
-        """Return True if a reply was given on the path to a turn, or by the turn itself. No two of the turns that
-        first gave the reply are on one path, so only the last one entered before this turn can lead to it."""
+        """Return True if turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
+        reply. `_first_said` has the turns with the reply that have no such turn before them on their path. So their
+        subtrees do not overlap: if any subtree has turn `index`, it is the subtree of the last of them entered up to
+        turn `index`."""
         entered, left = self._first_said.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

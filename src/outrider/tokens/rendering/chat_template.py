@@ -1,8 +1,8 @@
 """Conversations as input of chat templates: message dictionaries, and a model's own template (Jinja).
 
-The module depends on no family, only on the flag for system messages that follow other messages. Invariant: a message
-that is not at the beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a
-bridged prompt would differ from a prompt rendered whole.
+Nothing here depends on the model family except the flag `late_system`. Invariant: a message that is not at the
+beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a bridged prompt would
+differ from a prompt rendered whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MessageDict = dict[str, Any]
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
     """The dictionaries of a whole conversation. Without `late_system`, several system messages at the beginning become
-    one, and later ones become user messages. Raises RequestError for an image."""
+    one, and later system messages become user messages. Raises RequestError for an image."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -38,7 +38,8 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """The dictionaries of messages after others. Raises RequestError for an image."""
+    """The dictionaries of messages that follow other messages. Without `late_system`, system messages become user
+    messages. Raises RequestError for an image."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
         if message["role"] == Role.SYSTEM.value:
@@ -47,8 +48,8 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 
 def message_dict(message: Message) -> MessageDict:
-    """The dictionary of one message. The arguments of its calls are objects if they are JSON objects. Raises
-    RequestError for an image."""
+    """The dictionary of one message. A call's arguments are an object if their text is a JSON object of bounded size
+    (`is_parsed_as_json`), else the text. Raises RequestError for an image."""
     if message.parts:
         raise RequestError(
             "this model is given text only: its engine takes token ids, and images have none",
@@ -80,7 +81,8 @@ def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         if isinstance(value, dict):
-            # JSON escapes can spell lone surrogates, which no template can print: this line raises for them.
+            # JSON escapes can spell lone surrogates, which no template can print. For these the line below raises
+            # UnicodeEncodeError, a ValueError, and the arguments stay text.
             json.dumps(value, ensure_ascii=False).encode()
             return value
     except (ValueError, RecursionError):
@@ -93,7 +95,7 @@ class ChatTemplate:
     turns are bridged by the family's renderer. `render` raises ValueError if the template refuses the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # The settings, filters and functions of `transformers`, for which published templates are written.
+        # These are the settings, filters and functions of `transformers`, for which published templates are written.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -104,8 +106,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """Load the template from chat_template.jinja or tokenizer_config.json. Raises InvalidField if there is
-        neither, or the text is not a template."""
+        """Load the template from chat_template.jinja, else from tokenizer_config.json. Raises InvalidField if neither
+        has a template, or the text is not a template."""
         settings = read_settings(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.exists() else settings.get("chat_template")

@@ -2,7 +2,7 @@
 
 Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: the results of `bridge` and `bridge_rewritten`
 are appended to the existing ids, which never change. If the family cannot prove that the result shows the new messages,
-both return None and the caller must fork.
+these two methods return None and the caller must fork.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ MARKUP: dict[str, Markup] = {
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
 """Families that passed three checks (tests/tokens). Their bridge and parser look back no further than the last stop
-id, so the end of a prompt is enough for both. They join the tokenizer's ids without inspecting them, so a placeholder
-can stand for a text. And only the end of a prompt switches thinking."""
+id, so the end of a prompt is enough for both. Their rendering joins the tokenizer's ids without inspecting them, so a
+placeholder can stand for the ids of a text. And only the end of a prompt switches thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
 """The errors with which `renderers` and chat templates refuse a conversation."""
@@ -128,8 +128,8 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        # No setting states whether the family and the template accept a system message after others, so one is rendered
-        # as a test.
+        # No setting states whether the family and the template accept a system message after others, so a conversation
+        # with such a message is rendered as a test.
         self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
@@ -149,7 +149,7 @@ class Renderer:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
     def _fill(self, *parts: Sequence[int]) -> list[list[int]]:
-        """Replace the placeholders in parts of a layout."""
+        """Replace the placeholders in the parts of a layout with the ids of their texts."""
         if self._placeholders is None:
             return [list(part) for part in parts]
         return self._placeholders.fill(parts)
@@ -164,8 +164,8 @@ class Renderer:
             return self._fill(ids)[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """The prompt of `render`, cut before the first message that is not a system message; None if it cannot be
-        cut."""
+        """The prompt of `render`, cut before the first message that is not a system message. None if the prompt cannot
+        be cut there, has system messages only, or is rendered by a template."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -179,7 +179,7 @@ class Renderer:
                 return None
             cut = int(behind[0])
             if np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
-                return None  # the family prints a system message, or the tools, among the others
+                return None  # the family prints a system message, or the tools, after other messages
             return SplitPrompt(*self._fill(layout.token_ids[:cut], layout.token_ids[cut:]))
 
     def bridge(
@@ -190,8 +190,8 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The ids to append to prompt + output so that they show `new`, which has no assistant message. None if the
-        family cannot prove the result."""
+        """The ids of the messages `new`, to append to prompt + output. None if the family cannot prove the result, or
+        if `new` is empty or includes an assistant message."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -199,7 +199,7 @@ class Renderer:
         dicts = new_message_dicts(new, late_system=self._late_system)
         with self._refusals():
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None)
-            # The library is designed to append only. Exactness depends on this, so every bridge is checked.
+            # The library is meant to append only. If it did not, sampled ids would change, so every bridge is checked.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill(bridged.token_ids[len(before) :])[0]
@@ -217,8 +217,8 @@ class Renderer:
         `messages[:covered]`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
-        the rest is taken from a rendering of the whole conversation, if bridge and rendering agree on their common
-        messages.
+        the rest is taken from a rendering of the whole conversation, if bridge and rendering agree on the bridged
+        messages. None also with a model's own template, and for new user or system messages if `history` is "template".
         """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
@@ -240,7 +240,8 @@ class Renderer:
             first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
             ids, end = layout.token_ids, int(owned[-1]) + 1
             shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])
-        # Both end with the ids that open the model's turn: the bridge after `shown`, the rendering after `added`.
+        # Bridge and rendering both end with `opener`, the ids that open the model's turn: the bridge after `shown`, the
+        # rendering after `added`.
         shown += opener
         if bridged[len(bridged) - len(shown) :] != shown:
             return None
@@ -263,7 +264,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """Number of ids at the end of a prompt with room for a reasoning marker and the white space after it."""
+        """The number of last ids of a prompt in which the marker that opens reasoning is sought: enough for the marker
+        and the white space after it."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
@@ -278,7 +280,8 @@ class Renderer:
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # A model's own template may switch thinking in another part of the prompt.
+        # A model's own template may switch thinking in another part of the prompt, so with a template the renderer
+        # offers no switch.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -293,7 +296,7 @@ class Renderer:
         """The calls in a turn's output. Unparsable output is one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
-        except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
+        except (ValueError, TypeError, KeyError, RecursionError):  # raised for a number of 5,000 digits, or 2,000 "["
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
         calls: list[ToolCall] = []
@@ -342,7 +345,7 @@ class PlaceholderTokenizer:
     replaces the placeholders when the layout is done.
 
     The `renderers` package processes the ids of a prompt one by one, several times over, and most ids come from a few
-    long texts. Each thread has layouts of its own.
+    long texts: with placeholders few ids are left to process. Each thread has layouts of its own.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -381,8 +384,9 @@ class PlaceholderTokenizer:
 
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
     """The renderer called `name`: a family, or `template:FAMILY`, which renders the first prompt by the folder's own
-    chat_template.jinja and everything after it by the family. None takes the family from the `renderers` package's
-    table of model names. Raises InvalidField if the table has no family, or the tokenizer is not of the family."""
+    chat_template.jinja and everything after it by the family. If `name` is None, the family comes from the table of
+    model names in the `renderers` package. Raises InvalidField if the table has no family for the model, the family is
+    unknown, the tokenizer is not of the family, or the folder has no template that can be read."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
@@ -408,8 +412,8 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns; None follows the
-    family's template."""
+    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns; with None, the
+    family's template decides. Raises InvalidField for an unknown family, and for a tokenizer of another family."""
     try:
         config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
             {"name": family, "thinking_retention": retention, **settings}

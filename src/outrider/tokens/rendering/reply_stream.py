@@ -1,8 +1,8 @@
 """Turns sampled ids into a reply as they arrive: visible text and reasoning first, the whole message at the end.
 
 Text is held back only while it may still be part of a tool call, a stop string or a marker. Invariant: the reply's text
-and reasoning are the concatenation of the streamed pieces. So a reply assembled from the stream by a client is
-recognised when it comes back.
+and reasoning are the concatenation of the streamed pieces. So a reply that a client assembled from the stream is
+recognised when the client sends it back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FinishedReply(msgspec.Struct, frozen=True):
 
 
 class _Ends:
-    """Markers at the end of a part of a reply, with the state after each."""
+    """The markers that end a part of a reply, each with the state that follows."""
 
     def __init__(self, states: dict[str, _State]) -> None:
         self.states = states
@@ -57,8 +57,8 @@ class ReplyStream:
     """Reads one turn: `push` the ids as they arrive, then `finish` once.
 
     The reply ends before its first stop id (the family's or one of `stop_ids`) and before the first of the `stop`
-    strings. Without tools in the request, tool-call markup is plain text. With tools, any markup but a well-formed
-    call becomes text. `call_id` is part of the ids of calls in formats without their own call ids.
+    strings. Without tools in the request, tool-call markup is plain text. With tools, markup
+    that is no well-formed call becomes text. A call without an id of its own gets an id made from `call_id`.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class ReplyStream:
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
         """Split the held text into calls and the text around them. A call whose beginning was already shown as text
-        stays text. This can happen because the family's parser finds markers by their ids, and this stream by their
-        text."""
+        stays text. Such calls exist because the family's parser finds markers by their ids, but this stream finds them
+        by their text."""
         decode = self._renderer.tokenizer.decode
         spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
@@ -198,7 +198,7 @@ class ReplyStream:
                 return self._emit_to_marker(self._content_ends, final=final)
             case _State.REASONING:
                 return self._emit_to_marker(self._reasoning_ends, final=final)
-            case _State.LEADING:  # until the text shows whether the model opens its reasoning itself
+            case _State.LEADING:  # ends when the text shows whether the model itself opens reasoning
                 stripped = self._pending.lstrip()
                 if stripped.startswith(self._think_open):
                     self._pending = stripped[len(self._think_open) :]
@@ -206,7 +206,8 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # Text that mentions a tool call is reasoning after all if its closing marker follows.
+                # Text from the marker of a tool call on is reasoning after all if the marker that closes reasoning
+                # follows.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind
@@ -219,7 +220,7 @@ class ReplyStream:
         """Emit the text up to the first marker and enter the marker's state. Without a marker, emit all but a possible
         beginning of a marker."""
         state = self._state
-        if not ends.may_begin_in(self._pending):  # nearly all tokens
+        if not ends.may_begin_in(self._pending):  # so for nearly all tokens
             shown, self._pending = self._pending, ""
             return self._emit(state, shown, final=final)
         markers = ends.states
@@ -241,8 +242,8 @@ class ReplyStream:
         return self._emit(state, shown, final=final)
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
-        """Append to the text or the reasoning. White space at the beginning is dropped; white space at the end waits
-        for more text."""
+        """Append to the text or the reasoning. White space at the beginning of either is dropped. White space at the
+        end waits for more text, and is dropped if none follows."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()

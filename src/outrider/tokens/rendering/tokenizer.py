@@ -5,8 +5,8 @@ name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library alone. I
 `tokenizers` library, also if `fastokens` computes them.
 
 `fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost.
-The library is young, so it is used only after a comparison of a few thousand texts when a tokenizer is loaded, and
-only for ASCII, because the Unicode tables of the two libraries may be of different versions.
+The library is young, so it is used only if it agrees with `tokenizers` on a few thousand texts when a tokenizer is
+loaded, and only for ASCII, because the Unicode tables of the two libraries may be of different versions.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return 0 <= token_id < self.end and token_id not in self.holes
 
     def contains_all(self, ids: list[int]) -> bool:
-        """Return True if all of `ids`, at least one, are token ids. Written without a Python loop, because prompts
-        have hundreds of thousands of ids."""
+        """Return True if all of `ids`, at least one, are token ids. The check has no Python loop, because prompts have
+        hundreds of thousands of ids."""
         return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
 
 
 ANY_IDS = Vocabulary(1 << 31)
-"""Every id within the record's int32, for use without a known tokenizer."""
+"""Every id that fits into the int32 of stored turns, for use without a known tokenizer."""
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Load from a folder. Raises InvalidField if it holds no readable tokenizer.json."""
+        """Load from a folder. Raises InvalidField if the folder has no readable tokenizer.json."""
         path = Path(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -120,8 +120,8 @@ class Tokenizer:
     def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # `encode_batch_fast` leaves out the character offsets, a third of the time; the library has it for batches
-        # only.
+        # `encode_batch_fast` does not compute character offsets, which take a third of the time. The library has the
+        # method for batches only.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -154,7 +154,7 @@ class Tokenizer:
         return Vocabulary.of(self.backend.get_vocab(with_added_tokens=True).values())
 
     def without_special(self, text: str) -> str:
-        """Insert a zero-width space into each special token of the text, to encode the token as plain text."""
+        """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
             while token in text:  # repeated, because the rest of a self-overlapping token may be a token again
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
@@ -180,7 +180,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Converts ids to text as they arrive. The bytes of an unfinished character wait for the rest."""
+    """Converts ids to text as they arrive. The bytes of an unfinished character wait for the rest of the
+    character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
@@ -205,7 +206,8 @@ class TextStream:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json, {} without the file. Raises InvalidField if it cannot be read."""
+    """The contents of tokenizer_config.json, {} without the file. Raises InvalidField if the file cannot be
+    read."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}
@@ -232,13 +234,13 @@ class FastEncoder:
 
 
 _VERIFIED: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
-"""The encoders in use, by the digest of the agreeing tokenizer. A service and the engines in its process load the same
-file, and making an encoder for a large vocabulary takes seconds and much memory."""
+"""The encoders in use, by the digest of the tokenizer that they agree with. A service and the engines in its process
+load the same file and share one encoder, because making one for a large vocabulary takes seconds and much memory."""
 
 
 def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
-    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters in agreement with `backend`, also about special
-    tokens in the text. None if the agreement cannot be shown."""
+    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters. Its ids agree with those of `backend`, also for
+    special tokens in the text. None if this cannot be shown: the file is not supported, or a probe's ids differ."""
     written = backend.to_str()
     digest = hashlib.sha256(written.encode()).digest()
     if (verified := _VERIFIED.get(digest)) is not None:

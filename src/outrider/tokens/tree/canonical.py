@@ -1,12 +1,12 @@
 """Decides when a client's message equals a recorded one, and reduces messages to digests so that histories compare
 quickly.
 
-Two messages are equal if the recorded ids may stand for both. `DIFFERENCES` lists clients' changes to a history that
-they send back, and the effect of each: a fork, or the recorded ids are kept. The effect of call ids, names and outer
-white space depends on the family's template (`PRINTED_FIELDS`).
+Two messages are equal if the recorded ids may stand for both. `DIFFERENCES` lists the changes that clients make to a
+history when they send it back, and the effect of each change: a fork, or the recorded ids are kept. The effect of call
+ids, names and outer white space depends on the family's template (`PRINTED_FIELDS`).
 
-Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because clients may
-drop it or send it twice without changing the model's own thoughts.
+Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because a client that
+drops the reasoning or sends it twice does not change what the model thought.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The optional fields with an effect on the output of a family's template: the ids of tool calls, the names of
-    users and tool results, and outer white space of text not written by the model."""
+    """The optional parts of messages that change the output of a family's template: the ids of tool calls, the names of
+    users and tool results, and outer white space of text that the model did not write."""
 
     call_ids: bool = True
     names: bool = True
@@ -100,7 +100,8 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
 effect is an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""Maximum integer up to which a float and an integer are the same JSON number to JavaScript clients."""
+"""JavaScript has one kind of number, so a client may send 3.0 back as 3. Up to this integer a float is exact, and the
+two are taken to be the same."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
 """Maximum lists, objects and commas in arguments for a comparison as JSON; larger arguments are compared as text. The
@@ -110,9 +111,9 @@ JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
     """A message reduced to 16-byte digests.
 
-    `body` covers the model's whole input from the message except the reasoning. `reasoning` is None without reasoning.
-    `reasoning_once` is set if the reasoning is one text written twice, and is the digest of that text. `call_ids` is
-    None without calls.
+    `body` covers all of the message that changes the model's input, except the reasoning. `reasoning` is None without
+    reasoning. If the reasoning is one text written twice, `reasoning_once` is the digest of the text written once.
+    `call_ids` is None without calls.
     """
 
     body: bytes
@@ -122,8 +123,8 @@ class MessageKey(msgspec.Struct, frozen=True, gc=False):
     call_ids: bytes | None = None
 
     def may_echo_reasoning(self, recorded: bytes | None) -> bool:
-        """Return True if a client may have made this message's reasoning from the recorded one: dropped it, kept it,
-        or sent it twice."""
+        """Return True if a client may have made this message's reasoning from the recorded reasoning, by dropping it,
+        keeping it or sending it twice."""
         return (
             self.reasoning is None
             or self.reasoning == recorded
@@ -179,7 +180,8 @@ def is_parsed_as_json(arguments: str) -> bool:
 
 
 def _canonical_arguments(arguments: str) -> tuple[bool, str]:
-    """A flag, True for JSON, and the canonical spelling of the arguments. Other text is returned unchanged."""
+    """A flag and the arguments. The flag is True for JSON, whose spelling is then canonical. Other text, and JSON too
+    large to be parsed, is unchanged."""
     if not arguments.strip():
         return True, "{}"
     if not is_parsed_as_json(arguments):

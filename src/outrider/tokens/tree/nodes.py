@@ -1,8 +1,8 @@
 """The nodes of the token tree: prompts for an engine, and turns sampled from them.
 
-A node links to its parent, and stores only the ids after the parent's ids, packed. So an id is stored once, however
-many prompts contain it. Invariant: a node's ids never change, and a prompt with a parent begins with all of the
-parent's ids.
+A node links to its parent, and stores only the ids after the parent's ids, packed. So the ids of a node are stored
+once, however many prompts continue the node. Invariant: a node's ids never change, and a prompt with a parent begins
+with all of the parent's ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PromptNode:
     The request had `message_count` messages: `system_count` system messages at the beginning (`system_digest`), then a
     history (`history_digest`). `tools_digest` is empty without tools; `prefix_digest` covers tools and all messages.
 
-    matched: the turn whose conversation the request extends, also if its ids could not be kept.
+    matched: the turn whose conversation the request extends, also if the turn's ids could not be kept.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
         rendered and not sampled.
     splice: the composition of the prompt, if its history's ids were recorded behind another head.
@@ -32,8 +32,8 @@ class PromptNode:
     fork: cause and source turn of the fork, if the tools or the system prompt changed.
     first_turn: the first turn sampled from the prompt.
 
-    `__slots__` instead of a struct, because a session keeps one node per turn and bytes per turn are measured
-    (tests/tokens/test_cost.py).
+    The class has `__slots__` and is no struct, because a session keeps one node per turn and bytes per turn are
+    measured (tests/tokens/test_cost.py).
     """
 
     __slots__ = (
@@ -90,7 +90,8 @@ class PromptNode:
 
     def ids(self) -> Ids:
         """The whole prompt, int32 of shape (length,)."""
-        # A loop, here and below: sessions have thousands of turns, and Python's recursion ends at a thousand.
+        # This walk and the walks below are loops, because sessions have thousands of turns and Python's recursion ends
+        # at a thousand calls.
         parts: list[bytes] = []
         prompt: PromptNode | None = self
         while prompt is not None:
@@ -104,7 +105,7 @@ class PromptNode:
         return unpack_ids(b"".join(parts))
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """The end of the prompt, as required for bridging and parsing; `tail_start` is the renderer's."""
+        """The end of the prompt that bridging and parsing need. `tail_start` is the renderer's method."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
         # Start 0 may mean that the tail begins before this node's own ids, so all ids are searched.
@@ -115,8 +116,9 @@ class PromptNode:
 
 
 class TurnNode:
-    """A sampled reply. `output` is packed int32. The digests are of the reply as the client received it, of its
-    reasoning and of the ids of its calls. All three are None if the client received no reply."""
+    """A sampled reply. `output` is packed int32. `reply_digest`, `reasoning` and `call_ids` are digests of the reply as
+    the client received it, of the reply's reasoning and of the ids of its calls. All three are None if the client
+    received no reply. `children` is the number of prompts with this turn as parent."""
 
     __slots__ = ("call_ids", "children", "index", "output", "prompt", "reasoning", "reply_digest")
 
@@ -144,7 +146,7 @@ class Splice(msgspec.Struct, frozen=True):
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """The positions of the assistant messages up to the turn's own reply, and the digests of their reasoning."""
+    """The positions of all replies up to the turn's own reply, and the digests of their reasoning."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:
@@ -154,8 +156,8 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the client sends back every reply on the path to `turn` with its recorded reasoning, or without
-    reasoning. The path to the prompt `checked` has already been compared."""
+    """Return True if the client sends back every reply on the path to `turn` with reasoning that may be an echo of the
+    recorded reasoning (`may_echo_reasoning`). The path up to the prompt `checked` has already been compared."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt

@@ -1,10 +1,10 @@
 """Indexes requests for the token tree: a digest of each message and of each prefix of the conversation.
 
-A message is parsed once; later its digests are found by its bytes. For the newest long requests, the digests of their
-first messages are kept together, so a request with the same first bytes costs only its new messages and one hash over
-the old ones.
+A message is parsed once. Afterwards its digests are found by its bytes. The digests of the first messages of the newest
+long requests are kept together, so a request that begins with the same bytes costs only its new messages and one hash
+over the old messages.
 
-Invariant: the index of a request depends on the request alone, never on earlier requests.
+Invariant: the digests of a request depend on the request alone, never on earlier requests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ UNSTABLE_TAIL = 4
 """Number of newest messages left out of a kept prefix: clients move their cache markers, which changes the bytes of
 these messages."""
 REMEMBER_EVERY = 8
-"""New messages after which a kept prefix is replaced by a longer one. Copying it for every request would cost more
-than indexing these messages again."""
+"""Number of new messages after which a kept prefix is replaced by a longer prefix. To copy the prefix for every request
+would cost more than to index these messages again."""
 MAX_REMEMBERED = 4
 """Maximum kept prefixes, one for each of a few concurrent agents."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Maximum messages whose digests are kept by their bytes. Above this number all are dropped, and messages are parsed
-again."""
+"""Maximum number of messages whose digests are kept. At this number all are dropped, and messages are parsed again."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one call, which
 blocks all threads: 25 ms for this many."""
@@ -60,8 +59,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
     parsed: by position, the messages parsed so far.
     sizes: bytes of the recalled messages together, then of each other message.
     checked: a prompt up to which the request's reasoning was compared and agrees with the record.
-    matched: the turn whose whole conversation is the longest recorded prefix; it covers `covered` messages.
-    switch: the end of the prompt, if it is not the usual one: a history may go on with thinking switched.
+    matched: the turn whose conversation is the longest recorded prefix of the request: its first `covered` messages.
+    switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's usual end.
     """
 
     messages: WireMessages
@@ -96,15 +95,15 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def tools_digest(self) -> bytes:
-        """Empty without tools."""
+        """The digest of the tools, empty without tools."""
         return self.prefixes[0] if self.tools else b""
 
     def repeats(self, prompt: PromptNode) -> bool:
-        """Return True if this is the request of `prompt`. Both must have the same prefix digest."""
+        """Return True if this request repeats the request of `prompt`. Both must have the same prefix digest."""
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
-        """The same comparison without the thinking switch."""
+        """Like `repeats`, but the thinking switches may differ."""
         return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
 
     def parse_from(self, start: int) -> list[Message]:
@@ -115,12 +114,13 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return [self.parsed[index] for index in range(start, len(self.messages))]
 
     def size_from(self, start: int) -> int:
-        """Bytes of the messages from position `start` on; more if `start` is among the recalled messages."""
+        """Bytes of the messages from position `start` on. The recalled messages have only one size together, so all
+        messages are counted if `start` is among them."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
-        """The ids of a prompt's end, with thinking switched as requested. Raises RequestError if they do not end like
-        the family's prompts."""
+        """Return `added`, the last ids of a prompt, with thinking switched as requested. Raises RequestError if `added`
+        does not end like the family's prompts."""
         if self.switch is None:
             return added
         kept = len(added) - len(self.switch.usual_end)
@@ -192,7 +192,7 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
 
 
 class RequestIndexer:
-    """Indexes the requests of a session. Call `index`, and `remember` once the request has its prompt."""
+    """Indexes the requests of a session: `index` first, then `remember` when the request has its prompt."""
 
     def __init__(self, printed: PrintedFields) -> None:
         self._printed = printed
@@ -203,7 +203,7 @@ class RequestIndexer:
 
     def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
         """Index a request. Raises RequestError for an unreadable message, and TooLarge for too many tools."""
-        # The conversation's first prefix is the digest of its tools, which differs from every message's digest.
+        # A conversation's first prefix is the digest of its tools. No message has the same digest.
         tools_digest = digest(tools_raw)
         start = self._tools.get(tools_digest)
         if start is None:
@@ -216,7 +216,7 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                self._remembered.insert(0, self._remembered.pop(place))  # now it is the newest
+                self._remembered.insert(0, self._remembered.pop(place))  # the prefix is now the newest
                 break
         prefixes = before.prefixes.copy() if before else [start]
         keys = before.keys.copy() if before else []
@@ -238,8 +238,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps digests for good. A digest that equals a digest of the newest request is replaced by that
-            # object, which saves 120 bytes a call.
+            # The tree keeps every digest object that it gets. If the request before has an equal digest at this
+            # position, the object of that request is used, which saves 120 bytes a call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)
@@ -256,7 +256,7 @@ class RequestIndexer:
         )
 
     def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
-        """Keep the digests of the request's first messages, if it is long enough; `prompt` is the request's."""
+        """Keep the digests of the first messages of a request that is long enough. `prompt` is the request's prompt."""
         count = len(request.keys) - UNSTABLE_TAIL
         if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return

@@ -1,8 +1,8 @@
 """Requests reconstructed from the stored turns of an attempt: their messages, and their order of arrival.
 
 A turn has only its request's added messages, and turns are numbered in the order in which their calls ended. This
-module reverses both, to restore a tree from turns. Invariant: for the model, the messages of a request equal the
-client's messages; replies among them are as the model made them.
+module reverses both, to restore a tree from turns. Invariant: to the model, the messages of a restored request equal
+the client's messages. The replies among them are the recorded replies, not the client's echoes of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def cannot_go_on(reason: str) -> ServiceError:
 
 
 def check_complete(turns: Sequence[Turn]) -> None:
-    """Raise ServiceError unless all turns up to the last are present, each with the turn it continues."""
+    """Raise ServiceError unless all turns up to the last are present, and each turn continues an earlier turn with a
+    reply, or none."""
     for index, turn in enumerate(turns):
         if turn.index != index:
             raise cannot_go_on(f"turn {index} is not stored, but turn {turn.index} is")
@@ -40,13 +41,13 @@ def arrivals(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     turn, in order of arrival."""
     by_time = sorted(turns, key=lambda turn: (turn.timings.received, turn.index))
     if any(earlier.timings.finished > later.timings.finished for earlier, later in pairwise(turns)):
-        by_time = []  # the clock was set back, so its order is wrong: the end of a call counts as its arrival
+        by_time = []  # the clock was set back, so its order is wrong: each call counts as arrived when it ended
     waiting, arrived = deque(by_time), set[int]()
     for turn in turns:
         came = []
         while waiting and waiting[0].timings.received < turn.timings.finished:
             other = waiting.popleft()
-            # A request arrives after the recording of the turns it joins, whatever the clock shows.
+            # A request arrived after the turns that it joins were recorded, whatever the clock shows.
             known = max((at for at in (other.parent, other.forked_from) if at is not None), default=-1)
             if known < turn.index and other.index not in arrived:
                 came.append(other)
@@ -66,8 +67,7 @@ class StoredRequest:
             path.append(turns[parent])
         path.reverse()
         self._path = path
-        # The positions at which the messages of each turn begin. The position before them is that of the previous
-        # turn's reply.
+        # The position at which each turn's own messages begin. The previous turn's reply is at the position before.
         self._starts = list(accumulate((len(one.messages) + 1 for one in path[:-1]), initial=0))
 
     @property

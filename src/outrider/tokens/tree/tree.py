@@ -1,24 +1,24 @@
-"""The token tree of a session: stores each token id once and decides where each request joins the recorded
-conversation.
+"""The token tree of a session: stores each prompt as the ids after its parent's ids, and decides where each request
+joins the recorded conversation.
 
 A request whose history is recorded gets the recorded ids verbatim, sampled ids included. Only its new messages are
 rendered, so a turn costs its own tokens. The head of a request is its tools and the system messages at its beginning.
 The first matching rule applies:
 
-1. The request is a repetition (same tools, messages and thinking): it gets the same prompt again (`retry`), so all
-   replies to it are sampled from the same ids.
+1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`), so all replies to the
+   request are sampled from the same ids.
 2. More of the history is recorded behind another head than behind the request's own head, and the recorded part
    includes a reply: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`,
    `system_changed` or both). The model continues its own sampled ids, not another spelling of them. This requires proof
    that the family lays out the history in the same way behind both heads. Without the proof, rules 3 and 4 give the
-   ids, and the cause stays, because it is still the same conversation.
+   ids. The join is still a `fork` with this cause, because the request continues the recorded history.
 3. Part of the conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
-   the other messages to the turn's ids without changing any. The join is an `append`, unless the turn already has
+   the other messages to the turn's ids without changing any id. The join is an `append`, unless the turn already has
    another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
    `history_rewritten`).
-4. Every other request is rendered whole. It is a `root` if it has no more than system messages in common with earlier
-   requests, because many agents have the same system messages. Else it is a `fork`, and its cause is the reason why
-   the recorded ids could not be kept.
+4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system
+   messages in common with earlier requests, because many agents have the same system messages. Else the join is a
+   `fork`, whose cause is the reason why the recorded ids could not be kept.
 
 The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`concurrency/offload.py`), so
 a session with a long history does not hold up other sessions. Invariant: a node's ids never change, and a prompt with a
@@ -50,19 +50,23 @@ from outrider.tokens.tree.stored_turns import StoredRequest, arrivals, cannot_go
 from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""Length in characters above which a text is first measured in parts. Encoding a text of many megabytes in one piece
-takes seconds and a hundred times its memory, for a prompt too long for the context anyway."""
+"""A text of more characters is first measured in parts. To encode a text of many megabytes in one piece takes seconds
+and a hundred times the text's memory, for a prompt that is too long for the context anyway."""
 SEAM_TOKENS = 16
-"""Maximum number of tokens by which two adjacent parts of a text exceed the encoding of the whole."""
+"""Two adjacent parts of a text, encoded separately, have at most this many tokens more than if encoded together."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum kept prefixes of requests, 10 MB. Above this number all are dropped. Later requests then have no history in
-common with earlier ones, but their recorded ids are still found."""
+"""Maximum kept prefixes of requests, 10 MB. Above this number all are dropped. Requests from before are then not found
+as the origin of a fork, but the recorded ids of their turns still are."""
 
 
 class Joined(msgspec.Struct, frozen=True):
     """The result of joining a request. `added` are the request's messages after the conversation of the prompt's
-    parent; without a parent, all messages. `forked_from` is the turn whose request has the longest history in common
-    with this request. If the tools or the system prompt changed, the turn whose history the request continues."""
+    parent; without a parent, all messages.
+
+    `forked_from` is a turn: for a retry, the first turn of the prompt; for a fork, the turn whose request has the
+    longest history in common with this request. If the tools or the system prompt changed, it is the turn whose
+    history the request continues. `forked_from` is None for a root and an append, and if the earlier call left no
+    turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -72,8 +76,8 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
-    """A turn behind another head whose whole history, including its reply, is in the request. `covered` is the number
-    of the request's messages up to that reply, the request's head included."""
+    """A turn that was recorded behind another head, and whose history and reply are in the request. `covered` is the
+    number of the request's messages up to this reply, the system messages at the beginning included."""
 
     turn: TurnNode
     covered: int
@@ -100,7 +104,8 @@ class TokenTree:
         self._renderer = renderer
         self._history: History = history
         self._indexer = RequestIndexer(renderer.printed)
-        # Tuples, because nearly all have one element and a list takes 70 bytes more, for every turn of a session.
+        # The values are tuples, because nearly all have one element, and a list would take 70 bytes more for every turn
+        # of a session.
         self._prompts: dict[bytes, tuple[PromptNode, ...]] = {}
         self._turns: dict[bytes, tuple[TurnNode, ...]] = {}
         self._histories = _HistoryIndex()
@@ -119,8 +124,9 @@ class TokenTree:
     ) -> Steps[Joined]:
         """Find or make the request's prompt. `thinking` switches the model's reasoning for this turn alone.
 
-        Raises RequestError for an unreadable or unrenderable message, TooLarge for a text too long to encode, and
-        ContextOverflow for a prompt without room in `context` tokens. The tree is then unchanged.
+        Raises RequestError for an unreadable or unrenderable message and for thinking that cannot be switched here,
+        TooLarge for a text too long to encode and for too many tools, and ContextOverflow for a prompt without room in
+        `context` tokens. The tree is then unchanged.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -129,7 +135,7 @@ class TokenTree:
             layout = yield from self._lay_out(request)
             joined = self._place(request, layout)
         else:
-            yield request.size_from(0)  # its added messages are parsed again: the tree does not keep them
+            yield request.size_from(0)  # the added messages are parsed again: the tree does not keep them
             if repeated.first_turn is None and repeated.fork is not None:
                 # The first call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
@@ -152,7 +158,7 @@ class TokenTree:
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
         """The length in tokens of the prompt that `join` would give the request. Nothing is recorded. Raises the errors
-        of `join`."""
+        of `join` except ContextOverflow."""
         request = yield from self._index(messages, tools, tools_raw, thinking)
         if (repeated := self._repeated(request)) is not None:
             return repeated.length
@@ -161,8 +167,8 @@ class TokenTree:
         return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
     def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
-        """Record a turn's sampled ids. `reply` is the message as the client received it, None if the client
-        disconnected before. Then no request can continue the turn."""
+        """Record a turn's sampled ids. `reply` is the message that the client received. It is None if the client
+        disconnected before; then no request can continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
         turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
         self._next_turn += 1
@@ -175,8 +181,8 @@ class TokenTree:
         return turn
 
     def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Restore in this new tree the state of the tree that recorded `turns`, sorted by index from 0. Calls without
-        a turn are lost: their requests join as if they were new.
+        """Give this new tree the state of the tree that recorded `turns`, which are sorted by index, from 0. Calls that
+        left no turn are lost: the same request joins as a new request.
 
         Raises ServiceError if turns are missing, or were not recorded with this renderer. The tree is then unusable.
         """
@@ -188,14 +194,14 @@ class TokenTree:
                 for other in came:
                     prompts[other.index] = yield from self._rejoin(other, turns, nodes)
                 nodes.append(self.commit(prompts.pop(turn.index), unpack_ids(turn.output_ids), turn.reply))
-        except RequestError as error:  # not a client's error: no client sent a request
+        except RequestError as error:  # no client sent this request, so the error is not a client's
             raise cannot_go_on(error.message) from error
-        # The raw bytes of stored messages are placeholders, which no later request has.
+        # The stored messages are indexed by placeholders for their raw bytes. No later request has these bytes.
         self._indexer = RequestIndexer(self._renderer.printed)
 
     def _rejoin(self, turn: Turn, turns: Sequence[Turn], nodes: Sequence[TurnNode]) -> Steps[PromptNode]:
-        """The prompt of a stored turn. Its ids and its kind of join come from the turn. The data for later joins comes
-        from its messages, by the same rules as for any request."""
+        """The prompt of a stored turn. Its ids and its kind of join are the stored ones. The data for later joins is
+        computed from the turn's messages, by the same rules as for any request."""
         yield len(turn.prompt_delta) + len(turn.output_ids) + sum(map(size_of, turn.messages))
         parent = nodes[turn.parent] if turn.parent is not None else None
         if turn.join is JoinKind.RETRY and turn.forked_from is not None:
@@ -220,7 +226,7 @@ class TokenTree:
                 raise cannot_go_on(
                     "its first prompt is rendered otherwise now, as by another tokenizer or chat template"
                 )
-        if parent is not None:  # a newer turn may have the same reply
+        if parent is not None:  # `_index` may have found a newer turn with the same conversation
             request.matched, request.covered = parent, parent.prompt.message_count + 1
         repeated = self._repeated(request)
         if repeated is not None and (repeated.parent, repeated.delta) == (parent, turn.prompt_delta):
@@ -231,15 +237,17 @@ class TokenTree:
             covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
             match = _HistoryMatch(source, covered, turn.cause)
             yield request.size_from(0)
-            # The turn does not record whether its prompt reused the ids of the recorded history. It did if a splice
-            # gives the same prompt.
+            # The turn does not record whether its prompt reused the ids of the recorded history. If a splice gives the
+            # same prompt, the ids were reused.
             spliced = self._spliced(request, match)
             if spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta):
                 layout = spliced
             else:
                 layout = msgspec.structs.replace(layout, match=match)
         joined = self._place(request, layout)
-        if turn.join is not JoinKind.RETRY:  # the prompt's first call left no turn, so its join is unknown
+        # If the turn is a retry, the first call with the prompt left no turn. The call's join is then not recorded, and
+        # `_place` determines it.
+        if turn.join is not JoinKind.RETRY:
             joined = msgspec.structs.replace(joined, kind=turn.join, cause=turn.cause, forked_from=turn.forked_from)
         joined.prompt.conversation = turn.conversation
         self._record(request, joined)
@@ -248,7 +256,7 @@ class TokenTree:
     def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
     ) -> Steps[IndexedRequest]:
-        """Index the request and find the turn whose conversation is its longest recorded prefix."""
+        """Index the request and find the turn whose conversation is the request's longest recorded prefix."""
         request = yield from self._indexer.index(messages, tools, tools_raw)
         request.switch = self._renderer.thinking_switch(thinking)
         for covered in range(len(request.keys), 0, -1):
@@ -264,7 +272,8 @@ class TokenTree:
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
     def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
-        """Raise ContextOverflow if the new texts alone do not fit, and TooLarge for a text too long to encode."""
+        """Raise ContextOverflow if the long texts of new messages do not fit even without the rest of the prompt, and
+        TooLarge for a text too long to encode."""
         tokens = 0
         for message in request.parsed.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
@@ -288,7 +297,7 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        # The first prompt with the longest prefix in common with the request.
+        # `shared` is the first prompt with the longest prefix in common with the request: `count` messages.
         shared: PromptNode | None = None
         count = 0
         for prefix in request.prefixes[1:]:
@@ -322,7 +331,7 @@ class TokenTree:
         return Joined(JoinKind.FORK, cause, prompt, forked_from)
 
     def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
-        """The request's ids: rules 2 to 4."""
+        """The request's ids, by rules 2 to 4."""
         match = self._histories.find(request)
         if match is not None:
             yield request.size_from(0)
@@ -344,8 +353,9 @@ class TokenTree:
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """The request's own head, then the ids of the history recorded behind another head. None unless the first
-        messages of that history have the same layout behind both heads."""
+        """The request's own head, then the ids of the history recorded behind another head, then the messages after
+        this history. None unless the history's first messages have the same layout behind both heads, and the messages
+        after the history can be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -373,15 +383,16 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # An agent that takes over again continues its own last turn: its ids are then one append-only row.
+        # Two agents may share a history and take over from each other. If the ids begin with those of the agent's own
+        # last turn, the prompt continues this turn, so that the agent's ids stay one append-only row.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """The ids of the messages from position `covered` on, to append to the earlier messages: a prompt that ends
-        with `tail`, then the packed `output`. None if the renderer cannot prove that the ids only append."""
+        """The ids of the messages from position `covered` on, to append to the ids of the earlier messages: a prompt
+        that ends with `tail`, then `output` (packed). None if the renderer cannot prove that no earlier id changes."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -398,7 +409,8 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # A present prefix was recorded with all shorter prefixes, so a long history costs nothing.
+            # A prefix that is present was recorded with all shorter prefixes. So the loop ends here, and a long history
+            # costs only its new messages.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
@@ -408,7 +420,7 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """A session's turns by the digest of their history and reply, independent of their heads."""
+    """A session's turns by the digest of history and reply, whatever the head."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
@@ -419,8 +431,8 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """The turn with the longest history that begins the request's history. None unless it is longer than the part
-        recorded behind the request's own head."""
+        """Find the turn whose history and reply are the longest beginning of the request's history. None unless this
+        beginning is longer than the part recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
         # Indexing is deferred to this point, because most sessions have no request with replies unrecorded behind its
@@ -449,13 +461,14 @@ class _HistoryIndex:
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
     """Choose one of several turns with equal conversations. A turn qualifies if the reasoning in the request may come
-    from its recorded reasoning. Returns the newest such turn whose call ids are in the request, else the newest such
-    turn, because clients may replace call ids."""
+    from the reasoning recorded on the turn's path. Returns the newest qualifying turn whose call ids are in the
+    request. If there is none, because clients may replace call ids, returns the newest qualifying turn. None if no turn
+    qualifies."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
         if system_count != request.system_count:
-            # The number of system messages differs: move the history to the turn's positions.
+            # The number of system messages differs, so the history's keys are moved to their positions in the turn.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
         if reasoning_agrees(turn, keys, checked):
             agreeing.append((turn, keys))

@@ -1,4 +1,4 @@
-"""Any engine served over HTTP in the protocol of vLLM or SGLang."""
+"""Serves any engine over HTTP, in the protocol of vLLM or SGLang."""
 
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings

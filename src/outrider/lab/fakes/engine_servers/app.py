@@ -1,7 +1,7 @@
 """An engine as an ASGI application, and an ASGI application as a server.
 
-This module is independent of the routes of both protocols. Invariant: every error, also an error of this program, is
-returned in the protocol's own shape.
+This module is independent of the routes of both protocols. Invariant: an EngineError that a route raises is returned in
+the protocol's own shape.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def serving(
 
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Like uvicorn's own shutdown, without its pauses: open connections are cut."""
+    """Shut the server down as uvicorn does, but without pauses: open connections are cut."""
     for listening in server.servers:
         listening.close()
     listener.close()

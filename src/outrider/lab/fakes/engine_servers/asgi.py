@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is served. `tokenizer` enables texts and `/tokenize`; `model` is the served name.
+    """The settings of an engine's server. `tokenizer` enables texts and `/tokenize`; `model` is the served name.
 
     vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
     `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False omits the label
@@ -54,7 +54,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerDied(Exception):
-    """Raised at a point at which the real server would exit."""
+    """Raised where the real server would exit."""
 
 
 class HttpCall:
@@ -104,11 +104,11 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Break the connection off: the response promises more bytes than it sends."""
+        """Break the connection off. The response has fewer bytes than its headers promise, or its stream has no end."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            # The headers are sent with the first piece of the body.
+            # An empty piece of the body follows, because the headers are only sent with the first piece.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def event(self, content: Any) -> None:
@@ -124,7 +124,7 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, which responds to the call, unless the client leaves first."""
+        """Do the work, which responds to the call. The work is cancelled if the client leaves first."""
         await while_connected(self._scope, work)
 
 
@@ -143,7 +143,8 @@ def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constra
 
 
 class Served(Protocol):
-    """One engine behind one server's protocol. `dead` means that the server has exited: connections break off."""
+    """One engine behind one server's protocol. `dead` is true once the server has exited: connections then break
+    off."""
 
     routes: Routes
     dead: bool
@@ -153,7 +154,7 @@ class Served(Protocol):
 
 def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:
     """Return the routes common to both protocols. `tokenizer_length` is the `max_model_len` in the response of
-    `/tokenize`, if different from the server's context."""
+    `/tokenize`, if it differs from the server's context."""
 
     async def models(call: HttpCall) -> None:
         context = (await engine.health()).context_tokens

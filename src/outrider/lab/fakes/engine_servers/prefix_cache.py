@@ -1,6 +1,6 @@
 """A server's prefix cache, reduced to the needs of tests: which ids are cached, under which salt, from which weights.
 
-It holds no keys and values. Invariant: a hit on keys and values of other weights is counted in `stale`.
+The cache holds no keys and values. Invariant: a hit on keys and values of other weights is counted in `stale`.
 """
 
 from __future__ import annotations

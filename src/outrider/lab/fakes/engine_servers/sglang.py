@@ -1,8 +1,8 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), faults included. A request that would
-end the real server ends this server. A pause holds requests back. Requests that arrive during a pause in mode abort
-get code 499 after the pause. A stream's errors are events of the stream.
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), faults included. A request at which the
+real server exits ends this server, too. A pause holds requests back. Requests that arrive during a pause in mode abort
+get code 499 after the pause. If a request is streamed, its error is an event of the stream.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class ServedSGLang:
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the health. The real server samples a token, so this one waits while paused, for at most 20 s."""
+        """Report the health. The real server samples a token for this, so this server waits during a pause, for at most
+        20 s."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -204,7 +205,7 @@ class ServedSGLang:
         await call.end()
 
     async def _held(self) -> bool:
-        """Wait while the server is paused. Returns whether the request is then aborted, as is every request that
+        """Wait while the server is paused. Returns True if the request is aborted afterwards, as every request is that
         arrives during a pause in mode abort."""
         aborted = False
         while self._paused is not None:
@@ -222,7 +223,7 @@ class ServedSGLang:
             self._in_flight.discard(task)
 
     def _die(self) -> NoReturn:
-        """End the server, as the real server exits. Raises ServerDied."""
+        """End the server, where the real server would exit. Raises ServerDied."""
         self.dead = True
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()
@@ -350,8 +351,8 @@ class ServedSGLang:
             raise EngineRejected("this engine's weights cannot be loaded")
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # During a pause in place, requests stay in the scheduler, and a cache flush asserts that the scheduler has
-        # none.
+        # During a pause in place, requests stay in the scheduler. A cache flush asserts that the scheduler has none, so
+        # the real server exits here.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
@@ -368,7 +369,7 @@ class ServedSGLang:
 
 
 class _SGLangWriter:
-    """Writes one response; cumulative unless the server streams incrementally."""
+    """Writes one response. Each event repeats the content before it, unless the server streams incrementally."""
 
     def __init__(
         self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool
@@ -400,7 +401,7 @@ class _SGLangWriter:
             "completion_tokens": count,
             "weight_version": label_of(version),
         }
-        if not waited:  # omitted for a request that was still waiting
+        if not waited:  # the real server omits both counts for a request that was still waiting
             cached = chunk.cached_tokens if self._cached is None else self._cached
             meta |= {"prompt_tokens": len(self._request.input_ids), "cached_tokens": cached or 0}
         if self._logprobs:

@@ -204,7 +204,7 @@ class ServedVLLM:
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if cache and weights < 0:  # a request held back by a pause is computed after it
+                    if cache and weights < 0:  # read only now, because a pause may have held the request back
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
                     reply.count(chunk)
@@ -252,13 +252,13 @@ class ServedVLLM:
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Run `reload_weights` as a worker's method. Another call sets the version's label."""
+        """Load weights, as `reload_weights` of the workers does. The label of the version is set by another call."""
         path = (await call.read(_RELOAD)).kwargs.weights_path
         if not isinstance(self.engine, LoadsWeights):
             raise EngineRejected("this engine's weights cannot be loaded")
         try:
             await self.engine.update_weights(path, (await self.engine.health()).version)
-        except EngineRejected:  # a folder that it cannot read ends the real server
+        except EngineRejected:  # the real server exits if it cannot read the folder
             self.dead = True
             message = f"Call to collective_rpc method failed: Repo id must be in the form 'repo_name': '{path}'."
             await call.answer(500, self.error_body(message, 500))

@@ -1,4 +1,4 @@
-"""The files of a sandbox that exists in memory only, with globbing and patching as the tool server does them on disk.
+"""The files of a sandbox in memory. Globbing and patching work as in the tool server, which works on disk.
 
 There are no users, modes or links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
 Invariant: every file's folder exists, and no path is both a file and a folder.
@@ -16,7 +16,8 @@ from outrider.sandbox.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MO
 
 
 class MemoryFiles:
-    """Files and folders by absolute normalised path. Methods raise OSError like the calls of the same name in `os`."""
+    """Files and folders by absolute normalised path. Methods raise the OSErrors of the system calls that they
+    imitate."""
 
     def __init__(self) -> None:
         self._data: dict[str, bytes] = {}
@@ -105,12 +106,12 @@ class MemoryFiles:
 
 
 def os_error(number: int, path: str) -> OSError:
-    """Return the error of a system call; Python picks the subclass by the number."""
+    """Return the error of a system call. Python makes the subclass that belongs to the number."""
     return OSError(number, os.strerror(number), path)
 
 
 def fits(pattern: list[str], names: list[str]) -> bool:
-    """Return whether the parts of a path match the parts of a pattern."""
+    """Return True if the parts of a path match the parts of a pattern."""
     if not pattern:
         return not names
     head, rest = pattern[0], pattern[1:]

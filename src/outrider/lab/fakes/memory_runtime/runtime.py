@@ -1,8 +1,9 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process and touches no disk, so tests and benchmarks can run thousands of sessions. Users import
-it for their own tests. It passes the contract tests of the real runtimes, except for tests that need processes: there
-is neither Python nor IPython. Invariant: the ledger, if any, counts every start and every stop.
+The runtime starts no process, and the sandbox's files are only in memory: the disk is used for uploads and archives
+alone. So tests and benchmarks can run thousands of sessions. Users import the runtime for their own tests. It passes
+the contract tests of the real runtimes, except for tests that need processes: there is neither Python nor IPython.
+Invariant: a MemoryLedger, if given, counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 FAIL_VARIABLE = "OUTRIDER_FAKE_FAIL"
-"""A variable of the spec's env: the operations that fail, separated by commas: start, exec, shell, read, write."""
+"""The variable of the spec's `env` that lists the operations to fail, separated by commas: start, exec, shell, read,
+write."""
 
 
 class MemoryLedger:
@@ -54,12 +56,12 @@ class MemoryLedger:
 
     @property
     def balanced(self) -> bool:
-        """Whether every sandbox was stopped as often as it was started."""
+        """True if every sandbox was stopped as often as it was started."""
         return self.started == self.stopped
 
 
 class MemoryRuntime:
-    """A sandbox in memory. The ledger counts one stop per started sandbox, however often `stop` is called."""
+    """A sandbox in memory. The ledger counts one stop of a started sandbox, however often `stop` is called."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -138,7 +140,7 @@ class MemoryRuntime:
             except TimeoutError:
                 timed_out = True
         else:
-            code = 127  # like the tool server for a missing working directory
+            code = 127  # the tool server returns this code for a missing working directory
             shell.err += f"{shell.cwd}: No such file or directory\n".encode()
         return ExecResult(
             exit_code=code,
@@ -200,12 +202,12 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # Use the target found with the link: a second lookup might find another.
+                # The link's target is the one that `entries` found: a second lookup might find another file.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """`alone` has no effect: no command outlives its call here."""
+        """Write an archive of the paths. `alone` has no effect, because no command outlives its call here."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:

@@ -46,7 +46,7 @@ class Simple(NamedTuple):
 
 
 class ShellExit(Exception):
-    """`exit` was called with `code`."""
+    """Raised when the command `exit` is called with `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -54,7 +54,8 @@ class ShellExit(Exception):
 
 
 class MemoryShell:
-    """Variables and a working directory. `out` and `err` are one buffer when `merged`. `exit` sets `ended`."""
+    """The state of a shell: its variables, working directory and output. `out` and `err` are one buffer if `merged`.
+    The command `exit` sets `ended`."""
 
     def __init__(self, files: MemoryFiles, env: Mapping[str, str], cwd: str, *, merged: bool) -> None:
         self.files = files

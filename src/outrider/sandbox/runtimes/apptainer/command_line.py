@@ -1,7 +1,7 @@
 """The program Apptainer: its path, a probe for this user, and the command line of one sandbox.
 
-Pure except for `find_apptainer`. Invariant: the command line shows only the host paths named by the caller, and passes
-on no variable of the service's environment.
+Only `find_apptainer` starts programs. Invariant: a container is shown only the host paths named by the caller, and gets
+no variable of the service's environment.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ISOLATION = (
     "--no-umask",
 )
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
-"""For an ordinary user: uid 0 in a user namespace with this single user."""
+"""Options for an ordinary user, who becomes uid 0, the only user of a new user namespace."""
 ROOT_AS_ROOT = ("--userns",)
-"""The same for root: --fakeroot refuses root without an entry in /etc/subuid."""
+"""Options for root, with the same result: --fakeroot fails for root without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFINEMENT = (
     *("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate"),
     "isolation.container_entry",
 )
-"""Modules in import order."""
+"""Modules of runtimes/guest that confine the tool server, in import order."""
 
 
 class Apptainer(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`; or a usable `device`. A file system mounted
-    below `source` needs its own bind to be read-only too (see kernel/mounts.py)."""
+    """A folder, file or socket of the host, shown read-only at `target`; or, with `device`, a device file that programs
+    may use. A file system mounted below `source` needs its own bind to be read-only too (see kernel/mounts.py)."""
 
     source: str
     target: str
@@ -141,7 +141,8 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Prefix the command with a step that enters its control groups, so that its children cannot escape them."""
+    """Prefix the command with a shell that first enters the control groups, so that all processes of the command are in
+    them."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 

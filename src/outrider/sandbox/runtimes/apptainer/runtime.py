@@ -58,11 +58,12 @@ OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
-"""Variables set by Apptainer, for every image."""
+"""Prefixes and names of the variables that Apptainer itself sets, whatever the image."""
 
 
 class ApptainerRuntime:
-    """The kind `apptainer`. Paths are the sandbox's own. Written files live in memory, and `stop` discards them."""
+    """The kind `apptainer`. Paths passed to the methods of a sandbox are paths in the sandbox's own root. Written files
+    are in memory, and `stop` discards them."""
 
     gives_gpus = True
 
@@ -96,7 +97,8 @@ class ApptainerRuntime:
 
 
 def named_image(spec: RuntimeSpec) -> str:
-    """The path of a SIF file or root folder, or the name of an image. Raises InvalidField."""
+    """Return the path of a SIF file or root folder, or the name of an image. Raises InvalidField if the spec has
+    neither."""
     if (named := spec.image or spec.rootfs) is None:
         raise InvalidField(
             "an apptainer sandbox needs an image",
@@ -140,7 +142,7 @@ async def launch(
     ]
     async with AsyncExitStack() as undo:
         shared = SharedFolder(context.directory / "tools", context.gateway_socket)
-        shared.stop_listening()  # the connection is the server's standard input
+        shared.stop_listening()  # not needed: the server's standard input is the connection
         group = groups.make(name, resources)
         undo.push_async_callback(undone, name, group.remove)
         environment = {**program_environment(context.directory), **first.marking()}
@@ -186,7 +188,8 @@ async def take_over(
 
 def _running(tools: ToolClient, group: Group, child: Child) -> RunningServer:
     async def ended_inside() -> bool:
-        """The log is not considered, because Apptainer and the tool server both write to it."""
+        """Return whether the control group ran out of a resource. The server's log is no evidence, because Apptainer
+        writes to the same log."""
         return group.ran_out()
 
     handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: "\n".join(map(str, group.folders))}
@@ -208,7 +211,7 @@ def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
 
 
 def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path, gpus: GpuFiles) -> list[Bind]:
-    """Blocks, like `inner_mounts`."""
+    """Return what is mounted in the sandbox. Blocks while the mounts of this machine are read."""
     shown = [
         (python, PORTABLE_AT),
         (context.directory / "tools", SHARED_AT),
@@ -217,7 +220,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
         *((Path(mount.source), mount.target or mount.source) for mount in spec.mounts),
         *((Path(source), target) for source, target in gpus.libraries),
     ]
-    # Each folder is followed by the mounts in it, before the next folder is shown, perhaps at the same path.
+    # The mounts in a folder directly follow the folder: the next folder may be at the same path, and must then cover
+    # both the folder and these mounts.
     binds = [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
     return [*binds, *(Bind(source, target, device=True) for source, target in gpus.devices)]
 
@@ -229,8 +233,8 @@ def with_apptainer(resources: Resources) -> Resources:
 
 
 async def _end(child: Child, descendants: Descendants, mark: str) -> None:
-    """Kill the processes inside and wait for the exit of every process started for the sandbox. The connection is
-    already closed, so a server that is still starting, and not yet held, exits."""
+    """Kill the processes inside and wait for the exit of every process started for the sandbox. A server that is still
+    starting is not yet held by a descriptor, but exits by itself, because the connection is already closed."""
     descendants.hold()
     descendants.kill_first_inside()
     if not await child.end(STOP_SECONDS):
@@ -239,7 +243,7 @@ async def _end(child: Child, descendants: Descendants, mark: str) -> None:
 
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
-    """Return the environment with which the tool server was started."""
+    """Return the environment variables with which the tool server was started."""
     told = await tools.call("environ", {}, ToolPart)
     entries = told.data.decode("utf-8", "surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

@@ -19,9 +19,9 @@ from outrider.spec import MEBIBYTE, Resources
 
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
-"""Podman's own limit."""
+"""Maximum number of processes of the container's user. Podman has the same limit."""
 MIN_NANO_CPUS = 10_000_000
-"""The minimum that daemons accept."""
+"""The minimum that daemons accept, in billionths of a processor."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": "", "NVIDIA_VISIBLE_DEVICES": "void"}
 """Overrides for variables that images set. An image must not load code into the tool server's interpreter. Nor must it
 give the container GPUs: CUDA images set NVIDIA_VISIBLE_DEVICES=all, which takes effect where NVIDIA's runtime is the
@@ -45,8 +45,8 @@ class HostMount(msgspec.Struct, frozen=True):
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of one container. `command` runs as root, without a shell. `limits`: the daemon can limit
-    containers to `resources`."""
+    """The parameters of one container. `command` runs as root, without a shell. `limits` is true if the daemon can
+    limit containers to `resources`."""
 
     image: str
     command: Sequence[str]
@@ -60,9 +60,10 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Sequence[str] = ()
 
     def body(self, sized: bool) -> dict[str, Any]:
-        """Return the JSON body. `sized`: the daemon can bound the size of a container's file system."""
+        """Return the JSON body. `sized` is true if the daemon can bound the size of a container's file system."""
         env = {**NEUTRAL, **self.env}
-        if plain := [name for name in self.gpus if "/" not in name]:  # docker adds it too, but after the entries here
+        # The names must replace `void` here: docker adds the variable too, but after the entries of this request.
+        if plain := [name for name in self.gpus if "/" not in name]:
             env["NVIDIA_VISIBLE_DEVICES"] = ",".join(plain)
         host: dict[str, Any] = {
             "AutoRemove": True,
@@ -75,7 +76,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
                 {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
                 for one in self.shown
             ],
-            # Always given: a daemon's default may exceed its own hard limit, and then no container starts.
+            # These limits are always given: a daemon's default may exceed its own hard limit, and then no container
+            # starts.
             "Ulimits": [
                 ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
                 ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
@@ -109,8 +111,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_requests(gpus: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the GPU requests in docker's form. A plain name goes to docker's own NVIDIA driver, which needs no
-    description of the machine's devices; `vendor/class=device` names a device of the Container Device Interface
+    """Return the GPU requests in docker's form. A plain name is for docker's own NVIDIA driver, which needs no
+    description of the machine's devices. `vendor/class=device` names a device of the Container Device Interface
     (CDI)."""
     requests: list[dict[str, Any]] = []
     if plain := [name for name in gpus if "/" not in name]:

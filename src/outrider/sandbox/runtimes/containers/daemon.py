@@ -1,8 +1,9 @@
 """A container engine of this machine, docker or podman, and its daemon, shared by the sandboxes of one node.
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
-`_ours` from before the request for its creation until the daemon has confirmed its absence. Every other container with
-the label of this node, or of a dead node, is removed by the next `sweep`.
+`_ours` from before the request for its creation until `remove` has ended. The next `sweep` removes every other
+container with the label of this node, of an earlier node of the same folder, or of a dead node, unless the container
+may outlive its node and waits for the next.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ log = logging.getLogger("outrider.runtime")
 
 @dataclass(frozen=True)
 class ContainerEngine:
-    """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most
-    likely first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU.
-    `libpod`: the daemon has Podman's own API besides Docker's."""
+    """A container engine: its name, the environment variable and the usual `places` of its daemon's socket (most likely
+    first), the hint for a machine without the engine, and the hint for a daemon that cannot give a GPU. `libpod` is
+    true if the daemon has Podman's own API besides Docker's."""
 
     name: str
     variable: str
@@ -59,7 +60,7 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Return the daemon's part, not entered. Use `await host.part(engine.daemon)`."""
+        """Make the host's part for the daemon, without entering it. Use `await host.part(engine.daemon)`."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
@@ -75,7 +76,7 @@ class ContainerEngine:
                 )
             return Path(place)
         for path in self.places():
-            with contextlib.suppress(OSError):  # XDG_RUNTIME_DIR may be another user's, as after `su`
+            with contextlib.suppress(OSError):  # after `su`, XDG_RUNTIME_DIR may be another user's
                 if path.is_socket():
                     return path
         looked = ", ".join(map(str, self.places()))
@@ -137,8 +138,9 @@ PODMAN_ENGINE = ContainerEngine(
 
 
 class ContainerDaemon:
-    """The part of a node's host (see node_host.py) that runs containers. `limits`: the daemon can limit the resources
-    of a container. `sized`: the daemon can bound the size of a container's file system."""
+    """The part of a node's host (see node_host.py) that runs containers. `limits` is true if the daemon can limit the
+    resources of a container. `sized` is true until the daemon has refused to bound the size of a container's file
+    system. For a rootless daemon it is always false."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
@@ -189,8 +191,8 @@ class ContainerDaemon:
             raise self._failure("look for the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
-        """Create and start a container. When this method raises, or is cancelled, `remove` must follow. A request once
-        sent is awaited, because only the response shows whether there is a container to remove. Raises
+        """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
+        once sent is awaited, because only the response shows whether there is a container to remove. Raises
         RuntimeUnavailable if the daemon cannot give the container its GPUs, and RuntimeFailure."""
         self._ours.add(name)
         sized = self.sized
@@ -238,8 +240,8 @@ class ContainerDaemon:
             return None
 
     async def remove(self, name: str) -> None:
-        """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure otherwise; the
-        next sweep tries again."""
+        """Kill the container and wait until the daemon has no container of this name. Raises RuntimeFailure if that
+        fails; the next sweep tries again."""
         try:
             async with asyncio.timeout(REMOVE_SECONDS):
                 while await self._is_there(name):  # noqa: ASYNC110  # no event reports another remover's end
@@ -267,8 +269,9 @@ class ContainerDaemon:
         return True
 
     async def sweep(self) -> int:
-        """Remove the containers of dead nodes, and the lost containers of this node. Returns the number of removed
-        containers. Called about once a minute. Raises RuntimeFailure when the daemon does not respond."""
+        """Remove the containers of dead nodes, and the containers of this node that no sandbox uses any more. Returns
+        the number of removed containers. Called about once a minute. Raises RuntimeFailure when the daemon does not
+        respond."""
         try:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
@@ -279,7 +282,7 @@ class ContainerDaemon:
         return len(left)
 
     def _is_left(self, name: str, node: str) -> bool:
-        """Return whether no node is left to stop the container, which has the label of `node`."""
+        """Return whether no node will stop the container, which has the label of `node`."""
         if name in self._ours:
             return False
         if same_folder(node, self.node):
@@ -323,6 +326,6 @@ def rootless(path: Path) -> bool:
 
 
 def limits_hold(path: Path) -> bool:
-    """Return whether the daemon can limit containers: a daemon of an ordinary user can make control groups of version
-    2 only."""
+    """Return whether the daemon can limit containers. A daemon of an ordinary user can do so only with version 2 of
+    control groups."""
     return not rootless(path) or Path("/sys/fs/cgroup/cgroup.controllers").exists()

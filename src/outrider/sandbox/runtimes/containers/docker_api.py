@@ -45,7 +45,7 @@ class ListedContainer(msgspec.Struct, frozen=True):
 
 
 class DockerApi:
-    """A client of one daemon, to be closed after use. Any number of calls may be in flight. Every call raises
+    """A client of one daemon, to be closed after use. Any number of calls may be in flight. A call that fails raises
     DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
@@ -107,8 +107,8 @@ class DockerApi:
         return bool(found["State"].get("OOMKilled"))
 
     async def remove(self, name: str) -> None:
-        """Kill and remove a container. Raises status 404 when there is none, and 409 during a removal by another
-        client."""
+        """Kill and remove a container. Raises DockerApiError with status 404 if there is no such container, and with
+        status 409 while another client removes it."""
         async with translated():
             await (await self._api()).containers.container(name).delete(force=True, v=True)
 

@@ -55,7 +55,7 @@ CONTAINER, IMAGE = "container", "image"
 class ContainerRuntime:
     """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's default).
 
-    Paths are the container's own. `stop` discards everything written."""
+    Paths passed to the methods of a sandbox are paths in the container. `stop` discards everything written."""
 
     engine: ContainerEngine
     oci_runtime: str | None = None
@@ -101,7 +101,7 @@ class ContainerRuntime:
 DOCKER = ContainerRuntime(DOCKER_ENGINE)
 PODMAN = ContainerRuntime(PODMAN_ENGINE)
 GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
-"""gVisor: a kernel written in Go, between the sandbox and the host's kernel."""
+"""The kind `gvisor`: gVisor is a kernel written in Go, between the sandbox and the host's kernel."""
 
 
 @asynccontextmanager
@@ -119,7 +119,7 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         ours = [HostMount(python, PORTABLE_AT), HostMount(server.folder, TOOLS_AT)]
         plan = await asyncio.to_thread(_plan, kind, spec, context, image, setup, ours, limits=daemon.limits)
         name = f"{context.host.name}-{context.directory.name}"
-        # Registered before the request: a failed `run` may have created the container in part.
+        # The removal is registered before the request, because a failed `run` may have created the container in part.
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
@@ -145,7 +145,7 @@ async def take_over(
 def _running(daemon: ContainerDaemon, name: str, image_name: str, image_id: str, tools: ToolClient) -> RunningServer:
     async def ended_inside() -> bool:
         out_of_memory = await daemon.out_of_memory(name)
-        # None: the container was removed by somebody else, or the daemon is gone.
+        # If `out_of_memory` is None, somebody else removed the container, or the daemon is gone: the cause was outside.
         return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
     async def image_is_current() -> bool:
@@ -170,7 +170,7 @@ def _plan(
     *,
     limits: bool,
 ) -> ContainerRequest:
-    """Blocks, like `inner_mounts`."""
+    """Return the request for a container. Blocks while the mounts of this machine are read."""
     shown = [
         *(HostMount(path, str(path)) for path in context.mounts),
         *(HostMount(Path(one.source), one.target or one.source) for one in spec.mounts),

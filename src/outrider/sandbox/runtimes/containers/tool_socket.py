@@ -1,7 +1,7 @@
 """The start command of a tool server in a container, and the socket over which the server connects to the host.
 
-The server connects back through a mounted folder, so no call goes through the daemon. Invariant: the folder holds one
-listening socket until the server has connected, and none after that.
+The server connects back through a mounted folder, so no call goes through the daemon. Invariant: the server's socket is
+in the folder only until the server has connected, because any program in the container could connect.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LogTail(asyncio.Protocol):
 
 
 class ToolSocket:
-    """The host's end of the socket. It listens from its creation, so start the container afterwards. Always call
-    `close`, but not while `connect` or `meet` runs."""
+    """The host's end of the socket. The socket listens from the creation of this object on, so start the container
+    afterwards. Always call `close`, but not while `connect` or `meet` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
         """`folder` is to be mounted at TOOLS_AT. Raises OSError."""
@@ -102,7 +102,7 @@ class ToolSocket:
             raise error.replace(hint=hint) from error.__cause__
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and the connections. Idempotent."""
         self._shared.stop_listening()
         if self._tools is not None:
             await self._tools.close()

@@ -1,7 +1,7 @@
 """A bridge from 127.0.0.1 in a sandbox without a network to the Unix socket of the model gateway outside.
 
-The bridge does not parse HTTP. Invariant: the end of one direction is forwarded by itself; the other direction stays
-open.
+The bridge does not parse HTTP. Invariant: when one direction of a connection ends, the end is forwarded, and the other
+direction stays open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER_BYTES = 4 << 20
-"""Size of a buffer, in bytes read and not yet written, at which reading pauses."""
+"""Size of a buffer at which reading pauses, in bytes that were read and not yet written."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 AWAY_SECONDS = 0.05
@@ -28,8 +28,8 @@ has some thousands for all its sandboxes."""
 
 
 class Stream:
-    """One direction of a bridged connection. `buffer` was read from `source` and not yet written to `sink`. `ended`:
-    `source` has ended. `closed`: `sink` is shut down for writing."""
+    """One direction of a bridged connection. `buffer` has the bytes that were read from `source` and not yet written to
+    `sink`. `ended` is True when `source` has ended, `closed` when `sink` is shut down for writing."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
         self.source = source
@@ -95,7 +95,7 @@ class BridgedConnection:
 
     def _watch_socket(self, inward: Stream, outward: Stream) -> None:
         """Watch the socket that `inward` reads from and `outward` writes to, but only for events that can be handled
-        now: `poll` reports readiness over and over, and unhandled events would keep the loop spinning."""
+        now. `poll` reports an event again and again until it is handled, and would keep the loop spinning."""
         fd = inward.source.fileno()
         reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
@@ -114,8 +114,8 @@ class BridgedConnection:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. A client waits up to `patience`
-    seconds for a gateway that is away: the next node of a sandbox that outlives its node has a gateway, too."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens there, a
+    client waits up to `patience` seconds: when a sandbox outlives its node, the next node brings a gateway."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # importing `socket` costs as much as starting the interpreter

@@ -1,4 +1,4 @@
-"""Replies to calls that a forked child writes and the server forwards in parts.
+"""Replies that a forked child writes, and that the server sends to the host in parts.
 
 Searching, patching and archiving may take long and touch many files, so a fork does the work and holds up no other
 call. Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     import signal as _signal
     from collections.abc import Callable
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 OUTGOING_MAX = 4 << 20
-"""Bytes queued for the host from which reading the child's pipe pauses: a slow host must not make the server hold a
-whole archive in memory."""
+"""While more bytes than this are queued for the host, the child's pipe is not read. Otherwise a slow host would make
+the server hold a whole archive in memory."""
 PAUSE_SECONDS = 0.005
 TOO_LARGE = 2
-"""Exit code of a child that detects too much data by itself."""
+"""Exit code of a child that finds by itself that its output would exceed the limit."""
 
 
 class ChildReply:
     """Runs `write(descriptor)` in a fork and forwards the output.
 
-    `limit` is the maximum number of bytes. `failed` is the error's text when the child fails. A child that runs for
+    `limit` is the maximum number of bytes. `failed` is the text of the error if the child fails. A child that runs for
     more than `seconds` is killed.
     """
 
@@ -107,7 +107,7 @@ class ChildReply:
 
 
 def write_and_exit(write: Callable[[int], object], fd: int) -> None:
-    """Runs in the child. Never returns."""
+    """Call `write` in the child, and exit. Never returns."""
     code = 1
     try:
         write(fd)

@@ -1,6 +1,8 @@
-"""One command: started, given its input, limited in time, killed with its descendants, and reported.
+"""One command: its start, its input and its report. A time limit or a cancellation kills the command with its
+descendants.
 
-Invariant: an output stream takes at most 1.5 times its bound in memory, however long the output is.
+Invariant: an output stream takes at most 1.5 times its bound plus one read (256 KiB) of memory, however long the stream
+is.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 READS_AT_END = 16
-"""A pipe holds at most 1 MiB, and each read takes 256 KiB: this many reads empty the pipe, and a program that goes on
-writing cannot keep the server busy."""
+"""Maximum number of reads that take the last output of an ended program from a pipe. A pipe holds at most 1 MiB and
+each read takes 256 KiB, so this many reads empty the pipe. Without the maximum, a child that goes on writing would keep
+the server busy."""
 
 
 class Capture:
-    """Keeps the first and the last half of `cap` bytes of a stream, and nothing after `take`."""
+    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, nothing more is kept."""
 
     def __init__(self, cap: int) -> None:
         self.half = max(1, cap // 2)
@@ -38,7 +41,7 @@ class Capture:
             data = data[room:]
         if data and self.half:
             self.tail += data
-            if len(self.tail) > 2 * self.half:  # not at every piece, to avoid copying the tail each time
+            if len(self.tail) > 2 * self.half:  # trimming at every piece would copy the tail each time
                 self._trim()
 
     def _trim(self) -> None:
@@ -79,7 +82,7 @@ class Drain:
         return bool(data)
 
     def finish(self) -> bytes:
-        """Return all output until now."""
+        """Return the output until now, with the middle cut out if it exceeds the capture's bound."""
         for _ in range(READS_AT_END):
             if not self.ready(0):
                 break
@@ -87,7 +90,8 @@ class Drain:
 
 
 class PipeWriter:
-    """Writes data into a pipe as the reader takes them, until all are written or the pipe has no reader."""
+    """Writes data into a pipe as fast as the reader takes it. Closes the pipe once all is written or there is no
+    reader."""
 
     def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
         self.loop = loop
@@ -109,8 +113,9 @@ class PipeWriter:
 
 
 class Command:
-    """One command from start to reply. Children that outlive the command keep the pipes. Their later output is read and
-    dropped, so that they neither hang the call nor are killed by SIGPIPE."""
+    """One command from start to reply. Children that outlive the command keep the command's pipes open, but the reply
+    does not wait for them. Their later output is read and dropped: a full pipe would block these children, and a closed
+    pipe would kill them by SIGPIPE."""
 
     def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
         self.calls = calls
@@ -156,7 +161,7 @@ class Command:
         kill_tree({self.pid}, self.mark)
 
     def answer(self, call: int) -> None:
-        """Reply to another call in place of the original call, whose connection has ended."""
+        """Reply to `call` instead of the original call, whose connection has ended."""
         self.calls.running.pop(self.call, None)
         self.call = call
         if self.done is None:

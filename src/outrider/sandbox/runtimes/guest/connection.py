@@ -109,20 +109,21 @@ class Calls:
         self.sandbox_mark = ""
         """Distinguishes this sandbox's processes from others on the host."""
         self.python: list[str] = []
-        """The command that starts Python where the sandbox has none."""
+        """The command that starts Python in a sandbox that has none itself."""
         self.known_shell = ""
 
     def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
-        """Return the environment of a program started by `owner`: a call's number, or minus a shell's."""
+        """Return the environment of a program that `owner` starts. `owner` is the number of a call, or minus the number
+        of a shell."""
         env = dict(self.base_env)
         env.update(extra)
         env["OUTRIDER_CALL"] = f"{self.sandbox_mark}:{owner}"
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the environment entry added by `environment`. When a time limit expires, this entry identifies the
-        descendants that have left their session and their parent. They are reparented to this server, and have no other
-        trace of their owner."""
+        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the descendants
+        that have left their session and their parent. They are reparented to this server, and no other trace leads to
+        their owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

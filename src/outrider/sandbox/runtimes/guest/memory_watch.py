@@ -2,8 +2,8 @@
 
 The watch scans /proc now and then and counts the memory of processes: private pages, shared pages, page tables and
 swap. Memory that belongs to no process is refused to programs (see seccomp.py), and files have their own bound.
-Invariant: while the programs exceed the limit, the largest is killed, as the kernel does in a control group. Memory
-that comes and goes between two scans is bounded for each process alone, by its rlimits.
+Invariant: when two scans in a row find the programs above the limit, the largest ones are killed, as the kernel does in
+a control group. Memory that comes and goes between two scans is bounded for each process alone, by its rlimits.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from outrider.sandbox.runtimes.guest.processes import descendants, processes, re
 if TYPE_CHECKING:
     import signal as _signal
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 RATE = 4 << 30
-"""Assumed maximum growth of the programs in bytes per second. The rate gives the earliest time at which they reach the
-limit, and so the time of the next scan."""
+"""Assumed maximum growth of the programs in bytes per second. From this rate follows the earliest time at which the
+programs reach the limit, which is the time of the next scan."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Bounds of the seconds between two scans."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
-"""Lines of /proc/PID/status that add up to a process's memory, with pages shared with forks in full."""
+"""Lines of /proc/PID/status that add up to a process's memory. A page shared with forks counts in full for each
+process."""
 DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-"""Lines of /proc/PID/smaps_rollup that add up to the same, with each shared page divided among the processes that share
-it."""
+"""Lines of /proc/PID/smaps_rollup that add up to the same memory without page tables. A shared page is divided among
+the processes that share it."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""Names in /proc/PID/maps of memory shared by several processes that is not a file."""
+"""Beginnings of the names, in /proc/PID/maps, of shared memory that does not belong to a file."""
 
 
 class ProcessMemory:
-    """The memory of one process: `own` bytes, and `mapped` bytes besides: libraries, reserved address space, and memory
-    shared with other processes. Shared pages that exist but have not been touched by this process yet are missing in
-    its own counters."""
+    """The memory of one process: `own` bytes, and `mapped` bytes besides. Mapped are libraries, reserved address space,
+    and memory shared with other processes. Mapped bytes count, because `own` does not include shared pages that exist,
+    but that this process has not touched yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,8 +48,8 @@ class ProcessMemory:
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """Find shared memory by inode, each area up to its last mapped byte. If a process's maps are unreadable, all
-        its mapped memory counts as shared."""
+        """Find the areas of shared memory by inode, and the size of each up to its last mapped byte. If a process's
+        maps are unreadable, all its mapped memory counts as shared."""
         maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
@@ -60,7 +61,8 @@ class ProcessMemory:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Count a page shared by forks as a fraction for each; in full, if the process is not readable."""
+        """Count a page shared by forks as a fraction for each process. If the process is not readable, such pages still
+        count in full."""
         text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if text:
             self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
@@ -71,8 +73,8 @@ class ProcessMemory:
 
 
 class MemoryWatch:
-    """Scans as long as the loop runs. Processes are killed only after two scans in a row above the limit: while a
-    process forks to start a program, all of its memory seems to exist twice."""
+    """Scans as long as the loop runs. Processes are killed only after two scans in a row above the limit, because all
+    memory of a process seems to exist twice while it forks to start a program."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         self.loop = loop
@@ -85,7 +87,7 @@ class MemoryWatch:
         me = posix.getpid()
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
-        # Each step is more exact than the previous one, and costs more. Mostly none is needed.
+        # Each step is more exact than the previous one, and costs more. In most scans no step is needed.
         for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
@@ -120,8 +122,8 @@ def status_of(pid: int) -> bytes:
 
 
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
-    """Return a file of /proc/PID. If the process's first thread has ended, its file is empty or lacks `needed`, and the
-    file of another thread is returned."""
+    """Return a file of /proc/PID. If the process's first thread has ended, the thread's file is empty or lacks
+    `needed`, and the file of another thread is returned."""
     text = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if text and needed in text else threads(pid):
         text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
@@ -131,7 +133,7 @@ def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
-    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes. Another line is the program's name,
-    which the program chooses: it may have any character but a newline."""
+    """Return the sum of the lines `Name: 123 kB` with one of the names, in bytes. Lines end only at a newline, because
+    the program chooses the name on another line, which may have any other character."""
     lines = (line.partition(b":") for line in text.split(b"\n"))
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

@@ -1,8 +1,9 @@
 """The wire format of the tool server: the part of msgpack that both ends use (no floats, no extensions).
 
 A frame is a u32 big-endian length and as many bytes of msgpack: `[call, method, {arguments}]` from the host, `[call,
-"ok" | "error" | "part", {fields}]` to the host. Text that is not UTF-8, such as file names, travels as surrogate
-escapes. Invariant: `Unpacker` and msgspec read every packed value back unchanged. Pure.
+"ok" | "error" | "part", {fields}]` to the host. Text that is not UTF-8, such as an odd file name, is sent as its bytes;
+this module reads and writes such text as a str with surrogate escapes. Invariant: `Unpacker` reads every packed value
+back unchanged (a tuple as a list), and so does msgspec if all text is UTF-8. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def pack(value: Any, out: bytearray) -> None:
-    """Append a value. Lengths and numbers always have the widest form: the frames are small, and the code is short."""
+    """Append a value. Lengths and numbers always have the widest form, which keeps the code short. The frames are
+    small, so this costs little."""
     kind = type(value)
     if kind is str:
         data = value.encode("utf-8", "surrogateescape")
@@ -43,7 +45,8 @@ def pack(value: Any, out: bytearray) -> None:
 
 
 class Unpacker:
-    """Reads one msgpack value out of a complete frame. Methods raise ValueError for a malformed frame."""
+    """Reads one msgpack value out of a complete frame. Raises ValueError for a frame that ends early, or an unknown
+    tag."""
 
     SIZED: ClassVar[dict[int, tuple[str, int]]] = {
         0xC4: ("b", 1),

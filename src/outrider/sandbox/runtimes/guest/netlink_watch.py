@@ -1,9 +1,9 @@
 """A bound on the kernel memory of the netlink sockets in a sandbox that has its own network.
 
-If a program sends requests to the kernel and does not read the replies, the kernel holds up to a MiB for each socket.
+If a program sends requests to the kernel and does not read the replies, the kernel holds up to 1 MiB for each socket.
 No control group of any version counts this memory, and only the limit on open files bounds it. The bound is the same
-for every task. Invariant: while the sockets hold more than MOST bytes, all programs of the sandbox are killed. The
-owner of a socket cannot always be determined, and no honest program comes near the bound.
+for every task. Invariant: if a look finds that the sockets hold more than MOST bytes, all programs of the sandbox are
+killed: the owner of a socket cannot always be determined. No honest program comes near the bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SOCKETS = "/proc/self/net/netlink"
 """The kernel's table: a line of headings, then one line for each netlink socket of this network."""
 HELD = (4, 5)
-"""The columns of bytes received and not read, and of bytes sent and not received."""
+"""Indexes of two columns of SOCKETS: bytes received but not yet read, and bytes sent but not yet received."""
 MOST = 64 << 20
 PAUSE = 1.0
 

@@ -1,8 +1,8 @@
 """The wait for the next host, in a sandbox that may outlive its host.
 
-The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to it,
-so the server authenticates itself with a secret received from the previous host. Invariant: if no host replies in time,
-the loop stops, and the sandbox ends with it.
+The next host listens on a Unix socket that appears in a shared folder. Any program in the sandbox could connect to this
+socket, so the server authenticates itself with a secret received from the previous host. Invariant: if no host accepts
+a connection in time and keeps it open, the loop stops, which ends the sandbox.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LOOK_EVERY = 0.1
 
 
 class NextHost:
-    """Looks for a host at `path` for up to `seconds`."""
+    """Looks for a host that listens at `path`, for up to `seconds`."""
 
     def __init__(self, loop: Loop, path: str, secret: str, seconds: float) -> None:
-        import _socket  # now, because an import takes descriptors, which may be used up later
+        import _socket  # imported now: an import takes descriptors, which may be used up later
 
         self.socket = _socket
         self.loop = loop
@@ -32,8 +32,8 @@ class NextHost:
         self.seconds = seconds
 
     def look_for(self, newest_call: int, found: Callable[[HostConnection, bytes], object]) -> None:
-        """Call `found` with the connection to a host that has replied, and the host's first frame. `newest_call` is
-        sent first, because the host's own calls need other numbers."""
+        """Call `found` with the connection to a host that has sent a frame, and this frame. `newest_call` is sent to
+        the host first: the numbers of its own calls must be higher."""
         deadline = time.monotonic() + self.seconds
 
         def look() -> None:
@@ -51,7 +51,8 @@ class NextHost:
                 return
             fd = end.detach()
             connection = HostConnection(self.loop, fd, fd)
-            # A peer that disconnects before its first call was no host, or has exited as well: the time runs on.
+            # A peer that disconnects before its first frame is no host, or is a host that has exited, too. The search
+            # goes on until the deadline.
             connection.attach(
                 on_frame=lambda frame: found(connection, frame), on_end=lambda: self.loop.at(self, LOOK_EVERY, look)
             )

@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     import signal as _signal
     from collections.abc import Callable
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
-"""Bytes of one read or write: large enough for few calls, small enough that no call holds up the loop."""
+"""Maximum bytes of one read or write: so many that few system calls are needed, and so few that no call holds up the
+loop."""
 
 REST_FACTOR = 20
-"""A pause lasts at least 20 times as long as the scan before it: a scan of many processes or sockets takes long."""
+"""A pause between two scans lasts at least 20 times as long as the scan before it. Scans of many processes or sockets
+take long, and must not take much of the processor's time."""
 
 
 class Loop:
-    """`handlers` are called with the events of their descriptor, `exits` once with the exit code of their child.
+    """The loop. A handler of `handlers` is called with the events of its descriptor, a watcher of `exits` once with the
+    exit code of its child.
 
     `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has at most one timer.
     """
@@ -39,7 +42,8 @@ class Loop:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, Callable[[int], object]] = {}
         self.stopped = False
-        # SIGCHLD writes a byte into this pipe, which wakes `poll`. A signal just before `poll` is not lost.
+        # SIGCHLD writes a byte into this pipe, and the byte wakes `poll`. So a signal that comes just before `poll` is
+        # not lost.
         reader, writer = posix.pipe()
         posix.set_blocking(reader, False)
         posix.set_blocking(writer, False)
@@ -98,8 +102,8 @@ class Loop:
 
 
 def read_ready(fd: int) -> bytes | None:
-    """Return the data that can be read now: b"" if there is none yet, None at the end. A terminal whose other end is
-    closed gives EIO, which also counts as the end."""
+    """Return the data that can be read now: b"" if there is none yet, None at the end. An error counts as the end, such
+    as EIO from a terminal whose other end is closed."""
     try:
         return posix.read(fd, CHUNK) or None
     except BlockingIOError:

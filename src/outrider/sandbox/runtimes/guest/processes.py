@@ -1,6 +1,6 @@
-"""Processes as listed in /proc: find the descendants of a process, kill them, start a process.
+"""The processes listed in /proc: finding the descendants of a process, killing them, and starting a process.
 
-Invariant: a process that `kill_tree` does not return was not alive at the last scan of /proc.
+Invariant: after `kill_tree`, the last scan of /proc found no process to kill except those returned.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 LOOKS = 200
-"""Maximum number of scans in `kill_tree`: a process that forks faster than it is killed can win forever."""
+"""Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
+`kill_tree` busy forever."""
 
 
 class Spare:
-    """A descriptor in reserve for reading /proc: the server must still find and kill programs after they have made it
-    use up its descriptors."""
+    """A descriptor in reserve for reading /proc. Programs may make the server use up all its descriptors, and the
+    server must still be able to find and kill these programs."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -56,8 +57,8 @@ SPARE = Spare()
 
 
 class Process:
-    """A line of /proc/PID/stat. `zombie`: the process has ended. The kernel reports the same state if only the first
-    thread of a process has ended. The number of threads distinguishes the two cases."""
+    """One process, as in its line of /proc/PID/stat. `zombie` is True if the whole process has ended. The kernel
+    reports the same state if only the first thread has ended, so the threads are counted, too."""
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
@@ -72,13 +73,14 @@ def processes() -> dict[int, Process]:
         if name.isdigit():
             stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
-                # The fields follow the last parenthesis: a program's name may have any character.
+                # A program's name may have any character, a parenthesis too. The fields follow the last parenthesis.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
 
 
 def read_or_empty(path: str) -> bytes:
-    """Return a file's content, or b"" if the file cannot be read. A process may end during the scan."""
+    """Return a file's content, or b"" if the file cannot be read, for example because the process has ended
+    meanwhile."""
     try:
         return SPARE.read(read_file, path)
     except OSError:
@@ -99,8 +101,8 @@ def threads(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    """Return the environment that a process was started with. After the first thread has ended, only other threads show
-    it."""
+    """Return the environment with which a process was started. If the first thread has ended, the environment can be
+    read only from another thread."""
     found = read_or_empty(f"/proc/{pid}/environ")
     for thread in () if found else threads(pid):
         found = found or read_or_empty(f"/proc/{pid}/task/{thread}/environ")
@@ -108,7 +110,7 @@ def environment_of(pid: int) -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """Return the living processes among `roots` and everything below them."""
+    """Return the living processes among `roots` and all living processes below `roots`."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -123,8 +125,8 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 
 def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
-    """Return the orphans that were reparented to this server and have `mark` in their environment: daemons leave
-    session and parent, but keep the environment."""
+    """Return the children of this server that have `mark` in their environment. These include adopted orphans: a daemon
+    leaves its session and its parent, but keeps its environment."""
     me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
 
@@ -139,8 +141,9 @@ def send_signal(pid: int, number: int) -> bool:
 
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
-    """Send SIGKILL to `roots`, to everything below and to adopted orphans with `mark`, until a scan of /proc finds
-    none. Returns the processes still alive after LOOKS scans: held by the kernel, or forking too fast."""
+    """Send SIGKILL to `roots`, to adopted orphans with `mark`, and to all processes below these, until a scan of /proc
+    finds none alive. Returns the processes still alive after LOOKS scans: the kernel holds them, or they fork too
+    fast."""
     victims: set[int] = set()
     for attempt in range(LOOKS):
         table = processes()
@@ -150,7 +153,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
             break
         for pid in victims:
             send_signal(pid, _signal.SIGKILL)
-        time.sleep(0 if attempt < 3 else 0.002)  # most have exited by the second scan
+        time.sleep(0 if attempt < 3 else 0.002)  # most victims have exited by the second scan
     return victims
 
 
@@ -170,7 +173,7 @@ def offer_to_oom_killer() -> None:
 
 
 def pipes(number: int) -> list[tuple[int, int]]:
-    """Make so many pipes, pairs (reader, writer). Raises OSError, and leaves none open then."""
+    """Make `number` pipes, as pairs (reader, writer). Raises OSError, and then leaves no pipe open."""
     made: list[tuple[int, int]] = []
     try:
         for _ in range(number):
@@ -184,7 +187,7 @@ def pipes(number: int) -> list[tuple[int, int]]:
 
 
 def fork_or_close(*fds: int) -> int:
-    """Fork, or close the descriptors and raise OSError."""
+    """Fork, and return as `fork` does. If the fork fails, close the descriptors and raise OSError."""
     try:
         return posix.fork()
     except OSError:
@@ -195,7 +198,8 @@ def fork_or_close(*fds: int) -> int:
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
     """Fork, and execute a program in its own session with `fds` {target: source} and nothing else open. An error in the
-    fork is printed on its standard error. The exit code is then 127 for a missing program, else 126."""
+    fork is printed on its standard error. The exit code is then 127, or 126 for an OSError other than a missing program
+    or folder."""
     pid = posix.fork()
     if pid:
         return pid
@@ -203,7 +207,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
     try:
         posix.setsid()
         offer_to_oom_killer()
-        _signal.set_wakeup_fd(-1)  # the fork must not wake the server's loop
+        _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
             # Python and this server ignore or catch these signals, and an ignored signal stays ignored in the program.
             _signal.signal(number, _signal.SIG_DFL)

@@ -1,8 +1,9 @@
 """The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
-The server executes calls from the host on one connection: commands, live shells, files, archives. It also bridges
-127.0.0.1 to the model gateway's socket. Invariant: all children of the server, adopted orphans included, are reaped
-here, and none outlives the server.
+The server carries out the calls that the host sends over one connection: commands, live shells, files, archives. In a
+sandbox with a network of its own, the server also bridges 127.0.0.1 to the model gateway's socket. Invariant: the
+server reaps all its children, adopted orphans included, while it runs, and kills all processes below it before it
+exits.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
 Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
@@ -36,17 +37,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of the child that globs or patches: an agent can make a tree that takes forever to search."""
+"""Limits of a child that globs or patches, in seconds and in bytes of its result. An agent can make a tree that takes
+forever to search."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """The host may call each of the methods `do_NAME(call, arguments)`."""
+    """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
 
     def __init__(
         self, loop: Loop, connection: HostConnection, save_layers: Callable[[int], None] | None, gateway: int
@@ -58,11 +60,11 @@ class Server:
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
         self.kept: dict[str, Command] = {}
-        """Commands that outlive the host, by name."""
+        """The commands that have a name, by name. These commands may outlive the host."""
         self.newest_call = 0
         self.bridge: Bridge | None = None
         self.next_host: NextHost | None = None
-        """The host to wait for when the connection ends; None for no wait."""
+        """The wait for another host after the connection has ended. None: the server ends with the connection."""
         connection.attach(self.dispatch, self.lose_host)
 
     def dispatch(self, frame: bytes) -> None:
@@ -84,7 +86,7 @@ class Server:
         if args["subreaper"]:
             import ctypes
 
-            # Children that lose their parent are then adopted by this server, and can still be found and killed. The
+            # After this call the server adopts orphans among the processes below, and can still find and kill them. The
             # first process of a pid namespace adopts orphans without this call.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -100,11 +102,12 @@ class Server:
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
             self.bridge = Bridge(self.loop, args["bridge_port"], socket)
-            NetlinkWatch(self.loop)  # a sandbox that needs a bridge has a network of its own
+            # Only a sandbox with a network of its own needs the watch, and these are the sandboxes with a bridge.
+            NetlinkWatch(self.loop)
         self.calls.reply(call, {})
 
     def expire(self) -> None:
-        """End the sandbox at the end of its lifetime, even if its node was killed."""
+        """End the sandbox, whose lifetime is over. This also ends a sandbox whose node was killed."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
@@ -119,7 +122,7 @@ class Server:
             self.kept[args["name"]] = Command(self.calls, call, args)
 
     def do_outlive(self, call: int, args: dict[str, Any]) -> None:
-        """From now on, wait for another host when this host is gone."""
+        """Wait for another host when the connection to this host ends. Without this call, the server would end, too."""
         seconds = args["ms"] / 1000
         self.next_host = NextHost(self.loop, args["path"], args["secret"], seconds)
         if self.bridge is not None:
@@ -127,7 +130,8 @@ class Server:
         self.calls.reply(call, {})
 
     def lose_host(self) -> None:
-        """End with the host, or end all work that only this host can use and wait for the next host."""
+        """End the server. If the sandbox may outlive the host, end only the work that no other host could use, and wait
+        for the next host."""
         if self.next_host is None:
             self.loop.stop()
             return
@@ -153,8 +157,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The call's number becomes the shell's, so numbers of shells are unique on this connection. The shell replies
-        # to the call.
+        # The shell gets the number of the call: no other shell of this connection has it. `LiveShell` replies to the
+        # call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
@@ -178,7 +182,8 @@ class Server:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """Reply with the environment that this process was started with, including the image's variables."""
+        """Reply with the environment with which this process was started. In a container, this includes the image's
+        variables."""
         self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
@@ -208,7 +213,8 @@ class Server:
         )
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
-        """All other processes are killed first, so that nothing changes during the save."""
+        """Send an archive of the writable layers. All other processes are killed first, so that nothing changes
+        meanwhile."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no layer of its own")
         kill_all_below()
@@ -252,15 +258,15 @@ class Server:
 
 
 def kill_all_below() -> None:
-    """Kill all processes below this one. Raises OSError when one stays alive."""
+    """Kill all processes below this process. Raises OSError if a process stays alive."""
     left = kill_tree({posix.getpid()})
     if left:
         raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
 
 
 def preload() -> None:
-    """Import now the modules that are otherwise imported on use: the standard library is out of reach once the process
-    has changed its root."""
+    """Import the modules that functions otherwise import when called: once the process has changed its root, the
+    standard library is out of reach."""
     import _socket
     import ctypes
     import fcntl
@@ -272,9 +278,9 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all remaining processes."""
+    """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
     one = same_file(0, 1)
-    fd_in = posix.dup(0)  # descriptors 0 and 1 would be inherited by every program
+    fd_in = posix.dup(0)  # the connection moves to other descriptors, because every program would inherit 0 and 1
     fd_out = fd_in if one else posix.dup(1)
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
@@ -285,8 +291,10 @@ def main() -> None:
 
 
 def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
-    """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, if there are
-    any. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
+    """Serve a connection, and those of later hosts, until the loop stops. Then kill all processes below this process.
+
+    `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and is None if there are no
+    layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
@@ -296,10 +304,10 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
 
 
 def close_others(kept: set[int]) -> None:
-    """Close all other descriptors: no descriptor of the host's process may reach a program in the sandbox."""
+    """Close all descriptors but `kept`: no descriptor of the host's process may reach a program in the sandbox."""
     start = 0
     for fd in sorted(kept):
-        if start < fd:  # where the C library has close_range, closerange(0, 0) closes everything
+        if start < fd:  # closerange(0, 0) would close everything if the C library has close_range
             posix.closerange(start, fd)
         start = fd + 1
     posix.closerange(start, posix.sysconf("SC_OPEN_MAX"))

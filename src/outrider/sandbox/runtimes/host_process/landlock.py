@@ -1,9 +1,10 @@
-"""The process-landlock runtime: programs on the host itself, confined by Landlock where user namespaces are off.
+"""The process-landlock runtime: programs on the host itself, confined by Landlock, for machines without user
+namespaces.
 
-The sandbox is weaker than one of namespaces: programs see the host's system folders and processes, but cannot look into
-these processes. Without control groups, limits hold for each process separately, not for all together. Invariant:
+The isolation is weaker than that of namespaces: programs see the host's system folders and processes, but cannot look
+into these processes. Without control groups, limits hold for each process separately, not for all together. Invariant:
 programs change files only in the sandbox's own directory, except that they can write to the terminals of the service's
-user. `stop` kills the same processes as the process runtime's.
+user. `stop` kills the same processes as in the process runtime.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NEEDED = 3
 READ = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
-    # The parent folders may also contain the keys of the machine's own certificates.
+    # Only these entries are readable, because their parent folders may also contain the keys of the machine's
+    # certificates.
     *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
     *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
     *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
@@ -38,12 +40,14 @@ WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "
 """Writable paths. /dev/pts also gives access to other terminals of the service's user; without /dev/pts no new
 terminal can be opened."""
 ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
-"""Git exits with an error if it cannot read an existing host-wide configuration."""
+"""Variables that make Git skip the host-wide configuration. Git exits with an error if that file exists but is not
+readable."""
 
 
 class LandlockRuntime:
     """The kind `process-landlock`: like `ProcessRuntime`, but programs write only below the sandbox's own directory,
-    read only the system's folders and the harness's programs, and make TCP connections only to the gateway."""
+    read only the system's folders and the harness's programs, and make TCP connections only to the gateway. The kernel
+    restricts connections from version 4 of Landlock on (`landlock.NETWORK_SINCE`)."""
 
     check_spec = ProcessRuntime.check_spec
 
@@ -68,7 +72,8 @@ class LandlockRuntime:
 def confined_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """The tool server behind guest/isolation/landlock.py, which parses the words after the command."""
+    """Return the tool server's command and code, with the code of guest/isolation/landlock.py before the server's own.
+    That module parses the words after the command."""
     shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),

@@ -1,6 +1,7 @@
 """The process runtime: trusted code on the host itself, without isolation, with the same tool server.
 
-Invariant: after `stop` no process started through this runtime is left, even one that left its session and its parents.
+Invariant: after `stop` no process of the sandbox is left, not even a process that has left its session and lost its
+parents.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ProcessRuntime:
 
 
 def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
-    """Return a sandbox that has the host's files and reaches the gateway by its port."""
+    """Return a sandbox that uses the host's files, and reaches the gateway by the gateway's port."""
     return ToolServerSandbox(
         launch,
         spec,
@@ -88,7 +89,7 @@ def gateway_url(context: SandboxContext) -> str:
 def plain_program(
     context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
 ) -> tuple[list[str], bytes]:
-    """The tool server without any confinement."""
+    """Return the tool server's command and code, without any confinement."""
     return server_command(sys.executable), bytecode
 
 

@@ -1,1 +1,1 @@
-"""Processes and control groups of this machine, for every runtime that starts processes directly."""
+"""Processes, control groups and mounts of this machine, for the runtimes."""

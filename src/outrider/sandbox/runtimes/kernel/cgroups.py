@@ -1,8 +1,8 @@
-"""Control groups of a node, with which the kernel enforces the limits of its sandboxes.
+"""Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
-Making groups takes a delegated unit or container on version 2, and root or chowned folders on version 1. Without these
-permissions there are no groups. Invariants: a group is named after its node and sandbox, so the leftovers of a dead
-node are identified with certainty; after `remove` the group is gone.
+Making groups requires a delegated unit or container with version 2, and root or folders of this user's own with version
+1. Without these permissions there are no groups. Invariants: a group is named after its node and sandbox, so the
+leftovers of a dead node are identified with certainty; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("outrider.node")
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 UNIFIED = ""
-"""Name of the controllers of version 2 in /proc/self/cgroup."""
+"""The name that stands for all controllers of version 2 in /proc/self/cgroup."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 SOCKET_BYTES = 64 << 20
-"""Maximum bytes that the kernel holds for one sandbox's sockets, by control groups of version 1. All sockets of the
-host share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when the memory is used up."""
+"""Maximum bytes that the kernel may hold for the sockets of one sandbox, a limit of version 1. All sockets of the host
+share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow down when this memory is used up."""
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""The group into which this process moves on version 2, where a group with members cannot pass controllers on to inner
+"""The group into which this process moves with version 2. A group with members cannot pass controllers on to inner
 groups."""
 
 
@@ -65,7 +65,7 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
             if name in CONTROLLERS and os.access(folder, os.W_OK):
                 found[name] = folder
         return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-    # Version 2: our own group, or the parent if this process has moved into OWN before.
+    # Version 2: the group of this process, or its parent if this process has moved into OWN before.
     folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:
@@ -85,13 +85,13 @@ def by_controller(own: str) -> dict[str, str]:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """Return the files to write, in order, with their texts, by controller."""
+    """Return for each controller the files to write, in order, with their texts."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
         found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
     else:
-        # Internet sockets are counted separately, and only if they have a limit.
+        # With version 1, internet sockets are counted separately, and only if they have a limit.
         sockets = str(min(resources.most_memory_mb * MEBIBYTE // 4, SOCKET_BYTES))
         found["memory"] = {
             "memory.limit_in_bytes": memory,
@@ -109,7 +109,7 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
 
 UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max", "memory.kmem.tcp.limit_in_bytes"})
-"""Files that are missing if the kernel does not account for swap, or for sockets separately."""
+"""Files that are missing if the kernel does not account for swap, or does not count sockets separately."""
 
 
 class Group:
@@ -124,7 +124,7 @@ class Group:
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The files to which a process writes "0" to enter the group, together with its later children."""
+        """The files to which a process writes "0" to enter the group. Its later children are then in the group, too."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
 
     def ran_out(self) -> bool:
@@ -151,7 +151,7 @@ class Group:
 
     async def remove(self) -> None:
         """Remove the groups, and kill their remaining processes. Raises RuntimeFailure when a group cannot be removed,
-        after removing the others."""
+        but removes the other groups first."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
         for folder in self._folders:
@@ -175,11 +175,14 @@ def _short_of_memory(group: Path) -> bool:
 
 
 def _was_full(group: Path) -> bool:
-    """Return whether the group has ever reached its limit. Version 2 counts these events. In version 1 page cache,
-    which the kernel reclaims on demand, may have filled the group, and the kernel reports no difference. (`failcnt` of
-    version 1 stays 0 where swap is limited too.)"""
+    """Return whether the group has ever reached its limit.
+
+    Version 2 counts these events. With version 1, the highest use of memory is compared with the limit. The use
+    includes page cache, which the kernel reclaims on demand, so the result may be True for a group that never lacked
+    memory. (`failcnt` of version 1 stays 0 where swap is limited too.)"""
     limit = _number(group / "memory.limit_in_bytes")
-    nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE  # memory is charged in batches of pages
+    # Memory is charged in batches of pages, so the use of a full group may be a little below the limit.
+    nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE
     return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
 
 
@@ -193,7 +196,7 @@ def _number(file: Path, name: str = "") -> int:
 
 
 class Cgroups:
-    """The part of a node's host (see node_host.py) that makes the groups of its sandboxes."""
+    """The part of a node's host (see node_host.py) that makes the control groups of sandboxes."""
 
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
@@ -255,8 +258,8 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of such nodes.
-    Blocks."""
+    """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of nodes whose groups
+    were removed. Blocks."""
     parents = _parents(find())
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
@@ -266,7 +269,7 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # for example another user's: the others are still removed
+        except OSError as error:  # for example, the groups are another user's. Other nodes' groups are still removed
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 
@@ -327,6 +330,6 @@ def _removed(folder: Path) -> bool:
 def _set(file: Path, value: str) -> None:
     try:
         file.write_text(value)
-    except OSError:  # EACCES for a missing file, because the write would create it
+    except OSError:  # a missing file gives EACCES, because the write would create it
         if file.name not in OPTIONAL or file.exists():
             raise

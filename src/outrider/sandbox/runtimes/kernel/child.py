@@ -1,8 +1,8 @@
 """A process that works for the service, watched through a pidfd, and its descendants.
 
-The process is a child spawned without copying the service's memory, or was forked by the zygote. Invariants: after
-`Child.end` the process is dead, and reaped if it was a child; a signal is sent only through a pidfd, never to a process
-id.
+The process is a child spawned without copying the service's memory, or was forked by the zygote, or was started by an
+earlier node. Invariants: after `Child.end` the process is dead, and reaped if it was a child; a signal is sent through
+a pidfd, or else to a child that is not yet reaped, so never to a pid that was reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ END_SECONDS = 5.0
 
 
 class Child:
-    """One process. `pidfd` refers to it; `log` is a file in memory with its standard error. `close` closes both."""
+    """One process. `pidfd` is a descriptor of the process. `log` is the descriptor of a file in memory with the
+    standard error of the process. `close` closes both."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -37,8 +38,9 @@ class Child:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
-        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps its descriptors
-        (> 2) to ours. `posix_spawn` neither copies page tables nor starts a watcher thread.
+        """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps further
+        descriptors of the new process (> 2) to descriptors of this process. `posix_spawn` neither copies page tables
+        nor starts a watcher thread.
 
         Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
         """
@@ -96,8 +98,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait for the process to exit, kill it after `seconds`, reap and close. Returns whether the process exited
-        unforced. Call once, shielded from cancellation."""
+        """Wait for the process to exit, kill it after `seconds`, reap it and close the descriptors. Returns whether the
+        process exited unforced. Call once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -129,8 +131,8 @@ class Child:
         exited.set_result(None)
 
     def reap(self) -> None:
-        """Reap a process that has exited, and close."""
-        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
+        """Reap a process that has exited, and close the descriptors."""
+        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote or of an earlier node
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
         self.close()
 
@@ -152,7 +154,8 @@ class Child:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable. A pidfd is readable when its process is dead. One waiter at a time for each `fd`."""
+    """Wait until `fd` is readable. A pidfd is readable when its process is dead. Each `fd` may have one waiter at a
+    time."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
@@ -163,7 +166,8 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """The descendants of a child; create before the child exits. Call `hold` again for processes that start later."""
+    """The descendants of a child. Call `hold` first before the child exits, and again for processes that start
+    later."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -177,7 +181,7 @@ class Descendants:
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    if _status(pid, "PPid") != [above]:  # the pid was reused by another process
+                    if _status(pid, "PPid") != [above]:  # the pid was reused, or the parent has exited
                         os.close(self._held.pop(pid))
                         continue
                     todo.append(pid)
@@ -209,8 +213,7 @@ class Descendants:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the children of all threads of a process; empty for a process that is gone, which may happen at any
-    moment."""
+    """Return the children of all threads of a process; empty for a process that is gone."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -221,8 +224,8 @@ def _children(pid: int) -> set[int]:
 
 
 def _status(pid: int, name: str) -> list[int]:
-    """Return the numbers in one line of a process's status; empty when the process is gone. Another line is the name of
-    its program, which may have any character but a newline."""
+    """Return the numbers in one line of a process's status; empty when the process is gone. Lines end only at a
+    newline, because the line with the program's name may have any other character."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_bytes().split(b"\n"):
             if line.startswith(f"{name}:".encode()):

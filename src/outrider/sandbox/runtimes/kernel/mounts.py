@@ -1,9 +1,10 @@
 """The file systems mounted on this machine, as seen by this process.
 
 Some file systems are mounted below a host folder that is shown in a sandbox. A container engine that mounts the folder
-read-only mounts these inner file systems too, but writable. An overlay omits them. Each inner file system must
-therefore be mounted again, over its path. This module mounts nothing, and only checks whether paths exist. Invariant:
-the returned mount points keep their positions relative to their folder.
+read-only mounts these inner file systems too, but writable. An overlay over the folder leaves the inner file systems
+out. Each inner file system must therefore be mounted again, over its path. This module mounts nothing: it lists mounts,
+and checks whether their paths exist. Invariant: the returned mount points keep their positions relative to their
+folder.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class MountTable:
 
 
 def parse(mountinfo: bytes) -> tuple[MountPoint, ...]:
-    """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone
-    dash. A path may have any character but a blank, a tab, a newline and a backslash, which are escaped."""
+    """Parse mountinfo, see proc_pid_mountinfo(5): the fifth field is the mount point, and the kind follows a lone dash.
+    In a path, blanks, tabs, newlines and backslashes are escaped, but no other characters."""
     kinds = {}
     for line in filter(None, mountinfo.split(b"\n")):
         fields = line.split(b" ")
@@ -70,7 +71,7 @@ def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTIN
     for source, target in shown:
         top = os.path.realpath(source)
         below = [path for path in points if path != top and path.startswith(f"{top.rstrip('/')}/")]
-        # A mount that a later one hides is still listed, though its path leads nowhere.
+        # A mount that is hidden by a later mount is still listed. Its path may lead nowhere, and is then left out.
         found += [
             (Path(path), os.path.join(target, os.path.relpath(path, top))) for path in below if os.path.lexists(path)
         ]

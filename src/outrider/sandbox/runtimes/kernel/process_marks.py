@@ -2,9 +2,10 @@
 
 Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
 directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER LOCK SIGN`, this module is a
-node's keeper. After the node's exit the keeper kills the node's processes, except sandboxes that may outlive the node,
-and keeps those for the next node. Invariant: a signal is sent only through a pidfd opened before the mark is read,
-never to a process id. Standard library only.
+node's keeper. LOCK and SIGN are descriptors that mark the folder as in use. After the node's exit the keeper kills the
+processes of the node's sandboxes. A sandbox that may outlive the node is spared for OUTLIVE_SECONDS, in which the next
+node may take over the folder. Invariant: a signal is sent only through a pidfd opened before the mark is read, never to
+a process id. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 RUN_FILE = "run.json"
-"""File in a sandbox's folder with the data for the next node to continue the sandbox. Exists only if the sandbox may
-outlive its node."""
+"""File in a sandbox's folder with the data for the next node to continue the sandbox. The file exists only if the
+sandbox may outlive its node."""
 OUTLIVE_SECONDS = 60.0
 """Seconds for which a sandbox waits for the next node."""
 KEEPER = "keeper.sock"
 """Socket in the folder of a dead node, over which the keeper passes the folder's lock to the next node."""
 DONE = b"d"
-"""Message with which a node that has removed its folder makes the keeper exit."""
+"""Message with which a node that has removed its folder makes the keeper exit. The keeper also sends this message with
+the descriptors, because descriptors cannot be sent without data."""
 QUIET_LOOKS = 2
-"""Number of consecutive looks at /proc that must find no marked process. A single look misses a process whose parent
-starts it and exits between two steps of the look."""
+"""Number of consecutive looks at /proc that must find no marked process. A single look can miss a process that is
+started between two steps of the look by a parent that then exits."""
 
 
 def mark_of(directory: Path) -> str:
@@ -43,8 +45,8 @@ def mark_of(directory: Path) -> str:
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS, spared: Sequence[str] = ()) -> int:
-    """SIGKILL every process whose mark begins with `mark` and with none of `spared`, and its descendants, until /proc
-    shows none. Returns the number of processes left after `seconds`. Blocks."""
+    """SIGKILL every process whose mark begins with `mark` and with none of `spared`, and the descendants of these
+    processes, until /proc shows none. Returns the number of processes left after `seconds`. Blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
     while quiet < QUIET_LOOKS:
@@ -59,14 +61,14 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS, spared: Sequence[st
 
 
 def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
-    """Return the live processes whose mark begins with `mark`, and their descendants, except this process and
-    processes with a mark that begins with one of `spared`."""
+    """Return the live processes whose mark begins with `mark` and with none of `spared`, and their descendants. This
+    process is left out."""
     needle = f"\0{VARIABLE}={mark}".encode()
     left_out = [f"\0{VARIABLE}={one}".encode() for one in spared]
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
-        # The environment at the start of the process; empty for a dead process and for another user's.
+        # The environment at the start of the process, empty for a dead process and for another user's process.
         environ = _bytes(f"/proc/{pid}/environ")
         if not environ and _state(pid)[0] in "ZX":
             for thread in _threads(pid):
@@ -86,7 +88,8 @@ def marked(mark: str, spared: Sequence[str] = ()) -> set[int]:
 
 
 def _kill(mark: str, spared: Sequence[str]) -> None:
-    """SIGSTOP all marked processes before killing any: otherwise processes not yet found start others."""
+    """SIGKILL all marked processes, but stop all of them by SIGSTOP first. Otherwise processes that are not yet found
+    could start others."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark, spared) - held.keys():
@@ -111,8 +114,8 @@ def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> Non
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """Return the state's letter and the parent's pid. A process whose first thread has ended looks like a zombie, even
-    if other threads live."""
+    """Return the state's letter and the parent's pid; ("X", 0) if the process is gone. A process whose first thread has
+    ended looks like a zombie, even if other threads live."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -121,8 +124,8 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 def started(pid: int) -> str:
-    """Return the start time of a process, in the kernel's ticks; "" when it is dead. The pid and the start time
-    together identify a process for all time, because pids are reused."""
+    """Return the start time of a process, in the kernel's ticks since boot; "" if the process or its first thread has
+    ended. Pids are reused, but a pid and a start time together identify one process until the next boot."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -148,8 +151,9 @@ def _bytes(path: str) -> bytes:
 
 def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: float = PATIENCE_SECONDS) -> None:
     """Run as the keeper of a node's folder until the folder is removed, or all processes left by the node are killed.
+
     `held` are the descriptors that mark the folder as in use. `node` is the connection to the node, closed by the
-    node's exit."""
+    node's exit. `patience` is the time in seconds that processes have to exit by themselves."""
     mark = f"{folder.name}/"
     heir: socket.socket | None = node
     while heir is not None:
@@ -168,7 +172,7 @@ def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: fl
                 heir, _ = listener.accept()
                 heir.settimeout(None)
                 socket.send_fds(heir, [DONE], held)
-            except OSError:  # no node connected in time, or it was killed at once
+            except OSError:  # no node connected in time, or the node was killed at once
                 heir = None
             (folder / KEEPER).unlink(missing_ok=True)
     for descriptor in held:
@@ -177,8 +181,8 @@ def keep(folder: Path, held: Sequence[int], node: socket.socket, *, patience: fl
 
 
 def _end(mark: str, patience: float, spared: Sequence[str] = ()) -> None:
-    """Give the marked processes some time to exit, and kill the rest. A tool server that exits by itself also kills
-    processes that have lost the mark by clearing their environment."""
+    """Give the marked processes `patience` seconds to exit, and kill the rest. A tool server that exits by itself also
+    kills processes without a mark, which have cleared their environment."""
     deadline = time.monotonic() + patience
     while marked(mark, spared) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

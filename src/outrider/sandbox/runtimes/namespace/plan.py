@@ -1,8 +1,8 @@
 """The parts of a namespace sandbox, as plain data that guest/isolation/isolate.py carries out.
 
-This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: a plan shows nothing of
-the host but its system folders, a fixed list of harmless files below /etc and devices, and the paths named by the
-caller.
+This module reads the host's folders, and creates nothing but the skeleton of a root. Invariant: of the host, a plan
+shows only the system folders, a fixed list of harmless files below /etc, a fixed list of devices, and the paths named
+by the caller.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Ids = tuple[int, int, int]
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one sandbox. `base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
 
-    `layers` are pairs (folder of the host, path inside), the root first. Each layer is under a throw-away writable
-    layer. A layer other than the root is read-only if its folder cannot have a writable layer over it. `folders` are
-    pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of `layers` and
-    `folders`, which must be mounted separately (see `inner_of`); the source is "" for a mount that is covered. `shown`
-    are pairs (path of the host, path inside) of further read-only mounts, over all of these. `named` are the read-only
-    mounts named by the task: no part of their host paths may be a link. `devices` are pairs of usable device files
-    besides the usual ones. `bytes` and `files` bound the written files. `gateway` is the path of the gateway's socket,
-    `cgroups` are the files for entering the control groups (see `Group.entrances`). `memory` is `counted_memory`.
-    `saved` is an archive of writable layers to start with, "" for none. `uids` and `gids` are the id maps of the users;
-    `mappers` are the programs that can map more than one user."""
+    `layers` are pairs (folder of the host, path inside), the root first. Each layer gets a throw-away writable layer on
+    top. A layer other than the root is mounted read-only if no writable layer can be put on top of its folder.
+    `folders` are pairs of the same form, mounted read-only. `inner` are pairs for the mounts below the folders of
+    `layers` and `folders`, which must be mounted separately (see `inner_of`). The source is "" for a mount that must be
+    hidden. `shown` are pairs (path of the host, path inside) of further read-only mounts, made after all of the above.
+    `named` are the read-only mounts named by the task: no part of their host paths may be a link. `devices` are pairs
+    for further device files that programs may use. `bytes` and `files` are the maximum size and number of written
+    files. `gateway` is the path of the gateway's socket. `cgroups` are the files for entering the control groups (see
+    `Group.entrances`). `memory` is `counted_memory`. `saved` is an archive of writable layers to start with, "" for
+    none. `uids` and `gids` are the id maps of the users; `mappers` are the programs that can map more than one user."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -99,7 +99,7 @@ def host_root(skeleton: Path) -> Root:
 
 def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str], ...]:
     """Return `Plan.inner` for a root. `mounts` are all mounts of the host, outer mounts first. A mount inside another
-    mount comes with the outer one, unless it is of HIDDEN_KINDS."""
+    mount is shown with the outer mount and has no pair of its own, unless its kind is one of HIDDEN_KINDS."""
     found: list[tuple[str, str]] = []
     for folder, inside in (*root.layers[1:], *root.folders):
         shown, hidden = tuple[str, ...](), tuple[str, ...]()
@@ -117,8 +117,8 @@ def inner_of(root: Root, mounts: Sequence[MountPoint]) -> tuple[tuple[str, str],
 
 
 def make_skeleton(folder: Path) -> None:
-    """Make a root without its system folders: empty folders, links, and files below /etc, either made up or copied
-    from the host's harmless ones. Blocks."""
+    """Make a root without its system folders: empty folders, links, and files below /etc. The files are fixed texts, or
+    copies of harmless files of the host. Blocks."""
     for name in EMPTY_FOLDERS:
         (folder / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
@@ -143,7 +143,8 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """Return why this machine lacks the system calls for making a sandbox; None when it has them all."""
+    """Return what makes this machine unfit for namespace sandboxes (the system, the processor or the kernel), or
+    None."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])

@@ -67,7 +67,8 @@ one."""
 
 
 class NamespaceRuntime:
-    """The kind `namespace`. Paths are the sandbox's own. `stop` discards everything written."""
+    """The kind `namespace`. Paths passed to the methods of a sandbox are paths in the sandbox's own root. `stop`
+    discards everything written."""
 
     saves_layers = True
     gives_gpus = True
@@ -101,8 +102,8 @@ async def launch(
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
     groups = await context.host.part(Cgroups)
-    # Opened after the control groups, which on version 2 move the processes of our own group out of the way, one by
-    # one, and would miss a process that starts meanwhile.
+    # The zygote is started after the control groups were opened. With version 2 of control groups, opening them moves
+    # the processes out of our own group, one by one, and would miss a process that starts meanwhile.
     zygote = await context.host.part(ZygoteClient)
     files = await asyncio.to_thread(_host_files, spec, context, zygote.host_root, driver)
     gpus, root = files.gpus, files.root
@@ -128,8 +129,9 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked was spoiled by the agent that left it, except in two cases: the host
-            # failed meanwhile, or a file system was mounted below /usr since, so that the layer's files have no place.
+            # A layer that cannot be unpacked was spoiled by the agent that wrote it, except in two cases. The host
+            # failed meanwhile. Or a file system has since been mounted below /usr, so that no writable layer can be
+            # mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -145,7 +147,7 @@ async def launch(
 
 class HostFiles(msgspec.Struct, frozen=True):
     """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
-    image sets, `users` is None for one user."""
+    image sets. `users` is None if the sandbox has only one user."""
 
     gpus: GpuFiles
     root: Root
@@ -155,7 +157,7 @@ class HostFiles(msgspec.Struct, frozen=True):
 
 
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
-    """Find the files that the spec names. Blocks, for as long as a file system of the host does not respond. Raises
+    """Find the files that the spec names. Blocks as long as a file system of the host does not respond. Raises
     InvalidField, RuntimeUnavailable."""
     root, image_env = _root(spec, host_root)
     return HostFiles(driver.shown(context.gpus), root, image_env, _has_python(root), user_ids(spec.users))
@@ -229,8 +231,8 @@ def _has_python(root: Root) -> bool:
 async def _end(child: Child, group: Group) -> None:
     """Kill the first process, which kills all others with it, and wait for its exit.
 
-    The first process exits only after all others. Many processes with little processor time take long to exit. They are
-    then killed one by one, without the limit of processor time."""
+    The first process exits only after all others. Many processes with little processor time take long to exit. After
+    DEATH_SECONDS they are therefore killed one by one, without the limit of processor time."""
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)

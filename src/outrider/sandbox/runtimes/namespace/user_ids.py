@@ -22,7 +22,7 @@ FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
 class UserIds(msgspec.Struct, frozen=True):
-    """The fields of `Plan` of the same names."""
+    """Id maps and their programs, for the fields of `Plan` with the same names."""
 
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]
@@ -30,7 +30,8 @@ class UserIds(msgspec.Struct, frozen=True):
 
 
 def user_ids(count: int) -> UserIds | None:
-    """Return `count` ids, of which the first is this user's own; None for a count of 1. Raises RuntimeUnavailable."""
+    """Return maps of `count` user ids and group ids. The first id is this user's own. Returns None for a count of 1.
+    Raises RuntimeUnavailable."""
     if count == 1:
         return None
     own = {"uid": os.geteuid(), "gid": os.getegid()}
@@ -50,7 +51,7 @@ def user_ids(count: int) -> UserIds | None:
 
 
 def _range(kind: str, count: int) -> int:
-    """Return the first id of a range that is large enough."""
+    """Return the first id of this user's first range with `count` ids or more. Raises RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
     try:

@@ -53,10 +53,9 @@ class ForkReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ZygoteClient:
-    """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's
-    own system folders, `base` an empty folder at which each sandbox mounts its root; `mounts` returns the mounts of
-    this machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another
-    zygote."""
+    """The part of a node's host (see node_host.py) that runs the zygote. `host_root` is the root made of the host's own
+    system folders. `base` is an empty folder at which each sandbox mounts its root. `mounts` returns the mounts of this
+    machine. When the zygote exits, all sandboxes forked from it exit too, and the next fork starts another zygote."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -66,8 +65,8 @@ class ZygoteClient:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._spares: list[int] = []
-        """One open descriptor for each expected reply. It is closed just before the reply is read, to make room for
-        the pidfd sent with the reply: the kernel drops a descriptor for which there is no room."""
+        """One open descriptor for each expected reply. Just before a reply is read, one of these descriptors is closed,
+        to make room for the pidfd sent with the reply: the kernel drops a descriptor for which there is no room."""
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
@@ -102,7 +101,7 @@ class ZygoteClient:
         left."""
         if self._child is None:
             await shielded(self._await_deaths)
-        if self._child is None:  # not started by another call meanwhile
+        if self._child is None:  # no other call has started a zygote meanwhile
             self._spawn()
         maker = self._child
         with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
@@ -114,11 +113,11 @@ class ZygoteClient:
             undo.pop_all()
 
         async def maker_lives() -> bool:
-            """Wait a moment first, because a sandbox's exit may be seen before the exit of the zygote that caused
-            it."""
+            """Return whether the zygote of this sandbox still runs, after a short wait: if the zygote's exit ends the
+            sandbox, the sandbox's exit may be seen first."""
             if maker is None or maker is not self._child or await maker.ends_within(PAUSE_SECONDS):
                 return False
-            return maker is self._child  # its connection may have broken meanwhile
+            return maker is self._child  # the zygote may have been given up meanwhile
 
         return Child(pid, pidfd, log), maker_lives
 
@@ -189,8 +188,8 @@ class ZygoteClient:
 
 
 def _skeleton(folder: Path) -> Path:
-    """Return the skeleton of a root in `folder`. A skeleton is made under another name and renamed, so that it is
-    always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
+    """Return the folder `skeleton` in `folder`, made if missing. The skeleton is made under another name and renamed,
+    so that it is always complete, even if another process makes it concurrently or is killed halfway. Blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:

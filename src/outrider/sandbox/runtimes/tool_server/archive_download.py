@@ -90,7 +90,7 @@ class ArchiveDownload:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)  # the thread uses the descriptor until it ends
+                await shielded(self._put)  # shielded, because the thread uses the descriptor to its end
                 if self.fault is not None:
                     break
         finally:
@@ -112,4 +112,4 @@ def write_all(fd: int, pieces: list[bytes]) -> None:
     for piece in pieces:
         view = memoryview(piece)
         while view:
-            view = view[os.write(fd, view) :]  # a full disk accepts a part before it refuses
+            view = view[os.write(fd, view) :]  # an almost full disk takes only a part of a piece

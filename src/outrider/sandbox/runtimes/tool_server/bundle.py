@@ -1,9 +1,9 @@
-"""The tool server as one program, in the form that a bare interpreter starts fastest: its own bytecode.
+"""The tool server as one program, in the form that a bare interpreter starts fastest: bytecode of this interpreter.
 
 The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling takes
-longer than starting the interpreter, so each interpreter compiles the program once. Later starts read the bytecode from
-standard input, and the sandbox needs no file of ours. Invariant: the program needs only the standard library of Python
-3.8 or newer.
+longer than starting the interpreter, so each interpreter compiles the program once, and the bytecode is kept. A server
+reads the bytecode from its connection, so the sandbox needs no file of ours. Invariant: the program needs only the
+standard library of Python 3.8 or newer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import portable_command, portable_python
 
-# `posix` and `marshal` are built into the interpreter; `sys.stdin` would load codecs and buffer the following bytes.
+# Only `posix` and `marshal`, which are built into the interpreter, are used: `sys.stdin` would load codecs and buffer
+# the bytes after the program.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -42,7 +43,8 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
-"""Ignore the sandbox's variables, its user's modules and site-packages: an image may contain anything there."""
+"""Flags that make the interpreter ignore the sandbox's environment variables, the user's modules and site-packages: an
+image may contain anything there."""
 
 GUEST = "outrider.sandbox.runtimes.guest"
 MODULES = (
@@ -66,11 +68,11 @@ MODULES = (
     "netlink_watch",
     "server",
 )
-"""The tool server's modules, each after its imports."""
+"""The tool server's modules, each after the modules that it imports."""
 
 COMPILING = threading.Lock()
-"""Held while compiling: sandboxes that start together compile once, and `ast.parse` of Python 3.11 fails when several
-threads use it at once."""
+"""A lock, held while compiling. Of sandboxes that start together, only the first compiles. `ast.parse` of Python 3.11
+also fails when several threads use it at once."""
 
 
 def source(name: str) -> str:
@@ -81,7 +83,7 @@ def source(name: str) -> str:
 
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
-    """Return the program of a live Python of that kind, for `python3 -c`."""
+    """Return the program of a live Python or IPython, for `python3 -c`."""
     modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
@@ -89,7 +91,8 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Join modules into one text, without imports among the modules and without types; by default the tool server."""
+    """Return one text that joins the modules, by default the tool server. The imports among the modules, and all types,
+    are left out."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:
@@ -137,13 +140,13 @@ def main():
 """
 
 
-@functools.lru_cache(maxsize=8)  # pure, as our own files do not change
+@functools.lru_cache(maxsize=8)  # pure: our own files do not change
 def confined(modules: Sequence[str], server: bytes) -> bytes:
     """Return bytecode that confines the process and then runs the tool server's bytecode.
 
-    `modules` are modules of runtimes/guest, each after its imports. `enter` of the last module is called with the
-    words after `server_command`. The bytecode works only in the running interpreter or a copy, because bytecode
-    differs by Python version.
+    `modules` are modules of runtimes/guest, each after the modules that it imports. `enter` of the last module is
+    called with the words after `server_command`. The bytecode works only in an interpreter of the same version as the
+    running one, because bytecode differs by Python version.
     """
     parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
@@ -173,7 +176,7 @@ def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> 
         return _compiled(enter, interpreter, stamp)
 
 
-@functools.lru_cache(maxsize=64)  # pure, given `stamp`
+@functools.lru_cache(maxsize=64)  # pure: `stamp` changes with the interpreter
 def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
     try:
@@ -190,7 +193,7 @@ def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) ->
 
 
 def portable_server() -> tuple[Path, bytes]:
-    """Return the portable interpreter's folder and the tool server's bytecode for it. Blocks; raises
+    """Return the portable interpreter's folder and the tool server's bytecode for this interpreter. Blocks. Raises
     RuntimeUnavailable."""
     folder = portable_python()
     *enter, program = portable_command(str(folder))

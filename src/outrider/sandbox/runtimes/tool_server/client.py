@@ -2,8 +2,8 @@
 
 This module handles only frames and replies. Replies are decoded into closed types, because their sender shares a
 sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its processes are dead before the
-cancellation proceeds, as long as the server responds at all; any received data costs bounded time and memory, because a
-server that sends more than was requested is dropped.
+cancellation proceeds, unless the server takes longer than CANCEL_SECONDS; any received data costs bounded time and
+memory, because the connection to a server that sends more than was requested is dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
-"""Maximum bytes of a frame. The largest is the reply of a command that filled both its outputs."""
+"""Maximum bytes of a frame. The largest frame is the reply of a command that filled both its outputs."""
 PART_MIN = 1 << 10
 """Minimum bytes counted for a part: many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes, received between two replies, that belong to no waiting call: parts of calls that were cancelled."""
+"""Maximum bytes received, between two replies, for calls that nobody awaits any more. A cancelled call may have sent
+parts that are still on their way."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
@@ -33,7 +34,8 @@ UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 GRACE_SECONDS = 30.0
 """Seconds that a call may take past its own time limit before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which replies are still read: this event loop may itself have been blocked."""
+"""Seconds after GRACE_SECONDS in which replies are still read. This event loop itself may have been blocked, with the
+reply unread."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -96,7 +98,7 @@ class ShellDone(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The number of processes that the server could not kill."""
+    """The reply of `stop`: the number of processes that the server could not kill."""
 
     left: Number = 0
 
@@ -116,8 +118,8 @@ class CallInFlight:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection. `log_tail` returns the end of the server's standard error, for failures. `loss` is None until
-    the connection is lost."""
+    """One connection to a tool server. `log_tail` returns the end of the server's standard error, for failures. `loss`
+    is None until the connection is lost."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str], *, newest_call: int = 0) -> None:
         """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
@@ -141,7 +143,7 @@ class ToolClient(asyncio.Protocol):
         end, self._end = self._end, None
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
-        except BaseException:  # also a cancellation: the loop closes its partial work
+        except BaseException:  # also a cancellation; the loop itself closes an incomplete transport
             self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:
@@ -199,8 +201,8 @@ class ToolClient(asyncio.Protocol):
         """Call a method and wait for the reply. Raises FileNotFoundError, IsADirectoryError and RuntimeFailure, the
         latter also for arguments that cannot be sent.
 
-        `seconds` is the call's own limit inside; GRACE_SECONDS later the server counts as stuck. A server that sends
-        parts of more than `room` bytes is dropped.
+        `seconds` is the call's own limit in the sandbox. GRACE_SECONDS after this limit the server counts as stuck.
+        `room` is the maximum number of bytes in parts: the connection to a server that sends more is dropped.
         """
         self._check()
         if self._transport is None:
@@ -217,8 +219,9 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for the confirmation. An outcome
-            # that is not cancelled arrived together with the cancellation: no other reply will follow.
+            # Make the server kill the call's processes, and wait up to CANCEL_SECONDS for the confirmation. If the
+            # outcome is not cancelled, the reply arrived together with the cancellation, and no other reply will
+            # follow.
             if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = CallInFlight(ended)
@@ -251,8 +254,8 @@ class ToolClient(asyncio.Protocol):
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                # Mark the exception as retrieved: if the caller is being cancelled nobody retrieves it, and asyncio
-                # would log it.
+                # Mark the exception as retrieved. If the caller is being cancelled, nobody retrieves the exception, and
+                # asyncio would log it.
                 call.outcome.exception()
 
     def log_tail(self) -> str:
@@ -260,7 +263,8 @@ class ToolClient(asyncio.Protocol):
         return self._log_tail()
 
     async def close(self) -> None:
-        """Drop the connection, which makes the server exit. Calls in flight fail."""
+        """Drop the connection, and wait until it is closed. Calls in flight fail. The server exits, unless its sandbox
+        may outlive this node."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
@@ -286,7 +290,7 @@ class ToolClient(asyncio.Protocol):
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
-            if call.room < -PART_MIN:  # the last part may be a small one
+            if call.room < -PART_MIN:  # a small last part counts as PART_MIN, too
                 self._lose("the tool server sent more than it was asked for", "wrong")
             elif call.on_part is not None:
                 call.on_part(data)
@@ -319,6 +323,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # else `open` has it now
+        elif self._end is not None:  # otherwise `open` has the socket
             self._end.close()
         self.fail_all(reason)

@@ -1,7 +1,7 @@
-"""The common parts of every runtime's `launch`: a tool server's set-up, its connection, and the undoing of steps.
+"""The common parts of every runtime's `launch`: the set-up of a tool server, the connection, and the undoing of steps.
 
 A runtime with a tool server has one async context manager `launch(spec, context)`. It makes the sandbox, starts the
-tool server inside, and yields a `RunningServer`; leaving the context undoes all steps. Invariant: when `undone` returns
+tool server inside, and yields a `RunningServer`. Leaving the context undoes all steps. Invariant: when `undone` returns
 or raises, its step has ended, even after a cancellation.
 """
 
@@ -50,13 +50,13 @@ async def always() -> bool:
 class RunningServer:
     """A configured and connected tool server that runs in its sandbox.
 
-    `group` is the sandbox's control group, None where a daemon enforces the limits. The functions are called until the
-    sandbox is stopped. `ended_inside`, called when the connection is gone, returns whether programs inside ended the
-    tool server. `stopped_inside`, called when the server does not respond, returns whether programs inside sent it a
-    stop signal. `image_is_current` returns whether a sandbox started now would have the same image. `layer_limit` is
-    the maximum size in bytes of an archive of the writable layer, 0 where the runtime cannot save the layer. If the
-    sandbox can outlive this node, `next_host` is the path inside at which the server connects to the next node, and
-    `handle` is the data that the next node needs.
+    `group` is the sandbox's control group, None where a daemon enforces the limits. The functions may be called until
+    the sandbox is stopped. `ended_inside`, called when the connection is gone, returns whether programs inside ended
+    the tool server. `stopped_inside`, called when the server does not respond, returns whether programs inside sent the
+    server a stop signal. `image_is_current` returns whether a sandbox started now would have the same image.
+    `layer_limit` is the maximum size in bytes of an archive of the writable layer, 0 where the runtime cannot save the
+    layer. If the sandbox can outlive this node, `next_host` is the path inside at which the server connects to the next
+    node, and `handle` is the data that the next node needs.
     """
 
     tools: ToolClient
@@ -80,8 +80,10 @@ Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[Run
 def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = False) -> bool:
     """Return whether a tool server that has exited was ended by the programs beside it, judged by its group and log.
 
-    The first process of a pid namespace receives no signals from inside. So either the server's log holds the reason
-    for the exit, or the sandbox's memory ran out. A `killable` server is outside such a namespace."""
+    The first process of a pid namespace receives no signals from inside. So if programs inside ended the server, either
+    its log holds the reason, or the sandbox's memory ran out. A `killable` server is not the first process of a
+    namespace: programs can kill it by a signal, and its log is then empty. If the host's memory ran out, the cause is
+    outside."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
@@ -91,11 +93,11 @@ def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = Fals
 class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration sent to a tool server first.
 
-    `files` are written and `folders` made before anything else runs. Connections to `bridge_port` are forwarded to the
-    gateway's socket; 0 disables forwarding. `python` is the command of a Python for a sandbox without its own.
-    `memory` is the maximum bytes of memory of all programs together, 0 if the server need not count. After `lifetime`
-    seconds (0: never) the server and all programs in the sandbox exit, whatever the state of the host. `mark` is in
-    the environment of every process (see kernel/process_marks.py)."""
+    `files` are written and `folders` made before any program runs. Connections to `bridge_port` are forwarded to the
+    gateway's socket; 0 disables forwarding. `python` is the command that starts Python in a sandbox that has none
+    itself. `memory` is the maximum bytes of memory of all programs together, 0 if the server need not count. After
+    `lifetime` seconds (0: never) the server and all programs in the sandbox exit, whatever the state of the host.
+    `mark` is in the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
     workdir: str
@@ -110,7 +112,7 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
     def marking(self) -> dict[str, str]:
-        """The environment variable that marks the sandbox's processes, before any call."""
+        """Return the environment variable that marks the tool server, and other processes that belong to no call."""
         return {VARIABLE: f"{self.mark}:0"}
 
 
@@ -143,7 +145,7 @@ def rooted_setup(
 
 
 def clean_environment(env: Mapping[str, str], home: str) -> dict[str, str]:
-    """The variables of every sandbox, overridden by `env`. None comes from the service's own environment."""
+    """Return the variables of every sandbox, overridden by `env`. None comes from the service's own environment."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": home,
@@ -167,9 +169,10 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
 
 @contextlib.contextmanager
 def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a new connection. The second end is for a process to start, as its standard input and output.
+    """Yield both ends of a new connection. The second end is for a new process, as its standard input and output.
 
-    The second end is closed on leaving. The first belongs to the caller, and is closed only when the block raises."""
+    The second end is closed at the end of the block. The first end belongs to the caller, and is closed only if the
+    block raises."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:
@@ -186,6 +189,6 @@ async def undone(sandbox: str, step: Callable[[], Awaitable[object]]) -> None:
     too."""
     try:
         await shielded(step)
-    except Exception as error:  # any error
+    except Exception as error:  # whatever the error is, the other parts must be undone
         bug = not isinstance(error, (RuntimeFailure, OSError))
         log.error("%s is not stopped in full: %s", sandbox, error, exc_info=bug)

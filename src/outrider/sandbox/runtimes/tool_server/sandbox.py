@@ -1,8 +1,8 @@
 """A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
 
-The kind supplies a `launch` and the mapping of paths. Everything else is calls to the tool server. Invariants: all data
-into and out of the sandbox passes through the one connection to the tool server; the launch is undone when `stop` has
-returned, or after a `start` that raised.
+The kind supplies a `launch` and the mapping of paths. Everything else is calls to the tool server. Invariants: this
+module exchanges data with the sandbox only through the one connection to the tool server; the launch is undone when
+`stop` has returned, or after a `start` that raised.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 PIECE = 4 << 20
-"""Bytes of a file in one call."""
+"""Maximum bytes of a file in one call."""
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
 CONFLICT_MAX = 1 << 16
@@ -62,37 +62,39 @@ HELP_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
-"""Maximum bytes of an interpreter's rich results, with a margin; only a program that writes to the descriptor itself
-sends more."""
+"""Maximum bytes of the rich results of one input: the interpreter's own limit of 8 MiB, and a margin. Only a program
+that itself writes to the interpreter's descriptor sends more."""
 DISPLAYS = msgspec.msgpack.Decoder(
     Annotated[
         list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
         msgspec.Meta(max_length=1000),
     ]
 )
-"""Decoder that checks the number of results before decoding any."""
+"""Decoder that checks the numbers of results and of their forms before decoding any, and leaves the values
+undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
-"""The first bytes of text in msgpack."""
+"""The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
 SECRET = "secret"
-"""Key in the handle of a sandbox that may outlive its node: the secret that the tool server sends to the next node."""
+"""Key of the secret in the handle of a sandbox that may outlive its node. The tool server sends the secret to the next
+node."""
 NAMED_MIN = 16
-"""Minimum bytes of a patch per changed file."""
+"""Minimum bytes that a patch has for each changed file."""
 
 
 @dataclass(frozen=True)
 class SandboxPaths:
     """Maps the paths given by callers to paths in a sandbox.
 
-    `work` is the host folder that stands for the spec's `workdir`, or None in a sandbox with its own root. If `work`
-    is given, relative paths and absolute ones at or below `workdir` are mapped into it; any other absolute path is the
-    host's own."""
+    `work` is the host folder that stands for the spec's `workdir`, or None in a sandbox with its own root. If `work` is
+    given, relative paths and absolute ones at or below `workdir` are mapped into it. Any other absolute path is a path
+    of the host."""
 
     workdir: str
     work: str | None = None
 
     def place(self, path: str) -> str:
-        """Return the absolute path for the tool server."""
+        """Return the absolute path under which the tool server finds `path`."""
         if self.work is None:
             return posixpath.join(self.workdir, path)
         seen = self._seen(path)
@@ -117,7 +119,7 @@ class SandboxPaths:
 
 
 class ToolServerSandbox:
-    """One sandbox of a kind that has a `launch`. See `Runtime` for its methods."""
+    """One sandbox of a kind that has a `launch`. See `Runtime` for the methods."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class ToolServerSandbox:
         self._server: RunningServer | None = None
         self._begun = False
         self._changing = asyncio.Lock()
-        """Held while the sandbox is started or stopped."""
+        """A lock, held while the sandbox is started or stopped."""
         self._starting: asyncio.Timeout | None = None
         self._lifetime_end = 0.0
 
@@ -155,7 +157,8 @@ class ToolServerSandbox:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
         self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
-        # With a timeout that never expires by itself, `stop` can cancel the launch and nothing else of this task.
+        # This timeout never expires by itself. By rescheduling it, `stop` cancels the launch and nothing else of this
+        # task.
         starting = asyncio.timeout(None)
         try:
             async with self._changing, starting:
@@ -210,7 +213,7 @@ class ToolServerSandbox:
         return {**server.handle, SECRET: secret}
 
     async def save_layer(self, target: Path) -> None:
-        """See `SavesLayers`. The programs inside are ended first. Only this user can read the file."""
+        """See `SavesLayers`. All programs inside are killed first. Only this user can read the file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
@@ -344,7 +347,7 @@ class ToolServerSandbox:
         return done[1:].decode("utf-8", "replace").split("\0")
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
-        """Call a method of the tool server's helper, and join the parts of the reply."""
+        """Call a method that a fork of the tool server carries out, and join the parts of the reply."""
         tools, whole = self.server.tools, bytearray()
         try:
             await tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
@@ -394,7 +397,7 @@ class ToolServerSandbox:
 
 
 class ToolServerShell:
-    """A shell that lives in the tool server. Concurrent inputs run one after another."""
+    """A live shell of the tool server. Concurrent inputs run one after another."""
 
     def __init__(self, tools: ToolClient, number: int) -> None:
         self._tools = tools
@@ -423,8 +426,8 @@ class ToolServerShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data: an agent shares the
-    sandbox with the interpreter."""
+    """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which may come from an
+    agent in the same sandbox."""
     if len(packed) > SHOWN_MAX:
         raise ValueError("rich results that are larger than any interpreter's")
     found = DISPLAYS.decode(packed) if packed else []
@@ -438,7 +441,8 @@ def form_of(value: msgspec.Raw) -> str | bytes:
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:
-    """Return the folder before the first part with a wildcard, with its slash, and the rest of the pattern."""
+    """Return the path before the first part with a wildcard, or else before the last part, and the rest of the pattern.
+    The path is "" or ends with a slash."""
     parts = re.sub("/+", "/", pattern).split("/")
     fixed = 0
     while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):

@@ -1,4 +1,4 @@
-"""The folder shared by a sandbox and its node: the model gateway's socket, and a socket to which a tool server
+"""The folder shared by a sandbox and its node, with the model gateway's socket, and a socket to which a tool server
 connects.
 
 The folder itself is mounted, so its content can be replaced while the sandbox runs: after a node was killed, the next
@@ -29,11 +29,11 @@ GATEWAY = "gateway"
 LOOK_SECONDS = 1.0
 GREETING_MAX = 1 << 10
 MAX_STRANGERS = 64
-"""Maximum number of connections on which no greeting has come yet."""
+"""Maximum number of connections whose greeting is awaited."""
 BACKLOG = 16
 
 Runs = Callable[[], Awaitable[bool]]
-"""Returns whether the sandbox still runs."""
+"""A function that returns whether the sandbox still runs."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -43,22 +43,24 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 class SharedFolder:
-    """The shared folder, created if missing, with the gateway's socket in it. A second socket accepts connections until
-    `stop_listening`."""
+    """The shared folder, created if missing. The gateway's socket is in the folder. A second socket accepts connections
+    until `stop_listening`."""
 
     def __init__(self, path: Path, gateway: Path) -> None:
         """Raises OSError."""
         self.path = path
         path.mkdir(mode=0o711, exist_ok=True)
-        with contextlib.suppress(PermissionError):  # root inside may be another user
+        # The sandbox's root may be another user than the node, and must be able to connect to the gateway.
+        with contextlib.suppress(PermissionError):
             gateway.chmod(0o666)
-        # A second name of the same socket: a mount of the socket itself would forever refer to this node's socket.
+        # The gateway's socket gets a second name in the folder. A mount of the socket itself would refer to this node's
+        # socket forever.
         (path / GATEWAY).unlink(missing_ok=True)
         (path / GATEWAY).hardlink_to(gateway)
         self._listener = _listening(path)
 
     def stop_listening(self) -> None:
-        """Idempotent."""
+        """Close and remove the socket for tool servers. Idempotent."""
         self._listener.close()
         (self.path / SOCKET).unlink(missing_ok=True)
 
@@ -77,7 +79,7 @@ class SharedFolder:
         return None
 
     async def meet(self, secret: str, runs: Runs) -> ToolClient:
-        """Wait for the tool server that has the secret, and return a client for it. Raises RuntimeFailure."""
+        """Wait for the tool server that has the secret, and return a client for this server. Raises RuntimeFailure."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 end, newest_call = await self._greeted(secret, runs)
@@ -90,11 +92,12 @@ class SharedFolder:
         return tools
 
     async def _greeted(self, secret: str, runs: Runs) -> tuple[socket.socket, int]:
-        """Return the connection on which the secret comes first, and the number in its greeting (see `_newest_call`).
+        """Return the first connection whose greeting has the secret, and the number in the greeting (see
+        `_newest_call`).
 
-        Any program of the sandbox may connect and stay silent, so all connections are read concurrently. The oldest of
-        more than MAX_STRANGERS is closed. A tool server sends its greeting at once, and connects again if it was
-        closed."""
+        Any program of the sandbox may connect and stay silent, so all connections are read concurrently. If there are
+        more than MAX_STRANGERS, the oldest is closed. No tool server is shut out: a tool server sends its greeting at
+        once, and connects again if its connection was closed."""
         strangers: dict[int, tuple[socket.socket, bytearray]] = {}
         poll = select.epoll()
         try:
@@ -133,7 +136,7 @@ async def _ready(fd: int, runs: Runs) -> None:
 
 
 def _read(end: socket.socket, received: bytearray) -> bool:
-    """Read what has come on a connection. Returns whether the rest of a greeting may follow."""
+    """Read the bytes that have come on a connection. Returns whether the rest of a greeting may follow."""
     try:
         piece = end.recv(GREETING_MAX)
     except BlockingIOError:
@@ -146,8 +149,8 @@ def _read(end: socket.socket, received: bytearray) -> bool:
 
 
 def _newest_call(received: bytearray, secret: str) -> int | None:
-    """Return the number of the newest call that the tool server of a greeting has received; None for a greeting without
-    the secret."""
+    """Return the number in a greeting, which is the number of the newest call that the tool server has received.
+    Returns None for anything but a greeting with the secret."""
     with contextlib.suppress(*UNREADABLE):
         newest_call, _, greeting = msgspec.msgpack.decode(received[4:], type=tuple[int, str, Greeting])
         if hmac.compare_digest(greeting.secret.encode(), secret.encode()) and newest_call >= 0:

@@ -1,7 +1,8 @@
 """The files, folders and links of a host folder that is copied into a sandbox.
 
-A path may be changed between its check and its opening, so the folders of a path are opened one inside another, and
-never through a link. Invariant: no byte is read through a symbolic link, and no link out of the folder is passed on.
+A path may be changed between its check and its opening. The folders of a path are therefore opened one inside another,
+and never through a link. Invariant: no byte is read through a symbolic link, and no link out of the folder is passed
+on.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file, folder or link to upload. `name` is relative to the target, "" for the target itself; `id` is its
-    device and inode."""
+    """One file, folder or link to upload. `name` is relative to the target, "" for the target itself. `id` is the
+    device and inode of the file."""
 
     name: str
     path: Path
@@ -33,8 +34,8 @@ class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
 def entries(source: Path) -> Iterator[UploadEntry]:
     """Yield the entries of a host file or folder, parents before children. No part of `source` may be a link.
 
-    Raises RuntimeFailure for a symbolic link that leaves the folder, for a `source` that is a link or behind one, and
-    for an entry that is neither file, folder nor link.
+    Raises RuntimeFailure for a symbolic link that leaves the folder, for a `source` with a link in its path, and for an
+    entry that is neither file, folder nor link.
     """
     source = Path(os.path.abspath(source))
     waiting = [""]
@@ -56,9 +57,9 @@ def entries(source: Path) -> Iterator[UploadEntry]:
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """Return a read descriptor of a regular file, and its mode bits. No part of the path may be a link. The file type
-    is checked before the file is opened for reading, because the path may have been replaced meanwhile: opening a pipe
-    would wait for a writer, and opening a device may have effects. Raises RuntimeFailure."""
+    """Return a read descriptor of a regular file, and its mode bits. No part of the path may be a link. The file may
+    have been replaced since it was listed, so its type is checked before it is opened for reading: opening a pipe would
+    wait for a writer, and opening a device may have effects. Raises RuntimeFailure."""
     folder = _open(path.parent, path)
     try:
         held = os.open(path.name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)

@@ -1,1 +1,1 @@
-"""Files in a sandbox: read, written, searched, patched, archived and restored, however odd their names or depth."""
+"""Files in a sandbox, with any names and at any depth: read, written, searched, patched, archived and restored."""

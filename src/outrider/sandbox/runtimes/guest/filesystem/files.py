@@ -1,9 +1,9 @@
 """Files of a sandbox, for the host: opened for reading, written with their folders, archived.
 
 An agent may make any link, and the same path may lead the tool server elsewhere than the agent: the server has another
-`/proc/self`, with descriptors to which the agent has no path. Links are followed, but never out of the sandbox's own
-files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe blocks and no
-device is touched.
+`/proc/self`, with descriptors to which the agent has no path. Reading and archiving follow links, but never out of the
+sandbox's own files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe
+blocks and no device is touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_file(path: str, follow: bool) -> int:
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
         if kind != 0o100000:
             raise ValueError("not a regular file: " + path)
-        # Opened by the descriptor: the path may lead elsewhere by now.
+        # The file is opened by its descriptor, because the path may lead elsewhere by now.
         return posix.open(f"/proc/self/fd/{held}", posix.O_RDONLY | posix.O_CLOEXEC)
     finally:
         posix.close(held)
@@ -37,7 +37,7 @@ def open_file(path: str, follow: bool) -> int:
 
 def hold(path: str, flags: int) -> int:
     """Return a descriptor that only names the file at a path (O_PATH). Raises PermissionError if the file is not below
-    the sandbox's root, or belongs to the kernel."""
+    the sandbox's root, or is one of the kernel's files in /proc and /sys."""
     held = posix.open(path, posix.O_PATH | posix.O_CLOEXEC | flags)
     try:
         where = posix.readlink(f"/proc/self/fd/{held}")
@@ -50,8 +50,8 @@ def hold(path: str, flags: int) -> int:
 
 
 def is_at(where: str, held: int) -> bool:
-    """Return whether a path leads to the file of a descriptor. For a file without a path below this root, such as one
-    in memory, the kernel gives text that only looks like a path."""
+    """Return whether a path leads to the file of a descriptor. For a file without a path below this root, such as a
+    file in memory, the kernel gives text that only looks like a path."""
     try:
         return identity(posix.lstat(where)) == identity(posix.fstat(held))
     except OSError:
@@ -65,7 +65,8 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    """Create, replace or extend a file, with its folders. O_NONBLOCK: opening a pipe without a reader would block."""
+    """Create, replace or extend a file, and make its missing folders. O_NONBLOCK is set, because opening a pipe without
+    a reader would block."""
     flags = posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
         fd = posix.open(path, flags, 0o666)
@@ -80,8 +81,9 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
-    """Archive `[path, name in the archive]` pairs, leaving out paths that are missing or vanish. Raises OSError if it
-    cannot be determined whether a path exists, and EFBIG if there are more than `limit` bytes."""
+    """Archive `[path, name in the archive]` pairs. A path that is missing, or that vanishes meanwhile, is left out.
+    Raises OSError if it cannot be determined whether a path exists, and OSError with EFBIG for more than `limit`
+    bytes."""
     import tarfile  # slow to load; only a fork needs it
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:

@@ -48,7 +48,8 @@ def matches(root: str, above: str, parts: list[str]) -> Iterator[str]:
 
 
 def matches_below(root: str, above: str, rest: list[str]) -> Iterator[str]:
-    """Yield the matches of `rest` here and in every folder below; without `rest`, everything below."""
+    """Yield the matches of `rest` in `above` and in every folder below; without `rest`, everything below. `**` skips
+    hidden names and does not follow links."""
     waiting = [above]  # not by recursion: an agent can nest folders deeper than Python's stack
     while waiting:
         folder = waiting.pop()

@@ -1,9 +1,9 @@
 """A sandbox's writable layers, saved as an archive and restored: all files written in the sandbox, by any process.
 
-An archive is a tar whose members' names begin with the number of their layer. Removals from the files below a layer are
-stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder that hides the
-one below. Invariant: an archive, whatever its content, is unpacked with the layer as the root, so that it reaches
-nothing else.
+An archive is a tar. The name of each member begins with the number of the member's layer. Removals from the files below
+a layer are stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder
+that hides the folder below. Invariant: an archive, whatever its content, is unpacked with the layer as the root, so
+that nothing outside of the layer is changed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
 from outrider.sandbox.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-"""overlayfs's mark of a folder that hides the one below, for mounts with the option `userxattr`."""
+"""overlayfs's mark of a folder that hides the folder below, for mounts with the option `userxattr`."""
 OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
 """The same mark in an archive, in the form of GNU tar and star."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
     """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. The
-    working directory changes: call in a fork."""
+    working directory changes, so only a fork may call this function."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """Leave the owner out, and add overlayfs's mark of a folder."""
+    """Remove the owner from a member. If the member is a folder that overlayfs has marked, add the mark."""
     member.uid = member.gid = 0
     if member.isdir():
         os.fchdir(folder)  # no attribute call takes a descriptor and a name
@@ -88,7 +88,7 @@ def unpack(source: int, prefix: str) -> None:
 
 
 def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
-    """Write one member, unless its path leads upwards, or through anything but a folder."""
+    """Write one member, unless its path leads upwards, or anything but a folder is in its path."""
     parts = parts_of(member.name, prefix)
     above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:

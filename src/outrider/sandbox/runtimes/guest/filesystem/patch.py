@@ -4,7 +4,7 @@ The module supports git's diffs (new, deleted, renamed and copied files, modes, 
 last newline) and plain `diff -u`, but no binary patches and no submodules. As with `git apply`, lines must match byte
 for byte. A hunk may have moved, but a hunk at a file's beginning or end must still be there. `plan_patch` is pure. Only
 `patched_files` and its callees touch files. Invariant: a diff is applied completely, or not at all with the reason in a
-Conflict.
+PatchRefused or an OSError.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Hunk:
 
 
 class FilePatch:
-    """The changes of one file in a diff. `old` is None for a created file, `new` for a deleted one.
+    """The changes of one file in a diff. `old` is None for a created file, `new` is None for a deleted file.
 
-    `maybe_created`: plain `diff -u` does not mark new files; a file may be new if its only hunk has no old lines.
+    `maybe_created` is True if the only hunk has no old lines. The file may then be new, because plain `diff -u` does
+    not mark new files.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class FilePatch:
 
 def plan_patch(text: bytes, look: Callable[[str], PatchEntry | None]) -> dict[str, PatchEntry | None]:
     """Return the new entry of each path, None for a file to be deleted. `look` returns the current entry. Raises
-    Conflict."""
+    PatchRefused."""
     patches = read_patch(text)
     if not patches:
         raise PatchRefused("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
@@ -82,7 +83,8 @@ def plan_patch(text: bytes, look: Callable[[str], PatchEntry | None]) -> dict[st
 class Planner:
     """Applies the patches of a diff, one file after another. `after` is the result.
 
-    The source of a rename or copy is the file as it was before the whole diff: renames may go round in a circle.
+    The source of a rename or copy is the file as it was before the whole diff, because renames may go round in a
+    circle.
     """
 
     def __init__(self, patches: list[FilePatch], look: Callable[[str], PatchEntry | None]) -> None:
@@ -112,7 +114,8 @@ class Planner:
             self.after[one.new] = PatchEntry(one.mode or (before.mode if before else PLAIN_MODE), data)
 
     def taken(self, path: str) -> bool:
-        """Return whether the path has a file that no later part of the diff moves away."""
+        """Return whether the path has a file that an earlier part of the diff has written, or that no part of the diff
+        moves away or deletes."""
         return self.now(path) is not None and (path in self.after or path not in self.leaving)
 
 
@@ -124,10 +127,10 @@ def lines_of(data: bytes) -> list[bytes]:
 
 
 def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
-    """Return the content of a file after its hunks. Raises Conflict."""
+    """Return the content of a file after its hunks. Raises PatchRefused."""
     lines = lines_of(data)
     fresh = [False] * len(lines)
-    """Marks the lines from earlier hunks: as with git, no later hunk matches them."""
+    """True for each line that an earlier hunk has put there: as with git, no later hunk matches such a line."""
     for number, hunk in enumerate(hunks, 1):
         at = hunk_place(hunk, lines, fresh)
         if at < 0:
@@ -146,7 +149,7 @@ def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
     last = len(lines) - size
     expected = max(0, hunk.new_start - 1)
     at_start, at_end = hunk.old_start <= 1, not hunk.trailing
-    # Lines without context could be anywhere, so they are not searched for.
+    # A hunk without context could match anywhere, so it is not searched for.
     bare = not at_start and not hunk.leading and not hunk.trailing
 
     def fits(at: int) -> bool:
@@ -187,8 +190,8 @@ def shown_line(line: bytes) -> str:
 
 
 def read_patch(text: bytes) -> list[FilePatch]:
-    """Return the files of a diff, in its order. Text between files is skipped: mails and logs have some. Raises
-    Conflict."""
+    """Return the files of a diff, in its order. Text between files is skipped, because diffs in mails and logs have
+    such text. Raises PatchRefused."""
     reader = PatchReader(lines_of(text if text.endswith(b"\n") else text + b"\n"))
     found = []
     while reader.at < len(reader.lines):
@@ -313,7 +316,8 @@ class PatchReader:
 
 
 def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
-    """Return the first line and number of lines before, then after; None if the line is not a hunk header."""
+    """Return the first line and the number of lines, before the change and then after. Returns None if the line is not
+    a hunk header."""
     words = line.split(b" ", 3)
     if len(words) < 4 or words[0] != b"@@" or words[1][:1] != b"-" or words[2][:1] != b"+" or words[3][:2] != b"@@":
         return None
@@ -327,7 +331,8 @@ def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
 
 
 def plain_name(field: bytes) -> str:
-    """Return the name in a field: in quotes with backslashes, or up to a tab, behind which `diff -u` puts a date."""
+    """Return the name in a field: a quoted name with backslashes, or the text up to a tab, after which `diff -u` puts a
+    date."""
     if not field.startswith(b'"'):
         return field.partition(b"\t")[0].decode("utf-8", "surrogateescape")
     return unquoted(field)[0]
@@ -351,9 +356,9 @@ def unquoted(field: bytes) -> tuple[str, bytes]:
 
 
 def names_of_header(field: bytes) -> tuple[str | None, str | None]:
-    """Return the names behind `diff --git`, (None, None) if they cannot be separated.
+    """Return the names after `diff --git`, (None, None) if they cannot be separated.
 
-    Names with blanks are not quoted, so a field without quotes is read only if both names are the same: for different
+    Names with blanks are not quoted, so a field without quotes is read only if both names are the same. For different
     names, git writes further lines with one name each.
     """
     if field.startswith(b'"'):
@@ -369,7 +374,8 @@ def names_of_header(field: bytes) -> tuple[str | None, str | None]:
 
 
 def stripped_names(old: str | None, new: str | None) -> tuple[str | None, str | None]:
-    """Return the names without git's prefixes. Raises Conflict for a name that leads elsewhere."""
+    """Return the names without git's prefixes. Raises PatchRefused for a name that may lead out of the patch's
+    folder."""
     if (old is None or old.startswith(OLD_PREFIXES)) and (new is None or new.startswith(NEW_PREFIXES)):
         old, new = old and old[2:], new and new[2:]
     return (old and safe_name(old), new and safe_name(new))
@@ -382,8 +388,8 @@ def safe_name(name: str) -> str:
 
 
 def patched_files(folder: str, text: bytes, size: int) -> bytes:
-    """Apply a patch below `folder`. Returns "+" and the paths with NULs between them, or "-" and the reason why nothing
-    was done. A file of more than `size` bytes is refused."""
+    """Apply a patch below `folder`. Returns "+" and the paths with NULs between them, or "-" and the reason for a
+    refusal. A file of more than `size` bytes is refused."""
     try:
         changes = plan_patch(text, lambda path: entry_at(folder, path, size))
         put_in_place(folder, changes)
@@ -397,7 +403,7 @@ def patched_files(folder: str, text: bytes, size: int) -> bytes:
 
 def entry_at(folder: str, path: str, size: int) -> PatchEntry | None:
     """Return the entry at a path, None if there is nothing. As with git, a link among the path's folders is not
-    followed. Raises Conflict."""
+    followed. Raises PatchRefused."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         if is_link(folder + "/" + "/".join(parts[:count])):
@@ -422,7 +428,8 @@ def entry_at(folder: str, path: str, size: int) -> PatchEntry | None:
 
 def put_in_place(folder: str, changes: dict[str, PatchEntry | None]) -> None:
     """Write the new contents beside the old files, move the old files aside, move the new ones in, and only then delete
-    the old ones. All steps that can fail for lack of space come first, and each step can be undone. Raises OSError."""
+    the old ones. All steps that can fail for lack of space come first, and each step before the deletion can be undone.
+    Raises OSError."""
     token = posix.urandom(4).hex()
     renames: list[tuple[str, str]] = []
     fresh: list[str] = []
@@ -469,7 +476,7 @@ def missing_folders(folder: str, path: str) -> list[str]:
 
 
 def temporary_name(folder: str, path: str, kind: str, token: str, number: int) -> str:
-    """Return a temporary name in a file's folder: a rename within a folder never crosses file systems."""
+    """Return a temporary name in a file's folder, because a rename within a folder never crosses file systems."""
     return f"{folder_of(folder + '/' + path)}/.{kind}-{token}-{number}"
 
 
@@ -479,8 +486,8 @@ def move(source: str, target: str, renames: list[tuple[str, str]]) -> None:
 
 
 def write_entry(place: str, entry: PatchEntry, like: str) -> None:
-    """Write a new file. The mode in git's diff only sets whether the file is executable. The rest is the mode of the
-    replaced file at `like`, and 644 without one."""
+    """Write a new file. The mode in git's diff only sets whether the file is executable. The other bits are those of
+    the replaced file at `like`, or of 644 if there is none."""
     if entry.mode == LINK_MODE:
         posix.symlink(entry.data.decode("utf-8", "surrogateescape"), place)
         return

@@ -1,4 +1,4 @@
-"""Path and program functions that `posix` lacks: importing `os` would add a sixth to the interpreter's start-up time.
+"""Path and program functions that `posix` lacks. Importing `os` would lengthen the interpreter's start-up by a sixth.
 
 Invariant: each function behaves like the function of `os` named in its docstring, or as its docstring describes.
 """
@@ -12,13 +12,13 @@ DEFAULT_PATH = "/bin:/usr/bin"
 
 
 def folder_of(path: str) -> str:
-    """`os.path.dirname`: the part before the last slash, without slashes at its end; "" for a bare name."""
+    """Like `os.path.dirname`: the part before the last slash, without slashes at its end; "" for a bare name."""
     head = path[: path.rfind("/") + 1]
     return head.rstrip("/") or head
 
 
 def exists(path: str) -> bool:
-    """`os.path.lexists`: also True for a link that leads nowhere."""
+    """Like `os.path.lexists`: True also for a link that leads nowhere."""
     try:
         posix.lstat(path)
     except (OSError, ValueError):
@@ -27,7 +27,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """`os.path.isdir`."""
+    """Like `os.path.isdir`."""
     try:
         return posix.stat(path).st_mode & 0o170000 == 0o040000
     except (OSError, ValueError):
@@ -35,7 +35,7 @@ def is_folder(path: str) -> bool:
 
 
 def is_link(path: str) -> bool:
-    """`os.path.islink`."""
+    """Like `os.path.islink`."""
     try:
         return posix.lstat(path).st_mode & 0o170000 == 0o120000
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """`os.makedirs(path, exist_ok=True)` without recursion, and so without a limit of depth."""
+    """Like `os.makedirs(path, exist_ok=True)`, but without recursion, and so without a limit of depth."""
     missing = [path]
     while missing:
         try:
@@ -54,14 +54,14 @@ def make_folders(path: str) -> None:
                 raise
             missing.append(above)
             continue
-        except OSError:  # macOS and read-only mounts do not report EEXIST for an existing folder
+        except OSError:  # on macOS and read-only mounts, the error for an existing folder is not EEXIST
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
 
 
 def same_file(one: int, other: int) -> bool:
-    """`os.path.sameopenfile`: whether two descriptors refer to the same file, socket or pipe."""
+    """Like `os.path.sameopenfile`: return whether two descriptors refer to the same file, socket or pipe."""
     a, b = posix.fstat(one), posix.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
@@ -75,7 +75,7 @@ def find_program(name: str, path: str) -> bool:
 
 
 def execute(argv: list[str], env: dict[str, str]) -> None:
-    """`os.execvpe`: become the program, found by the PATH of `env`. Never returns. Raises OSError."""
+    """Like `os.execvpe`: become the program, found by the PATH of `env`. Never returns. Raises OSError."""
     name = argv[0]
     if "/" in name:
         posix.execve(name, argv, env)

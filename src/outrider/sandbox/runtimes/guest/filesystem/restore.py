@@ -1,10 +1,9 @@
 """Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
 
 An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
-and pipes are left out, and so are symbolic links that lead out of the roots to anything but the system's own folders:
-through such a link, an agent could make the grader read the grader's own files at a path chosen by the agent.
-Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
-followed.
+and pipes are left out. So are symbolic links that lead out of the roots to anything but the system's own folders:
+through such a link, an agent could make the grader read the grader's own files in place of the agent's. Invariant:
+nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever followed.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
     import signal as _signal
     import tarfile
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 BROKEN_ARCHIVE = 255
-"""Exit code of a child that could not read the archive. Other codes are the number of the error that stopped the
-child."""
+"""Exit code of a child that could not read the archive. A lower code is the number of the error that stopped the child,
+or FIRST_SIGNAL plus the number of the signal that killed the child."""
 FIRST_SIGNAL = 128
-"""First of the exit codes of a child that was ended by a signal."""
+"""Lowest exit code of a child that was ended by a signal."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
-"""System folders that links in a restored folder may lead to, as in virtual environments."""
+"""System folders to which links in a restored folder may lead, as they do in virtual environments."""
 LEFT_OUT = (
     *MOUNTED,
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
@@ -52,8 +51,9 @@ LEFT_OUT = (
 
 
 class Restore:
-    """One restore. The archive comes in any number of calls, one at a time. Each call gets its reply when there is room
-    for the next; the last, when all of the archive is in place. The exit of the child closes the pipe."""
+    """One restore. The archive comes in any number of calls, one at a time. The reply to a call goes out when the pipe
+    has taken the call's data, the reply to the last call when the whole archive is in place. The exit of the child
+    closes the pipe."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -110,8 +110,8 @@ class Restore:
         self._finish()
 
     def _finish(self) -> None:
-        """Reply once the child has exited: at the end of the pipe, or at an error, possibly before the last call. The
-        next call then reports the error."""
+        """Reply if the child has exited and a call waits. The child exits at the end of the pipe, or at an error. If no
+        call waits then, the next call gets the error."""
         if self.code is None or self.call not in self.calls.running:
             return
         self.calls.running.pop(self.call)
@@ -125,7 +125,7 @@ class Restore:
 
 
 def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
-    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child. Never returns."""
+    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child, and never returns."""
     code = BROKEN_ARCHIVE
     try:
         import tarfile  # slow to load; only a fork needs it
@@ -140,7 +140,7 @@ def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
                     restored.put(archive, member)
                     archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
             while source.read(CHUNK):
-                pass  # padding behind the archive's end, which the host still writes
+                pass  # the padding after the archive's end, which the host still writes
             restored.finish()
         code = 0
     except OSError as error:
@@ -150,8 +150,8 @@ def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
 
 
 class RestoredRoot:
-    """One root: its name, and a descriptor of the folder above, opened before any file of the archive could redirect
-    the path."""
+    """One root: its name, and a descriptor of the folder above. The folder is opened before any file of the archive
+    could redirect the path."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
@@ -162,8 +162,8 @@ class RestoredRoot:
         self.filled = False
 
     def empty(self) -> None:
-        """Remove everything at the root. Raises OSError for a symbolic link: the target's state here would be graded
-        instead of the state that the agent left."""
+        """Remove everything at the root. Raises OSError if the root is a symbolic link: the target of the link would be
+        graded in its state in this sandbox, and not in the state in which the agent left it."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -186,8 +186,8 @@ class RestoredRoots:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        """Write one member, unless its kind is left out. Files can always be read and written by their owner, and so by
-        the grader."""
+        """Write one member, unless its kind is left out. Every file and folder is made readable and writable for its
+        owner, and so for the grader."""
         above = self.above(member.name)
         if above < 0:
             return
@@ -229,8 +229,8 @@ class RestoredRoots:
         return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
-        """Return whether a link leads below a root, or to a folder of the system. `..` is allowed only at the beginning
-        of the target: further on it would be relative to the target of another link."""
+        """Return whether a link leads to or below a root, or to a folder of the system. `..` is allowed only at the
+        beginning of the target: further on it would be relative to the target of another link."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -242,7 +242,7 @@ class RestoredRoots:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """Make a hard link. The source comes from this archive, as does everything below the roots."""
+        """Make a hard link. The source comes from this archive, like everything below the roots."""
         kept = posix.dup(above)  # finding the source's folder may close `above`
         try:
             source = self.above(member.linkname)

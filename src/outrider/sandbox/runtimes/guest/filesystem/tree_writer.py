@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     import tarfile
 
 MOUNTED = (errno.EROFS, errno.EBUSY)
-"""Errors of removing a mount. Mounts are left: they are read-only and the same in every sandbox of the task."""
+"""Errors of removing a mount. Mounts are left in place: they are read-only and the same in every sandbox of the
+task."""
 
 
 class FolderCursor:
-    """Finds folders below a top by their parts, at any depth. The cursor stays at the last folder: successive members
-    of an archive are mostly in the same folder."""
+    """Finds folders below a top by the parts of their paths, at any depth. The cursor stays at the last folder, because
+    successive members of an archive are mostly in the same folder."""
 
     def __init__(self, top: int) -> None:
         self.top = top

@@ -1,8 +1,9 @@
 """Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
 
 Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
-read. Files that are missing, unreadable or changing are left out or padded with zeros, and spoil nothing else. Any
-other reason for an unreadable file is an error: nothing is left out silently.
+read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros. Neither
+spoils anything else. All other errors are raised, because a file must not be left out for a reason that does not depend
+on the file (see ABSENT).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ ABSENT = (
     *(errno.EINVAL, errno.ESRCH),
 )
 """Errors which mean that one file is gone or unreadable. EINVAL: the file was a link a moment ago. ESRCH: the file's
-process has ended. Other errors, such as too many open descriptors or no memory, are independent of the file: leaving
-the file out would lose it silently."""
+process has ended. Other errors, such as too many open descriptors or no memory, do not depend on the file: leaving the
+file out would lose it silently."""
 
 
 def must_be_absent(error: OSError) -> None:
@@ -45,8 +46,8 @@ def identity(status: posix.stat_result) -> tuple[int, int]:
 class Descent:
     """A position in a tree. `fd` is a descriptor of the current folder.
 
-    The way up is `..`, so that one descriptor is enough at any depth. Other processes may move folders meanwhile. The
-    inodes of the folders above are therefore stored, and `up` succeeds only if `..` still leads to the same folder.
+    The way up is `..`, so that one descriptor is enough at any depth. Other processes may move folders meanwhile. So
+    the inodes of the folders above are stored, and `up` succeeds only if `..` still leads to the same folder.
     """
 
     def __init__(self, fd: int) -> None:
@@ -56,8 +57,8 @@ class Descent:
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Enter a folder, after setting its mode unless `mode` is 0. Returns False if there is no folder, or if `..`
-        does not lead back. Raises OSError on errors unrelated to the folder."""
+        """Enter a folder, after setting its mode unless `mode` is 0. Returns False if there is no folder of this name,
+        or if `..` does not lead back. Raises OSError on errors unrelated to the folder."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -98,7 +99,7 @@ class Descent:
 
 
 def try_chmod(fd: int, mode: int) -> None:
-    """Set a mode. A failure is ignored: if the mode was needed, the next use of the folder fails."""
+    """Set a mode. A failure is ignored: if the folder cannot be used without the mode, its next use fails."""
     try:
         posix.fchmod(fd, mode)
     except OSError:
@@ -106,7 +107,7 @@ def try_chmod(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """Return the names in a folder in reverse order, for `pop`; none if the folder is unreadable."""
+    """Return the names in a folder in reverse order, for `list.pop`; none if the folder is unreadable."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
     except OSError as error:
@@ -115,8 +116,9 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """Yield everything below the current folder of `descent`, parents first: the name in the folder that is current
-    then, and the path, which begins with `above`."""
+    """Yield two names for everything below the current folder of `descent`, parents first: the name in the folder that
+    is current at that moment, and the path, which begins with `above`. If a folder on the way up was moved meanwhile,
+    the walk ends there."""
     # Not by recursion: a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
@@ -137,8 +139,9 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 class Packer:
     """Adds trees to an archive.
 
-    `adjust(member, folder, name)` may change a member before it is added. A file larger than the rest of `limit` bytes
-    raises EFBIG before any of it is read: a sparse file takes no room on the disk, but its full size in an archive.
+    `adjust(member, folder, name)` may change a member before it is added. For a file larger than the rest of `limit`
+    bytes, EFBIG is raised before any of the file is read. A sparse file takes no room on the disk, but its full size in
+    an archive.
     """
 
     def __init__(
@@ -179,8 +182,8 @@ class Packer:
         self.archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever added
 
     def describe(self, member: tarfile.TarInfo, status: posix.stat_result, folder: int, name: str) -> bool:
-        """Fill in a member. Returns False for a file that an archive cannot hold. tarfile's own `gettarinfo` reads the
-        names of users from the sandbox's files, which an agent may have made slow or endless."""
+        """Fill in a member. Returns False for a file that an archive cannot hold. tarfile's own `gettarinfo` is not
+        used: it reads the names of users from the sandbox's files, which an agent may have made slow or endless."""
         kind = status.st_mode & KIND
         if kind not in KINDS:
             return False
@@ -214,7 +217,7 @@ class Packer:
 
 
 class PaddedFile:
-    """A file that returns as many bytes as requested, with zeros behind its end: the file may shrink while it is
+    """A file that returns as many bytes as requested, with zeros after its end. The file may shrink while it is
     archived, after the member's header has stated the size."""
 
     def __init__(self, fd: int) -> None:

@@ -1,10 +1,10 @@
 """The last steps of confinement in a container, before the tool server takes any call.
 
-Container engines differ in the rights of a container's programs. After these steps the programs have the same rights as
-in a namespace sandbox. Apptainer grants the most: its first process has all capabilities of the user namespace, a
-writable /proc, and file systems as large as half of the host's memory. Invariant: once `enter` has returned, neither
-this process nor any descendant can undo a step. The module is not joined with the tool server's modules, but loaded
-before them (see `confined` in sandbox/runtimes/tool_server/bundle.py).
+Container engines differ in the rights that they give to a container's programs. After these steps the programs have the
+same rights as in a namespace sandbox. Apptainer gives the most: the first process of its containers has all
+capabilities of the user namespace, a writable /proc, and file systems as large as half of the host's memory. Invariant:
+once `enter` has returned, neither this process nor any descendant can undo a step. The module is not joined with the
+tool server's modules, but loaded before them (see `confined` in sandbox/runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from outrider.sandbox.runtimes.guest.isolation import seccomp, syscalls
 
 MS_REMOUNT = 32
 WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | syscalls.MS_NODEV))
-"""Apptainer's file systems in memory. The file system of /dev is also behind all other writable folders."""
+"""Apptainer's file systems in memory, with the flags of their mounts. All other writable folders are in the same file
+system as /dev."""
 
 
 def enter(arguments: list[str]) -> None:
     """Confine this process. `arguments` are words: `memory=BYTES` (see `ToolServerSetup.memory`), limits such as
-    `RLIMIT_DATA=1024`, and with Apptainer `bytes=N` and `files=N`, the maximum that may be written."""
+    `RLIMIT_DATA=1024`, and with Apptainer `bytes=N` and `files=N`, the maximum size and number of written files."""
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
     by_apptainer = "files" in options
@@ -37,8 +38,8 @@ def enter(arguments: list[str]) -> None:
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
     """Bound the file systems, replace /proc, and bring the loopback up. Returns whether programs may use System V's
-    shared memory: it is bounded, or memory is not counted."""
-    from outrider.sandbox.runtimes.guest.isolation import isolate  # missing in other engines' bundles
+    shared memory. They may if the shared memory is bounded, or if memory is not counted."""
+    from outrider.sandbox.runtimes.guest.isolation import isolate  # the bundles for other engines lack this module
 
     for target, flags in WRITABLE:
         size = f"size={options['bytes']},nr_inodes={options['files']}"

@@ -2,8 +2,8 @@
 
 The plan (see runtimes/namespace/plan.py), a mapping of plain values, describes the sandbox. Invariants: every path of
 the sandbox is resolved with the sandbox's root as `/`, so that nothing in an image can lead outside; of the host only
-the files named in the plan are visible, read-only; once `enter` has returned, neither this process nor any descendant
-can undo a step.
+the files named in the plan and a few devices are visible, all mounted read-only; once `enter` has returned, neither
+this process nor any descendant can undo a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Errors of exhausted resources, independent of the file. ENOSPC: the namespace has its maximum number of mounts."""
+"""Errors of exhausted resources, for which no single file is the cause. ENOSPC: the namespace has its maximum number of
+mounts."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
@@ -35,37 +36,39 @@ DEVICE_LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
-"""Capabilities of root in a sandbox of several users, valid for these users only: chown, dac_override, fowner, fsetid,
-kill, setgid, setuid, setpcap, net_bind_service, sys_chroot."""
+"""Capabilities of root in a sandbox of several users: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
+setpcap, net_bind_service, sys_chroot. They are valid only towards the sandbox's own users."""
 READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Entries of /proc that are read-only in the sandbox: the kernel checks only the owner of these files. Where the node
-runs as the host's root, the sandbox's programs do too, and could write to these files without any capability."""
+"""Entries of /proc that are read-only in the sandbox. Otherwise the owner of these files, the host's root, could write
+to them without any capability. If the node runs as the host's root, so do the sandbox's programs."""
 COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
-"""Covered entries of /proc, which reveal the host. Container engines cover them, too."""
+"""Entries of /proc that are covered in the sandbox, because they reveal facts about the host. Container engines cover
+them, too."""
 PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 DEVICE_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NOEXEC
-"""Read-only: a device can still be written to, but the mode and the times of the host's device file cannot be changed.
-Otherwise the file's owner could change both, and where the node runs as the host's root, a sandbox's root is this
-owner."""
+"""Devices are mounted read-only. Programs can write to a device all the same, but cannot change the mode and the times
+of the host's device file. Otherwise the owner of the file could change both, and if the node runs as the host's root, a
+sandbox's root is the owner."""
 PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
-"""`max`: the host has some thousands of terminals for all sandboxes together."""
+"""`max` is needed because the host has only some thousands of terminals for all sandboxes together."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Maximum segments, semaphores and queues: Linux's old defaults, which come to less than 3 MiB each."""
+"""Maximum numbers of segments, semaphores and queues: Linux's old defaults. Apart from the pages of segments
+(IPC_BYTES), each kind then takes less than 3 MiB."""
 WATCHES_SHARE, MIN_WATCHES = 16, 1024
-"""A sandbox may have 1/WATCHES_SHARE of a user's inotify watches, and at least MIN_WATCHES."""
+"""A sandbox may have 1/WATCHES_SHARE of the inotify watches that a user may have, and at least MIN_WATCHES."""
 INOTIFY_MAX = 32
-"""Maximum number of inotify instances. The kernel counts them for the user outside, who may have some 128 for all
-sandboxes together."""
+"""Maximum number of inotify instances in a sandbox. The kernel also counts them for the node's user, who may have some
+128 for all sandboxes together."""
 
 
 def become_root(plan: Plan) -> None:
     """Become root of the user namespace. Without help, a process may map only its own user. For several users, the
     zygote has already written the maps."""
     if len(plan["uids"]) == 1:
-        write("/proc/self/setgroups", "deny")  # the kernel's condition for writing gid_map without privilege
+        write("/proc/self/setgroups", "deny")  # without privilege, the kernel requires this before gid_map is written
         write("/proc/self/uid_map", mapping(plan["uids"]))
         write("/proc/self/gid_map", mapping(plan["gids"]))
     else:
@@ -75,14 +78,18 @@ def become_root(plan: Plan) -> None:
 
 
 def mapping(ids: list[list[int]]) -> str:
-    """Return the text of /proc/PID/uid_map: lines of the first id inside, the first outside, and their number."""
+    """Return the text for /proc/PID/uid_map, with one line for each range: the first id inside, the first id outside,
+    and the number of ids."""
     return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
 
 
 def bare_layers(plan: Plan) -> dict[int, int]:
-    """Copy the layers' folders without the inner mounts listed in the plan's `inner`. Returns descriptors by the number
-    of the layer. An overlay cannot be mounted over a folder that contains a mount, and only this process, not yet in
-    the user namespace of a sandbox, may make such a copy. A layer that cannot be copied is left out. Raises OSError."""
+    """Copy the folder of each layer that contains mounts of the plan's `inner`, without these mounts. Returns the
+    copies' descriptors by the number of the layer.
+
+    An overlay cannot be mounted over a folder that contains a mount. Only the zygote can make the copies, because it is
+    not in the user namespace of a sandbox. A layer that cannot be copied is left out. Raises OSError if a resource is
+    exhausted."""
     bare = {}
     for number, (lower, target) in enumerate(plan["layers"]):
         if any(inside.startswith(f"{target}/") for _, inside in plan["inner"]):
@@ -101,7 +108,7 @@ def must_not_be_scarce(error: OSError) -> None:
 
 def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Confine this process as planned. `bare` is the result of `bare_layers`. Returns descriptors of the layers' upper
-    folders, in the plan's order: no path leads there any more, and saving a layer needs the folders."""
+    folders, in the plan's order. Saving a layer needs these folders, and no path leads to them any more."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
@@ -123,8 +130,9 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
 def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Make the plan's root the root of this process.
 
-    Everything needed of the host is opened first. Then the root is changed, and the host's is gone. Only then is any
-    path of the sandbox resolved: an image may have links anywhere.
+    All that is needed of the host is opened first. Then the root is changed, and no path leads to the host any more.
+    The paths of the sandbox, except those of the layers, are resolved only after that, because an image may have links
+    anywhere.
     """
     base = plan["base"]
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here may propagate to the host
@@ -154,19 +162,20 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
             mount_layer(number, lower, target, bare.get(number))
         except OSError as error:
             must_not_be_scarce(error)
-            # Without the root itself there is no sandbox, and files that an agent has written are not left out
-            # silently.
+            # Instead, the folder is shown read-only, without a layer. But the root needs its layer, and files that an
+            # agent has written to a layer must not be left out silently.
             if number == 0 or os.listdir(f"upper{number}"):
                 raise
             folders.insert(0, (syscalls.clone_tree(lower, SHOWN_MOUNT), target))
             whole.append(f"{target}/")
     inner = []
     for source, target in plan["inner"]:
-        there = target.startswith(tuple(whole))  # a folder of this list includes the mounts in it
+        there = target.startswith(tuple(whole))  # the copy of such a folder includes the mounts in it
         tree = None if there or not source else clone_inner(source)
         covered = not source or (not there and tree is None)
         inner.append((covered, tree, syscalls.clone_tree("/dev/null", DEVICE_MOUNT), target))
-    proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows this only where a /proc is visible
+    # Made before the root changes: the kernel mounts a new /proc only for a process that still sees one.
+    proc = syscalls.new_mount("proc", PROC_MOUNT)
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same path
     syscalls.detach(".")
@@ -178,25 +187,27 @@ def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     for tree, target in shown:
         attach_at(tree, target)
     make_dev(devices)
-    make_proc(proc)  # last: links in /proc lead to the descriptors held here
-    # A plan could name `/` itself as a target: paths would then resolve in another root than the one confined here.
+    make_proc(proc)  # attached last, because links in /proc lead to the descriptors held here, and so to the host
+    # If a plan named `/` itself as a target, paths would resolve in another root than the confined root.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
 
 
 def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
-    """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError where this
-    is impossible: a mount is in the folder, or the folder is itself an overlay over an overlay.
+    """Mount a throw-away writable layer over a folder of the host, or over its `bare` copy. Raises OSError if this is
+    impossible: the folder contains a mount, or is itself an overlay over an overlay.
 
-    The first target is `/`; every other target is a plain folder in the first layer's lower folder. The paths are
-    relative, or below /proc: programs inside can read a mount's options, which must not reveal the host's paths.
+    The first target is `/`. Every other target is a plain folder in the first layer's lower folder. The paths in the
+    mount's options are relative, or below /proc: programs inside can read the options, which must not reveal the host's
+    paths.
     """
     if bare is not None:
         os.mkdir(f"lower{number}")
         syscalls.attach(bare, f"lower{number}")  # an overlay accepts no unattached folder
         lower = f"lower{number}"
-    # The first layer may be a folder named by the task.
+    # If the task has named the first layer's folder, a part of its path may be a link by now: `open_plain` refuses
+    # links.
     held = syscalls.open_plain(lower) if target == "/" and bare is None else os.open(lower, os.O_PATH | os.O_DIRECTORY)
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper folder's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
@@ -207,7 +218,8 @@ def mount_layer(number: int, lower: str, target: str, bare: int | None) -> None:
 
 
 def clone_inner(source: str) -> int | None:
-    """Copy the mount at a path of the host. Returns None if this user may not copy the mount, or if it is gone."""
+    """Copy the mount at a path of the host. Returns None if the mount is gone, or if this user may not copy the
+    mount."""
     try:
         return syscalls.clone_tree(source, SHOWN_MOUNT)
     except OSError as error:
@@ -216,14 +228,14 @@ def clone_inner(source: str) -> int | None:
 
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
-    """Attach a mount from below a folder of the host at its path in the sandbox; or, if `hidden`, cover the path.
-    Without `tree` the mount is there already. Folders and regular files are shown, but not sockets, which lead to the
-    host."""
+    """Attach `tree`, a mount from below a folder of the host, at its path in the sandbox. Without `tree` the mount is
+    there already. If `hidden`, or if the file is neither a folder nor a regular file, cover the path instead: a socket,
+    for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
     if kind in (0, stat.S_IFLNK):
-        pass  # the agent had removed the path before its layer was saved
+        pass  # the agent had removed the path, or replaced it by a link, before its layer was saved
     elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
         if kind == stat.S_IFDIR:
             syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
@@ -237,18 +249,20 @@ def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> Non
 
 
 def make_proc(proc: int) -> None:
-    """Attach a /proc, and set the limits that programs could not set themselves once it is read-only."""
+    """Attach a /proc, and limit inotify. No program of the sandbox can change the limits once /proc/sys is
+    read-only."""
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the user's total
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the total of one user
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 
 def limit_ipc(memory: int) -> bool:
-    """Limit System V's shared memory, semaphores and messages to a small part of `memory`. These objects belong to no
-    process, so memory_watch.py does not count them, but databases need a few pages. Returns False where the kernel lets
-    only the host's root set the limits (before Linux 6.0)."""
+    """Limit System V's shared memory to a quarter of `memory` and to 64 MiB, and bound semaphores and messages. These
+    objects belong to no process, so memory_watch.py does not count them. They are not refused altogether, because
+    databases need a few pages. Returns False if the kernel lets only the host's root set the limits (before Linux
+    6.0)."""
     pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
     try:
         for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():
@@ -259,7 +273,7 @@ def limit_ipc(memory: int) -> bool:
 
 
 def protect_proc() -> None:
-    """Make the kernel's switches in /proc read-only, and cover the files that reveal the host."""
+    """Make the kernel's switches in /proc read-only, and cover the files that reveal facts about the host."""
     for name in READ_ONLY_IN_PROC:
         if os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")

@@ -25,11 +25,12 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""The file rights that each version of the interface introduced. The kernel refuses a ruleset with an unknown right."""
+"""The file rights, by the version of the interface that introduced them. The kernel refuses a ruleset with a right that
+it does not support."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
-"""No connection to an abstract Unix socket and no signal to a process outside of this confinement."""
+"""Flags that forbid connections to abstract Unix sockets, and signals to processes, outside of this confinement."""
 
 
 def version() -> int:
@@ -63,7 +64,8 @@ def enter(arguments: list[str]) -> None:
 
 
 def create(have: int, rights: int) -> int:
-    """Create a ruleset for the kernel's version `have`. Older kernels refuse the later fields of the structure."""
+    """Create a ruleset for the kernel's version `have`. The structure has only the fields of this version, because
+    older kernels refuse later fields."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
     fields = (rights, network, scopes)[: 3 if have >= SCOPES_SINCE else 2 if have >= NETWORK_SINCE else 1]
@@ -72,7 +74,8 @@ def create(have: int, rights: int) -> int:
 
 
 def allow_path(ruleset: int, path: str, rights: int) -> None:
-    """Allow the rights at and below a path. For a file, the kernel refuses rights that only folders have."""
+    """Allow the rights at and below a path. Rights that only folders have are left out for a file, because the kernel
+    refuses them. A missing path is skipped."""
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,8 @@
 """The filter of system calls: the calls that a sandbox's programs may not make.
 
-The list follows the calls that container engines deny by default, plus the calls that they restrict by capabilities.
-Invariant: a call with the numbers of another machine is never allowed. Pure, except for `core_limit`, `confine` and
-`install`.
+DENIED and DENIED_EVERYWHERE have the calls that container engines deny by default, and the calls that container engines
+allow only with certain capabilities. Invariant: a call with the numbers of another machine is never allowed. Pure,
+except for `core_limit`, `confine` and `install`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Offsets of a call's arguments in `struct seccomp_data`: the lower half of each. The upper half is UPPER bytes
-further."""
+"""Offsets of a call's arguments in `struct seccomp_data`, to the lower half of each argument. The upper half is UPPER
+bytes further."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 """The first number of the x32 interface on x86-64: the same calls under numbers that the filter would miss."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The allowed families of sockets. Others, such as vsock between a virtual machine and its host, ignore network
+"""The allowed families of sockets. Other families, such as vsock between a virtual machine and its host, ignore network
 namespaces."""
 ASKED = (0, 4, 15, 16)
-"""The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. Over USERSOCK
-programs could send to each other, and to the host's programs where the sandbox has the host's network."""
+"""The allowed protocols of netlink, for queries to the kernel: ROUTE, SOCK_DIAG, KOBJECT_UEVENT, GENERIC. USERSOCK is
+not among them: over USERSOCK, programs could send to each other, and to the host's programs if the sandbox has the
+host's network."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
@@ -53,8 +54,8 @@ PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""Lease commands. Opening a leased file waits 45 seconds for the holder, and the owner of a file may lease it,
-including a file of the host that is shown in sandboxes."""
+"""The commands for leases, which are refused. Whoever opens a leased file waits 45 seconds for the holder of the lease.
+The owner of a file may lease it, and so block a file of the host that is shown in sandboxes."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -101,15 +102,16 @@ HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
-"""System V's shared memory, semaphores and messages, and POSIX's messages: outside of namespaces all programs of the
-host share these objects, which outlive their makers. `shmdt` is excluded, because it only releases memory."""
+"""System V's shared memory, semaphores and messages, and POSIX's messages. Outside of namespaces all programs of the
+host share these objects, which outlive their makers. `shmdt` is not in the list, because it only releases memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: the memory from these calls belongs to a descriptor
-or pipe, or is missing in the process's /proc, so that memory_watch.py cannot count it."""
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`. The memory from these calls belongs to a descriptor
+or pipe, or is missing in the process's /proc, so memory_watch.py cannot count it."""
 
 CLONE3 = 435
-"""The flags of clone3 are in memory, which a filter cannot read. After ENOSYS the C library falls back to `clone`."""
+"""clone3 is refused with ENOSYS, because its flags are in memory, which a filter cannot read. After ENOSYS the C
+library falls back to `clone`."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -274,7 +276,8 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    # Without a new limit the call only reads. The limit of core dumps stays `core_limit`: 0 would be worse.
+    # Without a new limit, prlimit64 only reads. A new limit of core dumps is ignored, because a limit of 0 would be
+    # worse than `core_limit`.
     found["prlimit64"] = lower + upper + when(SECOND, RLIMIT_CORE, SKIPPED) + first
     found["setrlimit"] = when(FIRST, RLIMIT_CORE, SKIPPED)
     return found
@@ -284,11 +287,11 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Process 1 and `server` can be neither slowed down nor limited. `tcp_only` is for programs among the host's own: they
-    can slow down or limit no process but themselves, have sockets only for TCP and for queries to the kernel, and share
-    nothing with all programs of the host. `counted`: the memory of processes is counted and bounded, so calls that make
-    memory outside of processes are refused. Without `ipc`, objects of System V and POSIX that outlive their maker are
-    refused. Raises KeyError for a machine without a list.
+    Process 1 and `server` can be neither slowed down nor limited. `tcp_only` is for programs that run among the host's
+    own. They can slow down or limit no process but themselves, cannot make the calls of HOST_WIDE, and apart from pairs
+    of Unix sockets have sockets only for TCP and for queries to the kernel. `counted` means that the memory of
+    processes is counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without
+    `ipc`, the calls of HOST_WIDE are refused. Raises KeyError for a machine without a list.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -309,10 +312,11 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def core_limit() -> int:
-    """Return the RLIMIT_CORE of untrusted programs: one byte, too few for any core dump. With 0 the kernel would still
-    start the host's program for core dumps, where /proc/sys/kernel/core_pattern names one: outside of the sandbox and
-    as root, for each crash in the sandbox. The limit is 0 where this process may not have a byte."""
-    return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # no limit is -1
+    """Return the RLIMIT_CORE of untrusted programs: one byte, too few for any core dump. With a limit of 0 the kernel
+    would still start the host's program for core dumps, if /proc/sys/kernel/core_pattern names one. The host's program
+    would run outside of the sandbox and as root, once for each crash in the sandbox. The limit is 0 if this process may
+    not have one byte."""
+    return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means that there is no limit
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:

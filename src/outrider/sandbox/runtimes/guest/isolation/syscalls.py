@@ -1,7 +1,7 @@
 """System calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
 
 The module requires Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function but `file_type` either succeeds
-or raises OSError with the name of the call.
+or raises OSError. An error raised by `checked` has the name of the call.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """`fork` with the child in new namespaces. Only for a process of one thread: the preparations of Python and the C
-    library for a fork, such as taking locks, are skipped."""
+    """Fork, with the child in new namespaces. Only a process of one thread may call this function: the preparations of
+    Python and the C library for a fork, such as taking locks, are skipped."""
     return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 
 
@@ -72,7 +72,8 @@ def unshare(flags: int) -> None:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    # c_ulong: prctl is variadic, and ctypes passes a plain int as 32 bits, with rubbish above.
+    # c_ulong is needed because prctl is variadic: ctypes passes a plain int as 32 bits, and the upper 32 bits would be
+    # arbitrary.
     checked(f"prctl({option})", LIBC.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0))
 
 
@@ -129,12 +130,12 @@ def clone_plain(path: str, attributes: int) -> int:
 
 def clone_bare(path: str, attributes: int) -> int:
     """Copy the mount at a path like `clone_tree`, but without the mounts below: the copy has the files under these
-    mounts. Only for a process with privileges over its mount namespace and for mounts of that namespace: from other
-    processes the kernel hides such files."""
+    mounts. From most processes the kernel hides such files. The calling process must have privileges over its mount
+    namespace, and the mounts must be in that namespace."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     try:
-        # Private, so that later mounts of the host below the path do not appear in the copy, too.
+        # The copy is made private. Otherwise later mounts of the host below the path would appear in the copy, too.
         set_attributes(tree, path, attributes, 0, MS_PRIVATE)
     except OSError:
         os.close(tree)
@@ -149,8 +150,8 @@ def set_attributes(tree: int, path: str, attributes: int, recursive: int, propag
 
 
 def file_type(path: str) -> int:
-    """Return the type bits of the mode of the file at a path, 0 if it is missing or invisible. A file system mounted
-    there is not queried, because it might never reply, and automounts are not triggered."""
+    """Return the type bits of the mode of the file at a path, 0 if the file is missing or invisible. A file system
+    mounted at the path is not queried, because it might never reply. Automounts are not triggered."""
     found = ctypes.create_string_buffer(STATX_BYTES)
     flags = AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_STATX_DONT_SYNC
     if LIBC.statx(AT_FDCWD, path.encode(), flags, STATX_TYPE, found):
@@ -176,7 +177,7 @@ def attach(tree: int, target: str) -> None:
 
 def keep_capabilities(kept: frozenset[int]) -> None:
     """Keep these capabilities and drop all others for good. A capability outside of the bounding set does not come back
-    when root executes a program, or when the program has file capabilities."""
+    when root executes a program, or when a program has file capabilities."""
     for capability in range(64):
         if capability in kept:
             continue
@@ -202,8 +203,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Overwrite the command line that `ps` shows for this process and its forks, because it contains paths of the host.
-    Fields 48 and 49 of proc(5)'s stat give the position in memory."""
+    """Overwrite the command line that `ps` shows for this process and its forks, because the command line contains
+    paths of the host. Fields 48 and 49 of proc(5)'s stat give its position in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

@@ -2,8 +2,8 @@
 
 A fork of the zygote costs less than starting any program, needs no interpreter in the sandbox, and shares the zygote's
 memory. The zygote is a separate program, started by `python -I -S -c` with one end of a socket as its standard input.
-Its environment is empty except for its node's mark. Invariants: the zygote has one thread and never runs a sandbox's
-programs; when its socket ends or the zygote exits, all its sandboxes are killed.
+The environment of the zygote has only the node's mark. Invariants: the zygote has one thread and never runs a sandbox's
+programs; the zygote exits when its socket ends; when the zygote exits, all its sandboxes are killed.
 
 A request is one message with a number and three descriptors: a file with the plan (see isolate.py), the tool server's
 connection, and the file for the server's standard error. The reply is `[number, pid, error]`, with a pidfd unless there
@@ -62,7 +62,8 @@ class Zygote:
         plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
-        # The child waits on this pipe: only the zygote, outside of the child's user namespace, can map several users.
+        # The child waits on this pipe until its users are mapped. Only the zygote can map several users, because it is
+        # outside of the child's user namespace.
         mapped_reader, mapped_writer = os.pipe()
         try:
             pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
@@ -88,7 +89,7 @@ class Zygote:
         return pid
 
     def _answer(self, number: int, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)  # the pid is still valid: the loop, which reaps, runs later
+        pidfd = os.pidfd_open(pid)  # the pid is still valid: the loop reaps children only after this handler
         try:
             self._say([number, pid, ""], pidfd)
         finally:
@@ -102,8 +103,9 @@ class Zygote:
 
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
-    """Map several users into the child's user namespace. Root may write the maps. For others, newuidmap and newgidmap
-    write them as /etc/subuid and /etc/subgid allow. Raises OSError; the child then reads the end of its pipe."""
+    """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
+    newuidmap and newgidmap write them, as /etc/subuid and /etc/subgid allow. Raises OSError. The child then reads the
+    end of its pipe, and exits."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -122,7 +124,7 @@ def become_sandbox(
     """Confine the child, the first process of its pid namespace, and serve as its tool server. Never returns."""
     code = FAILED
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the sandbox is killed with the zygote
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills the sandbox when the zygote exits
         os.setsid()
         null = os.open("/dev/null", os.O_RDWR)
         for source, target in ((null, 0), (null, 1), (log, 2)):
@@ -146,7 +148,7 @@ def become_sandbox(
 def main() -> None:
     """Serve the socket on descriptor 0 until it ends."""
     preload()
-    # Cached here for the forks, with the arguments exactly as `confine` passes them.
+    # The forks find these filters in the cache of `program`, if the arguments are exactly those that `confine` passes.
     for counted, ipc in ((False, True), (True, True), (True, False)):
         seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
@@ -157,5 +159,5 @@ def main() -> None:
     loop = Loop()
     Zygote(loop, control)
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
+    gc.freeze()  # a garbage collection in a fork would write to every shared page, and so copy it
     loop.run()

@@ -1,1 +1,1 @@
-"""Live shells of a sandbox (bash, Python, IPython), and the programs that run inside its interpreters."""
+"""Live shells of a sandbox: bash or sh, and the programs that run as live Python and live IPython."""

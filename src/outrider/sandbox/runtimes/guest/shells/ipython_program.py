@@ -2,8 +2,8 @@
 
 The file is joined to python_program.py and started the same way. Output is plain text without colours. Values with
 richer forms than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home folder, and no
-history is kept. Invariant: the rich results of one input are at most DISPLAY_MAX bytes; larger results are replaced by
-a note.
+history is kept. Invariant: the values in the displays of one input have at most DISPLAY_MAX bytes together; a form that
+would exceed this is replaced by a note.
 """
 
 import binascii
@@ -28,12 +28,12 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
-"""Maximum bytes of all displays of one input. The tool server accepts result frames of up to 10 MiB."""
+"""Maximum bytes of all displays of one input. The tool server accepts frames of up to 10 MiB."""
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
-"""Maximum displays of an input, forms of a display, and characters of a MIME type: few enough for the host to decode at
-once."""
+"""Maximum numbers of displays of an input, forms of a display, and characters of a MIME type: the host decodes all of
+them at once, so there must be few. Further displays and forms are dropped."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
@@ -67,7 +67,7 @@ class Gallery:
         self.session.displays = []
 
     def add(self, data: dict[str, Any]) -> None:
-        """Add a display. A value with no form but plain text is only output."""
+        """Add a display. A value that has only plain text is not kept, because its text is printed."""
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """A shortcut for plain values, which have no form but text: IPython would try a dozen formatters."""
+        """Format a plain value. Such a value has no form but text, so IPython's dozen formatters are not tried."""
         kind = type(result)
         if (
             kind in self.plain
@@ -198,7 +198,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Show an exception without interrupts: showing takes longer than the pause between two interrupts."""
+        """Show an exception without interrupts, because showing it takes longer than the pause between two
+        interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -207,8 +208,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs through IPython's own steps, and skips steps that would change nothing: they take most of the time of
-    a short input."""
+    """Runs inputs through IPython's own steps, but skips the steps that would change nothing: these would take most of
+    the time of a short input."""
 
     def __init__(self, session: Session) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -240,7 +241,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # raised by the input: it is shown
+            except Exception:  # raised by the input: the exception is shown
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -249,7 +250,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # raised by the input: it is shown
+        except BaseException as error:  # raised by the input: the exception is shown
             work.close()
             shell.showtraceback()
             return error
@@ -272,7 +273,7 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
-        """Count the input transformers. Once an extension adds any, every input has to go through them."""
+        """Count the input transformers. Once an extension has added any, every input has to go through them."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)

@@ -1,10 +1,10 @@
-"""The program of a live Python: it reads one input after another, keeps its variables, and echoes a last expression.
+"""The program of a live Python: it reads one input after another, keeps their variables, and echoes a last expression.
 
 Standard library only, Python 3.8 or newer, in one file. The tool server starts the program as `python3 -c SOURCE`.
-Inputs come on descriptor 3 as u32 length, u32 number, source. Their output goes to standard output at once. Each input
-ends with a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and the rich
-results (see `packed`). A first frame, of number 0, signals that the program is ready. The program has no time limits.
-SIGINT raises KeyboardInterrupt in the running input, and nowhere else.
+Inputs come on descriptor 3 as u32 length, u32 number, source. What an input prints goes to standard output at once.
+Each input ends with a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and
+the rich results (see `packed`). A first frame, with the number 0, signals that the program is ready. The program has no
+time limits. SIGINT raises KeyboardInterrupt in the running input, and nowhere else.
 """
 
 import ast
@@ -21,8 +21,8 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Maximum characters of a last expression's value in the frame. A longer value is printed: the tool server cuts long
-output in the middle, but not frames."""
+"""Maximum characters of the echo in a frame. A longer echo is printed: the tool server cuts long output in the middle,
+but not frames."""
 
 
 class Session:
@@ -46,8 +46,8 @@ class Session:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Set our handler of SIGINT, and set it again after an input has replaced it. The signal is not simply ignored:
-        in the programs that an input starts, the kernel resets a handler to the default, but keeps an ignored signal
+        """Set our handler of SIGINT, also again after an input has replaced it. The signal is not simply ignored: in
+        the programs that an input starts, the kernel resets a handler to the default, but keeps an ignored signal
         ignored."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
@@ -79,7 +79,7 @@ class PlainEngine:
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # raised by the input, and shown
+        except BaseException as error:  # raised by the input: the exception is shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
@@ -108,7 +108,7 @@ def left_with(stop: SystemExit) -> int:
 
 
 class Inputs:
-    """Reads inputs from a descriptor, mostly with one system call each. Raises EOFError at the end."""
+    """Reads inputs from a descriptor, most of them with one system call. Raises EOFError at the end."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

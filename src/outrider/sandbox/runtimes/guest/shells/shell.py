@@ -1,8 +1,9 @@
 """Live shells, which keep their state between inputs: bash or sh on a terminal, Python and IPython on pipes.
 
-Apart from PRELUDES, only POSIX features of the shell's language are used. A Python reports with the frames of
-python_program.py, whose rich results are not decoded here. Invariants: whatever an input does, a shell takes the next
-input within two seconds of the time limit, or is gone; a Python shell is reported as open only after its first frame.
+Apart from PRELUDES, only POSIX features of the shell's language are used. Python and IPython report each result in a
+frame (see python_program.py), and the rich results in a frame are not decoded here. Invariants: whatever an input does,
+about two seconds after the input's time limit the shell takes the next input or has ended; a Python shell is reported
+as open only after its first frame.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     import signal as _signal
     from typing import Any
 else:
-    import _signal  # `signal` would add half again to the start-up time
+    import _signal  # importing `signal` would lengthen the start-up by half
 
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""From this interrupt on, the programs started by the input are killed, too."""
+"""From the interrupt of this number on, the programs started by the input are killed, too."""
 RESTART_AFTER = 20
-"""Number of interrupts after which the shell itself is killed and restarted: two seconds. The sh of busybox needs a
-restart now and then: SIGINT may arrive in its memory allocator, and sh then waits in vain for the allocator's lock."""
+"""After this many interrupts (two seconds) the shell itself is killed and restarted. The sh of busybox hangs if SIGINT
+arrives inside its memory allocator, because it then waits for a lock that is never released."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
@@ -48,29 +49,32 @@ PRELUDES = {
     "bash": b"PS1=; export -n PS1; PS2=; unset PROMPT_COMMAND HISTFILE; set +o history +H;",
     "sh": b"unset PS1 HISTFILE; PS1=; PS2=;",
 }
-"""Commands that make a shell print nothing of its own: no prompts, no history, no `!` expansion."""
+"""Commands that turn off prompts and the history, and in bash also the expansion of `!`."""
 STATUS = b' __status=0; __set_status() { return "$1"; }; '
-"""Sets `$?` before each input: 0 for the first input, the previous input's status for each other."""
+"""Definitions by which `$?` can be set before each input: to 0 for the first input, and to the previous input's status
+for every other input."""
 GREETING_MAX = 1 << 16
-"""Bytes that a shell may print before its first marker. After more bytes, the marker is no longer awaited."""
+"""Bytes of output after which a shell's first marker is no longer awaited. The output before the first marker is
+dropped."""
 STATUS_MAX = 8
-"""Maximum bytes of a marker's status with its terminator."""
+"""Maximum bytes of the status in a marker, with the terminator."""
 TERMIOS_SIZE = 64
-"""Bytes, more than a `struct termios` of any architecture."""
+"""Size of a buffer in bytes, larger than `struct termios` on any architecture."""
 
 FRAME_MAX = 10 << 20
-"""Bytes, more than the frame of any result. A longer frame was written to the descriptor by an input itself."""
+"""Maximum bytes of a frame, more than any result needs. A longer frame was written to the descriptor by an input
+itself."""
 WHY_MAX = 2000
 """Maximum bytes kept of the output of an interpreter that did not start."""
 
 
 class LiveShell:
-    """A live shell: one program that takes one input at a time. Output between two inputs is shown with the next
-    input's.
+    """A live shell: one program that takes one input at a time. Output that comes between two inputs is returned with
+    the output of the second.
 
-    `program` starts the process, sends inputs and reads output. Its commands are tried in order, and the first that
-    works opens the shell. `opening` is the call that requested the shell, 0 after the reply. `ticks` counts the
-    interrupts of the running input.
+    `program` starts the process, sends inputs and reads output. The commands of `program` are tried in order, and the
+    first that works opens the shell. `opening` is the call that requested the shell, 0 after the reply to this call.
+    `ticks` counts the interrupts of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
@@ -101,7 +105,8 @@ class LiveShell:
             raise
 
     def _open(self) -> None:
-        """Raises OSError when the program cannot be started. The shell is dead then, and nothing of it is left open."""
+        """Start the next command. If no command is left, report that there is no shell. Raises OSError when the program
+        cannot be started. The shell is dead then, and none of its descriptors is left open."""
         if not self.commands:
             self._give_up()
             return
@@ -119,7 +124,8 @@ class LiveShell:
         self.calls.loop.exits[self.pid] = self._exited
 
     def _open_again(self) -> str:
-        """Open from the loop, which handles no errors. Returns the error, "" for none."""
+        """Call `_open`, and return its error, "" for none. If the shell was not yet open, the error is also the reply
+        to the call that requested the shell. Nothing is raised, because the loop handles no errors."""
         try:
             self._open()
         except OSError as error:
@@ -132,7 +138,7 @@ class LiveShell:
         return ""
 
     def opened(self) -> None:
-        """Report the shell as open: its program runs."""
+        """Report the shell as open, because its program runs. Does nothing if this was reported before."""
         if self.opening:
             self._answer_opening({"shell": self.number})
 
@@ -188,7 +194,7 @@ class LiveShell:
             self.program.take(data)
 
     def drain(self) -> None:
-        """Read all output until now."""
+        """Read the output that has come until now."""
         for _ in range(READS_AT_END):
             data = read_ready(self.output)
             if not data:
@@ -210,7 +216,8 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input: first by SIGINT, then also by SIGKILL, and at last by a new shell."""
+        """Interrupt the running input, now and every INTERRUPT_EVERY seconds: by SIGINT, from KILL_AFTER on also by
+        SIGKILL, and after RESTART_AFTER by a restart of the shell."""
         if not self.call:
             return
         self.ticks += 1
@@ -220,7 +227,7 @@ class LiveShell:
             return
         table = processes()
         group, members = self.program.victims(table)
-        # Programs in their own process group do not get the group's interrupt.
+        # The interrupt of the group does not reach programs in other process groups, so these are killed at once.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, _signal.SIGKILL)
@@ -228,8 +235,8 @@ class LiveShell:
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
-        """Kill the shell and start a new one. The input's result reports that the state is lost, or that the shell is
-        dead."""
+        """Kill the shell and start it again. The result of a running input reports that the state is lost, or why the
+        shell could not be started."""
         self._kill()
         error = self._open_again()
         outcome = f"could not be started anew: {error}" if error else "was started anew: its state is lost"
@@ -265,7 +272,7 @@ class LiveShell:
         self.descriptors = set()
 
     def close(self) -> None:
-        """Kill the shell and its remaining children."""
+        """Kill the shell and its descendants. The call of a running input gets a reply."""
         if not self.dead:
             self._kill()
             self.dead = True
@@ -277,10 +284,10 @@ class LiveShell:
 class Bash:
     """A live bash, or sh in a sandbox without bash, on a raw terminal.
 
-    Inputs come on a pipe and not on the terminal. On a terminal the sh of busybox edits lines, and each input would
-    take a detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the output of
-    each input, on the same terminal, so that all output precedes the marker. Text that a shell prints before its first
-    marker, number 0, is not output.
+    Inputs come on a pipe and not on the terminal. On a terminal, the sh of busybox would edit lines, and each input
+    would take a detour through the kernel's terminal. A marker, ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``, ends the
+    output of each input, on the same terminal, so that all output precedes the marker. Text that a shell prints before
+    its first marker, which has the number 0, is not output.
     """
 
     def __init__(self, shell: LiveShell) -> None:
@@ -294,7 +301,7 @@ class Bash:
         return [SHELLS[self.shell.calls.shell()]]
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program. The shell counts as open at once: its first input shows any problem."""
+        """Start the program. The shell counts as open at once, because its first input shows any problem."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
@@ -319,7 +326,7 @@ class Bash:
         """Send the program an input."""
         keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-        # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. Standard input is
+        # Without `command`, a plain sh would drop the whole line if `eval` finds bad syntax. Standard input is
         # /dev/null, because the input's programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
         self.shell.send(line + self._report(self.shell.sequence) + b"\n")
@@ -360,11 +367,12 @@ class Bash:
         del self.pending[:size]
 
     def ended(self) -> None:
-        """Capture the pending bytes: after the program's exit, the apparent beginning of a marker is output."""
+        """Capture the pending bytes. After the program's exit, an unfinished marker can only be output."""
         self._print(len(self.pending))
 
     def clean(self, out: bytes) -> bytes:
-        """Remove the markers that interrupted lines printed after all."""
+        """Remove the markers of lines that were interrupted. The shell usually drops the marker with the rest of such a
+        line, but sometimes prints it."""
         marker = b"\x1e" + self.token
         while marker in out:
             start = out.index(marker)
@@ -382,14 +390,16 @@ class Bash:
         return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Request another marker: an interrupt makes the shell drop the rest of the line, including the marker."""
+        """Request another marker. An interrupt makes the shell drop the rest of the line, and with it the input's
+        marker."""
         self.shell.sequence += self.shell.ticks == 1
         self.shell.send(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
-    """Make a terminal raw: output as written by programs, no echo. Returns the terminal's mode, a `struct termios`."""
-    import fcntl  # only bash needs these
+    """Make a terminal raw: it passes on output as the programs have written it, and echoes nothing. Returns the
+    terminal's mode, a `struct termios`."""
+    import fcntl  # only `Bash` needs these modules
     import termios
 
     mode = termios.tcgetattr(fd)
@@ -400,7 +410,8 @@ def raw_terminal(fd: int) -> bytes:
 
 
 def keep_terminal(fd: int, mode: bytes) -> None:
-    """Restore a terminal's mode if a program has changed it. Reading the mode costs a tenth of setting it."""
+    """Restore a terminal's mode if a program has changed it. The mode is read first, because reading takes a tenth of
+    the time of setting."""
     import fcntl
     import termios
 
@@ -409,7 +420,7 @@ def keep_terminal(fd: int, mode: bytes) -> None:
 
 
 class Interpreter:
-    """A live Python or IPython. Output comes on one pipe, and a frame at the end of each input on another."""
+    """A live Python or IPython. Output comes on one pipe. At the end of each input, a frame comes on another pipe."""
 
     def __init__(self, shell: LiveShell) -> None:
         self.shell = shell
@@ -417,7 +428,8 @@ class Interpreter:
         self.frames = bytearray()
 
     def commands(self) -> list[list[str]]:
-        """Return the commands to try: the sandbox's own Python, then the interpreter that the host has mounted."""
+        """Return the commands to try: the `python3` of the sandbox, then an interpreter provided by the host, each if
+        it exists."""
         calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
@@ -425,7 +437,7 @@ class Interpreter:
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Start the program, which sends a frame of number 0 once it runs."""
+        """Start the program, which sends a frame with the number 0 once it is ready."""
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
@@ -465,7 +477,7 @@ class Interpreter:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            # A frame of python_program.py: number, status, length of the echo, the echo, rich results.
+            # The fields of a frame (see python_program.py): number, status, length of the echo, the echo, rich results.
             number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
             shell.drain()
             if number == 0 and shell.opening:
@@ -477,7 +489,7 @@ class Interpreter:
                 shell.finish(status)
 
     def ended(self) -> None:
-        """Do nothing: no output is pending here."""
+        """Do nothing: an interpreter leaves no output pending."""
 
     def clean(self, out: bytes) -> bytes:
         return out
@@ -487,4 +499,4 @@ class Interpreter:
         return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
     def interrupted(self) -> None:
-        """Do nothing: the program sends a frame, as always."""
+        """Do nothing: also after an interrupt, the program sends the input's frame."""
