@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from support.disk import Disk, a_disk
+from support.flaky import pytest_sessionstart, pytest_terminal_summary
 
 if TYPE_CHECKING:
     from support.postgresql import PostgresqlServer
+
+__all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see support/flaky.py
 
 PROGRAMS = f"{Path(__file__).parent.name}/real/"
 

@@ -1,0 +1,63 @@
+"""Runs tests that failed beside others once more, alone: a test that then passes is flaky and is reported as such.
+
+Only runs with several workers (`pytest -n`) do this, and only for MAX_FLAKY failures or fewer. A flaky test is printed
+as FLAKY with its first failure, and is a defect to be mended next. A test that fails again, or more failures, fail the
+run. tests/conftest.py imports the hooks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from _pytest.terminal import TerminalReporter
+
+MAX_FLAKY = 3
+RERUN_SECONDS = 600.0
+"""Time limit of one test that runs alone."""
+
+_failures = pytest.StashKey[dict[str, str]]()
+"""Text of the first failure of each failed test, by node id."""
+_session = pytest.StashKey[pytest.Session]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        config.stash[_failures] = {}
+        config.stash[_session] = session
+        config.pluginmanager.register(FailureRecorder(config.stash[_failures]))
+
+
+class FailureRecorder:
+    def __init__(self, failures: dict[str, str]) -> None:
+        self._failures = failures
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failures.setdefault(report.nodeid, report.longreprtext)
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    failures = config.stash.get(_failures, {})
+    if exitstatus != pytest.ExitCode.TESTS_FAILED or not 0 < len(failures) <= MAX_FLAKY:
+        return
+    flaky = [test for test in failures if passes_alone(test, config)]
+    for test in flaky:
+        terminalreporter.write_sep("=", f"FLAKY: {test} failed beside others and passed alone", yellow=True, bold=True)
+        terminalreporter.write_line(failures[test])
+    if len(flaky) == len(failures):
+        config.stash[_session].exitstatus = pytest.ExitCode.OK
+
+
+def passes_alone(test: str, config: pytest.Config) -> bool:
+    """Run one test in a process of its own, with the options of this run that choose what a test does."""
+    command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", test]
+    if profile := config.getoption("--hypothesis-profile", None):
+        command += ["--hypothesis-profile", profile]
+    try:
+        alone = subprocess.run(command, cwd=config.rootpath, timeout=RERUN_SECONDS, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return alone.returncode == pytest.ExitCode.OK

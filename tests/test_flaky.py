@@ -1,0 +1,41 @@
+"""A test that fails beside others and passes alone does not fail the run; a test that fails again does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parent
+
+CONFTEST = "from support.flaky import pytest_sessionstart, pytest_terminal_summary\n"
+CROWDED = """
+import os, pytest
+@pytest.mark.parametrize("number", range({flaky}))
+def test_needs_quiet(number):
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "the others are loud"
+@pytest.mark.parametrize("number", range({broken}))
+def test_is_broken(number):
+    assert False, "broken"
+def test_is_well():
+    pass
+"""
+
+
+def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\n")
+    (folder / "test_crowd.py").write_text(CROWDED.format(flaky=flaky, broken=broken))
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("flaky", "broken", "code", "reported"), [(0, 0, 0, 0), (2, 0, 0, 2), (1, 1, 1, 1), (4, 0, 1, 0), (0, 1, 1, 0)]
+)
+def test_a_crowd(tmp_path: Path, flaky: int, broken: int, code: int, reported: int) -> None:
+    done = run(tmp_path, flaky=flaky, broken=broken)
+    assert (done.returncode, done.stdout.count("FLAKY: ")) == (code, reported), done.stdout
+    assert ("the others are loud" in done.stdout) == (flaky > 0)
