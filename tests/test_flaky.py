@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\n")
     (folder / "test_crowd.py").write_text(CROWDED.format(flaky=flaky, broken=broken))
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
