@@ -117,6 +117,8 @@ async def test_a_snapshot_for_want_of_descriptors_fails(world: World) -> None:
 
 def descriptors() -> set[int]:
     """The descriptors that the tool server of the only sandbox has open."""
+    if os.geteuid():
+        pytest.skip("only root can list the descriptors of a process that is not dumpable")
     return set(map(int, os.listdir(f"/proc/{first_process()}/fd")))
 
 
