@@ -28,6 +28,9 @@ class Reader:
         self._kept.execute("PRAGMA journal_mode=WAL")
         self._kept.execute("PRAGMA synchronous=OFF")
         self._kept.execute("CREATE TABLE IF NOT EXISTS pages (cursor INTEGER, groups BLOB)")
+        self._groups: list[GroupView] = []
+        self._decoded = 0
+        """The rowid of the last page in `_groups`."""
 
     async def read(self, url: str) -> None:
         async with AsyncClient(url) as client:
@@ -45,9 +48,12 @@ class Reader:
                     after = page.cursor
 
     def groups(self) -> list[GroupView]:
-        """All groups read so far, in order."""
-        pages = self._kept.execute("SELECT groups FROM pages ORDER BY rowid").fetchall()
-        return [group for (page,) in pages for group in msgspec.json.decode(page, type=list[GroupView])]
+        """All groups read so far, in order, also by another process with the same file."""
+        new = "SELECT rowid, groups FROM pages WHERE rowid > ? ORDER BY rowid"
+        for row, page in self._kept.execute(new, (self._decoded,)).fetchall():
+            self._groups += msgspec.json.decode(page, type=list[GroupView])
+            self._decoded = row
+        return list(self._groups)
 
     def close(self) -> None:
         self._kept.close()

@@ -44,6 +44,7 @@ from outrider.errors import NotFound, OutriderError, ServiceError
 from outrider.lifecycle import GroupState, SessionState
 from outrider.sandbox.runtimes.kernel import process_marks
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.schemas import GroupView
 
 GROUPS = 50
 SUBMITTERS = 6
@@ -171,6 +172,7 @@ class Run:
         """Whether joined machines leave before the service ends, or after."""
         self._left_out: list[str] = []
         self._progress = Progress(groups)
+        self._views: dict[str, Reader] = {}
         self._accepted: dict[str, list[str]] = {}
         self._with_callback: set[str] = set()
         self._kills = 0
@@ -199,6 +201,8 @@ class Run:
                     findings += await self._stop()
             ended = time.monotonic()
             readers = {name: self._read(name) for name in READERS}
+            for view in self._views.values():
+                view.close()
             told = Told(
                 accepted=self._accepted,
                 readers=readers,
@@ -558,12 +562,10 @@ class Run:
                     await asyncio.sleep(LOOK_SECONDS)
         return missing
 
-    def _read(self, name: str) -> Any:
-        reader = Reader(self._folder / f"{name}.sqlite3")
-        try:
-            return reader.groups()
-        finally:
-            reader.close()
+    def _read(self, name: str) -> list[GroupView]:
+        if name not in self._views:
+            self._views[name] = Reader(self._folder / f"{name}.sqlite3")
+        return self._views[name].groups()
 
 
 def free_port() -> int:
