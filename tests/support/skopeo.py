@@ -13,7 +13,8 @@ from rootfs.archives import as_folder, oci_files
 
 def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
     """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, and
-    it takes `seconds` to answer; a minute or more means that it never does. Returns a function that lists the references requested."""
+    it takes `seconds` to answer; a minute or more means never. Returns a function that lists the references
+    requested."""
     layout = as_folder(oci_files(), folder / "layout")
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"
