@@ -141,7 +141,7 @@ class Exchange:
         self._history = 0
 
     async def grow(self, tokens: int) -> None:
-        """Add turns until the history has so many tokens."""
+        """Add turns until the history has the wanted number of tokens."""
         while self._history < tokens:
             await self.turn()
 

@@ -235,8 +235,8 @@ class Engine:
         return None if math.isinf(steps) else self._now + max(0.0, steps) * step
 
     def advance(self, now: float) -> tuple[list[Call], list[Call]]:
-        """Advance to `now`, which is not after `next_change`. Returns the calls that got their first token at `now`,
-        and those that ended."""
+        """Advance to `now`, which is not after `next_change`. Returns the calls whose first token came at `now`,
+        and the calls that ended at `now`."""
         steps = (now - self._now) / self._step_seconds()
         self._now = now
         self._steps += steps

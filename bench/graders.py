@@ -343,7 +343,7 @@ def of_logs(check: Check, host: Host) -> dict[str, Kind]:
 async def _milliseconds(
     work: Callable[[str, int], Awaitable[object]], replies: Iterator[str], times: int, width: int
 ) -> dict[str, float]:
-    """Milliseconds of doing the work so many times, `width` at once, each in its own slot."""
+    """Do the work `times` times, `width` at once, each in its own slot. Returns milliseconds."""
     spent: list[float] = []
     todo = iter(range(times))
 

@@ -96,7 +96,7 @@ async def _measured(corpus: Corpus, endpoint: ModelBackend, engine: ScriptedEngi
 
 
 async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, name: str) -> Conversation:
-    """A conversation after so many calls."""
+    """Return a conversation after `calls` calls."""
     conversation = Conversation(
         endpoint,
         session_key=name,

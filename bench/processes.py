@@ -201,7 +201,7 @@ async def _serve_batch(
         tokens_per_second=float(tokens_per_second),
         event_tokens=int(event_tokens),
     )
-    # Without a tokenizer: the engine's cost for texts that nobody reads is not measured.
+    # The engine has no tokenizer, so that its work on texts that the client does not read is not measured.
     async with serving(engine_app(engine, protocol, ServeSettings(incremental=True))) as url:
         await _until_told([url])
 

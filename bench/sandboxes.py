@@ -131,7 +131,7 @@ def unshared_kib(pid: int) -> int:
 
 
 async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
-    """The memory of each of so many live sandboxes with a bash, and the number of calls to all of them together."""
+    """Measure the memory of each of `number` live sandboxes with a bash, and the calls to all of them in `seconds`."""
     sandboxes = [yard.create("namespace") for _ in range(number)]
     try:
         left = iter(sandboxes)

@@ -79,7 +79,7 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def stalls(live: int, beside: int) -> dict[str, Any]:
-    """The longest stall of the event loop of one process with so many live sessions, while others run and end: with
+    """Measure the longest stall of the event loop of one process with `live` sessions, while others run and end: with
     Python's own garbage collector, and with ours (`concurrency/garbage.py`)."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
         corpus = await asyncio.to_thread(Corpus.make, Path(name))

@@ -110,7 +110,7 @@ async def _rate(corpus: Corpus, kind: str, sessions: int, command: str) -> dict[
 
 
 async def _finished(service: Service, kind: str, sessions: int, *, after: int) -> list[SessionResult]:
-    """Submit so many sessions and wait for the last. Raises RuntimeError if one does not end as expected."""
+    """Submit `sessions` sessions and wait for the last. Raises RuntimeError if one does not end as expected."""
     groups = sessions // GROUP_SIZE
     for _ in range(groups):
         await service.submit(_group(kind))

@@ -169,7 +169,7 @@ class Talk(msgspec.Struct, frozen=True):
 
 
 async def _grown(corpus: Corpus, history: int, turn: Turn) -> Talk:
-    """Grow a conversation to at least so many tokens."""
+    """Make a conversation of at least `history` tokens."""
     dialogue = Dialogue(max_tokens=REPLY_TOKENS)
     while dialogue.answer(await turn(dialogue.ask(corpus.tokens(NEW_TOKENS)))) < history:
         """It grows."""

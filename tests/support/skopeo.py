@@ -13,13 +13,15 @@ from rootfs.archives import as_folder, oci_files
 
 def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
     """Put the script first in the PATH and give this test its own cache of images. Its only image is `registry/x`, and
-    it takes `seconds` to answer. Returns a function that lists the references requested."""
+    it takes `seconds` to answer; a minute or more means never. Returns a function that lists the references
+    requested."""
     layout = as_folder(oci_files(), folder / "layout")
     asked = folder / "asked"
     skopeo = folder / "bin" / "skopeo"
     skopeo.parent.mkdir()
+    wait = f"exec sleep {seconds}" if seconds >= 60 else f"sleep {seconds}"  # a killed shell would leave a child
     check = '[ "$3" = docker://registry/x ] || { echo no such image >&2; exit 1; }'
-    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{check}\nsleep {seconds}\ncp -r {layout} "${{4#oci:}}"\n')
+    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{check}\n{wait}\ncp -r {layout} "${{4#oci:}}"\n')
     skopeo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{skopeo.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))

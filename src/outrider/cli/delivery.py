@@ -164,7 +164,9 @@ def gc(
     ctx: typer.Context,
     days: Annotated[
         float | None,
-        typer.Option(min=0, metavar="N", help="Remove groups that ended so many days ago.", show_default="the setting"),
+        typer.Option(
+            min=0, metavar="N", help="Remove groups that ended N days ago or earlier.", show_default="the setting"
+        ),
     ] = None,
     size_mb: Annotated[
         int | None,

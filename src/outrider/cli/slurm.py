@@ -204,7 +204,7 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
         hint = "leave it out: the job has a token of its own, in a file"
         raise InvalidField("a batch script can be read by others, and must have no token", field="token", hint=hint)
     if "processes" in settings.model_fields_set:
-        hint = "give --processes to outrider slurm, before the --: so many run on each node"
+        hint = "give --processes to outrider slurm, before the --: the number of processes on each node"
         raise InvalidField("the service of a job runs no sessions itself", field="processes", hint=hint)
     if "host" in settings.model_fields_set and is_local(settings.host):
         hint = "leave it out, or name an address that the other nodes of the job can reach"

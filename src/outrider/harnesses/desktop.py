@@ -98,7 +98,7 @@ class Key(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Scroll(msgspec.Struct, forbid_unknown_fields=True):
-    """Move the mouse to a pixel and turn its wheel by so many notches."""
+    """Move the mouse to a pixel and turn its wheel by a number of notches."""
 
     x: Pixel
     y: Pixel
@@ -107,7 +107,7 @@ class Scroll(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Wait(msgspec.Struct, forbid_unknown_fields=True):
-    """Wait for so many seconds."""
+    """Wait for a number of seconds."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=60)]
 

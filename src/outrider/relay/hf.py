@@ -237,6 +237,8 @@ class _Batch:
         self._mask: torch.Tensor | None = None
         named = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
+        # The parameter's name since transformers 5.24, which warns of the older name.
+        self._cache_parameter = "cache" if "cache" in named else "past_key_values"
 
     @property
     def running(self) -> int:
@@ -336,12 +338,11 @@ class _Batch:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=past,
             use_cache=True,
+            **{self._cache_parameter: past},
             **self._last_only,
         )
-        kept = output.past_key_values
-        layers = [(layer.keys, layer.values) for layer in kept.layers]
+        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new columns
         return output.logits[:, -1].float().cpu(), layers
 
     def _keep(self, places: list[int]) -> None:

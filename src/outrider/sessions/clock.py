@@ -72,7 +72,8 @@ class _Spending:
 
 class Cutoff:
     """A switch that ends a block: `async with cutoff.block():` raises TimeoutError inside when `cut` is called. A cut
-    before the first block ends this block when it begins. A cut between two blocks, or after the last, does nothing."""
+    before the first block ends this block when it begins: restoring the calls of an outlived run may reach a limit.
+    A cut between two blocks, or after the last, does nothing."""
 
     def __init__(self) -> None:
         self._timeout: asyncio.Timeout | None = None

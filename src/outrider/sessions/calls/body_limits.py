@@ -40,11 +40,11 @@ more."""
 FREE_VALUES = 4096
 """Values allowed in addition, because the model is not shown some of them."""
 MAX_VALUES = 1 << 17
-"""Maximum JSON values of any body: decoding so many takes 15 ms, during which the interpreter does nothing else."""
+"""Maximum JSON values of any body: decoding this number takes 15 ms, during which the interpreter does nothing else."""
 MAX_TOOLS = 4096
 """Maximum tools of a request. The providers take 128, and a chat template needs 0.1 ms for each tool."""
 MAX_ESCAPES = 1 << 21
-"""Maximum escaped characters of any body: decoding so many takes 25 ms."""
+"""Maximum escaped characters of any body: decoding this number takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")

@@ -92,12 +92,6 @@ class _Generate(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class _Streams(msgspec.Struct):
-    """The only field read of a request whose sampling is invalid."""
-
-    stream: bool = False
-
-
 class _Pause(msgspec.Struct):
     mode: str = "abort"
 

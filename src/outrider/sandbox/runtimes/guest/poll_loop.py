@@ -21,7 +21,7 @@ else:
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
-"""Maximum bytes of one read or write: so many that few system calls are needed, and so few that no call holds up the
+"""Maximum bytes of one read or write: large enough for few system calls, and small enough that no call holds up the
 loop."""
 
 REST_FACTOR = 20
