@@ -93,16 +93,16 @@ async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Pa
         shutil.rmtree(folder)
         status = await service.until(lambda status: any(each.count > 2 for each in status.failing))
         shown = await cli("status", "--url", service.url)
-        [pulse] = status.failing
-        assert (pulse.name, pulse.node) == ("pulse", "local")
-        assert "No such file or directory" in pulse.error
+        [failing] = status.failing
+        assert (failing.name, failing.node) == ("node folder", "local")
+        assert "No such file or directory" in failing.error
         assert status.nodes[0].capacity == 0  # sandboxes would fail one after another: the queue waits
-        assert "local: pulse" in shown.out
+        assert "local: node folder" in shown.out
         folder.mkdir(mode=0o700)
         await service.until(lambda status: not status.failing and status.nodes[0].capacity > 0)
     log = (tmp_path / "log").read_text()
-    assert log.count("pulse: failed, and is tried again") == 1
-    assert log.count("pulse: works again") == 1
+    assert log.count("node folder: failed, and is tried again") == 1
+    assert log.count("node folder: works again") == 1
     assert "Traceback" not in log
 
 
@@ -112,8 +112,8 @@ async def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
         with service.limit(resource.RLIMIT_FSIZE, 0):  # every byte that is written to a file fails
             with pytest.raises(OutriderError):
                 await service.client.submit({"task": tomllib.loads(TRUSTED), "n": 1})
-            await service.until(lambda status: {"pulse", "audit log"} <= set(names(status)))
-        await service.until(lambda status: "pulse" not in names(status))
+            await service.until(lambda status: {"node folder", "audit log"} <= set(names(status)))
+        await service.until(lambda status: "node folder" not in names(status))
         assert await service.rewards() == [1.0, 1.0]
         await service.until(lambda status: not status.failing)
     assert "Traceback" not in (tmp_path / "log").read_text()
@@ -124,7 +124,7 @@ async def test_without_descriptors_it_goes_on(tmp_path: Path) -> None:
         assert await service.rewards() == [1.0, 1.0]
         with service.limit(resource.RLIMIT_NOFILE, service.descriptors):
             waiting = [socket.create_connection(("127.0.0.1", urlsplit(service.url).port or 0)) for _ in range(20)]
-            await service.until(lambda status: "pulse" in names(status))
+            await service.until(lambda status: "node folder" in names(status))
             for each in waiting:
                 each.close()
         await service.until(lambda status: not status.failing)

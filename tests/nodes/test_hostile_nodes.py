@@ -304,10 +304,6 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
         "neither of ids",
     ),
     "a name without end": (lambda told: [CheckEngine(model=None, engine="x" * 1000)], "no message"),
-    "more outlived than any": (
-        lambda told: [Ready(outlived={f"s-{number}": 1 for number in range(5000)})],
-        "no message",
-    ),
     "no message": (lambda told: [b"\xff\x00what"], "no message"),
     "many values": (
         lambda told: [told.turn(sampling={"x": [[]] * decoding.MAX_COST})],
@@ -366,9 +362,7 @@ async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
         HostileNode.joined(running.url, "bad", capacity=0) as bad,
     ):
         view, told = await given_one(running, good)
-        await bad.say(
-            told.turn(0), KeepArtifact(call=1, data=b"x", **told.ids), Ready(outlived={view.sessions[0].id: 1})
-        )
+        await bad.say(told.turn(0), KeepArtifact(call=1, data=b"x", **told.ids), Ready())
         errors: list[str] = []
         while len(errors) < 2:
             if isinstance(message := await bad.hear(), CallReply):

@@ -6,20 +6,15 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes import limits
-from outrider.sandbox.runtimes.apptainer import runtime as apptainer
-from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup, Hierarchies
-from outrider.sandbox.runtimes.kernel.child import Child
-from outrider.sandbox.runtimes.kernel.process_marks import started
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, Hierarchies
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.spec import Resources, RuntimeSpec
+from outrider.spec import Resources
 
 ALL = Resources(cpus=1.5, memory_mb=64, pids=100)
 
@@ -34,29 +29,6 @@ def real() -> Hierarchies:
 
 def groups_of(found: Hierarchies, name: str) -> list[Path]:
     return [path for folder in set(found.folders.values()) for path in folder.glob(f"{name}/*") if path.is_dir()]
-
-
-async def test_a_sandbox_that_is_taken_over_has_the_groups_of_its_handle(tmp_path: Path) -> None:
-    """Paths of groups may hold colons, as those of containerd do."""
-    folders = tuple(tmp_path / name for name in ("memory/pod:cri:1/s0", "pids/pod:cri:1/s0"))
-    for folder in folders:
-        folder.mkdir(parents=True)
-    me = Child.found(os.getpid(), started(os.getpid()))
-    running = apptainer._running(cast(Any, None), ControlGroup(folders), me)
-    me.close()
-    handle = {**running.handle, apptainer.PID: "4194305"}  # no process has that number
-    context = SandboxContext(
-        session_id="s",
-        attempt=1,
-        directory=tmp_path,
-        host=cast(Any, None),
-        gateway_url="",
-        gateway_socket=tmp_path / "gateway",
-    )
-    with pytest.raises(RuntimeFailure, match="has ended"):
-        async with apptainer.take_over(RuntimeSpec(kind="apptainer"), context, handle=handle):
-            raise AssertionError
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_version_1_is_found_controller_by_controller(tmp_path: Path) -> None:

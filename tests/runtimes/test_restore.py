@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import tarfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,13 @@ from outrider.sandbox.runtimes.base import Runtime
 
 from .test_contract import ALL, REAL, text
 from .test_leaks import first_process
-from .test_next_host import traces
 from .world import World, snapshot
+
+
+def traces(pid: int) -> tuple[int, str]:
+    """The number of a process's descriptors, and its children."""
+    return len(os.listdir(f"/proc/{pid}/fd")), Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
 
 SHOW = "find . -mindepth 1 -printf '%P %y %l\\n' | sort"
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 
 from outrider.sandbox.node_folder import NodeFolder, remove_tree
 from outrider.sandbox.runtimes.kernel import process_marks
-from outrider.sandbox.runtimes.node_host import lives
 from support.node_folders import dead_folder, temporary
 
 __all__ = ["temporary"]
@@ -90,76 +88,11 @@ def test_the_keeper_kills_what_is_left_of_a_node_that_was_killed(temporary: Path
     assert left.wait(50) == -signal.SIGKILL
 
 
-def outliving(temporary: Path, start: Start) -> tuple[Path, subprocess.Popen[bytes], subprocess.Popen[bytes]]:
-    """The folder of a node that was killed, and what it left: a sandbox that may outlive it, and another one."""
-    node = subprocess.Popen([sys.executable, "-c", PROGRAM, str(temporary)], stdout=subprocess.PIPE)
-    assert node.stdout is not None
-    folder = Path(node.stdout.readline().decode().strip())
-    for name in ("s-1-1", "s-2-1"):
-        (folder / name).mkdir()
-    (folder / "s-1-1" / process_marks.RUN_FILE).touch()
-    kept = start(OUTRIDER_CALL=f"{folder.name}/s-1-1:4")
-    other = start(OUTRIDER_CALL=f"{folder.name}/s-2-1:4")
-    node.kill()
-    node.communicate()
-    return folder, kept, other
-
-
-def test_what_may_outlive_a_node_is_kept_for_its_next(temporary: Path, start: Start) -> None:
-    path, kept, other = outliving(temporary, start)
-    stranger = NodeFolder.make("somebody else")
-    assert stranger.path != path
-    stranger.remove()
-    folder = NodeFolder.make("somebody")
-    assert folder.path == path
-    assert folder.outlived() == [path / "s-1-1"]
-    assert not (path / "s-2-1").exists()
-    assert other.wait(10) == -signal.SIGKILL
-    assert kept.poll() is None
-    # It is this node's now: nobody sweeps it, and nobody else takes it over.
-    another = NodeFolder.make("somebody")
-    assert another.path != path
-    another.remove()
-    assert kept.poll() is None
-    folder.remove()
-    assert kept.wait(10) == -signal.SIGKILL
-    assert os.listdir(temporary) == []
-
-
-def test_a_kept_sandbox_outlives_one_node_after_the_other(temporary: Path, start: Start) -> None:
-    path, kept, _ = outliving(temporary, start)
-    again = subprocess.Popen([sys.executable, "-c", PROGRAM, str(temporary)], stdout=subprocess.PIPE)
-    assert again.stdout is not None
-    assert Path(again.stdout.readline().decode().strip()) == path
-    again.kill()
-    again.communicate()
-    folder = NodeFolder.make("somebody")
-    assert folder.path == path
-    assert kept.poll() is None
-    folder.remove()
-    assert kept.wait(10) == -signal.SIGKILL
-
-
-def test_who_may_be_outlived_counts_as_alive(temporary: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For everybody on the machine, wherever their temporary folder is."""
-    path, _, _ = outliving(temporary, start)
-    dead = f"outrider-{os.readlink('/proc/self/ns/pid').strip('pid:[]')}-999999-1-{path.name.removeprefix('outrider-')}"
-    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    assert lives(dead)
-    assert not lives(f"{dead}x")
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    NodeFolder.make("somebody").remove()
-    deadline = time.monotonic() + 10
-    while lives(dead):  # its keeper ends by itself
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 PROGRAM = """
 import sys, tempfile, time
 from outrider.sandbox.node_folder import NodeFolder
 tempfile.tempdir = sys.argv[1]
-print(NodeFolder.make("somebody").path, flush=True)
+print(NodeFolder.make().path, flush=True)
 time.sleep(600)
 """
 
@@ -167,9 +100,9 @@ time.sleep(600)
 def test_a_keeper_goes_with_its_node(temporary: Path) -> None:
     folder = NodeFolder.make()
     assert folder.keeper is not None
-    assert folder.keeper.process.poll() is None
+    assert folder.keeper.poll() is None
     folder.remove()
-    assert folder.keeper.process.returncode is not None
+    assert folder.keeper.returncode is not None
 
 
 def test_a_folder_without_a_keeper_is_not_left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,12 +54,6 @@ class HeldNode:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
-    def outlived(self) -> dict[str, int]:
-        return {}
-
-    def end_outlived(self, session_id: str) -> None:
-        raise NotImplementedError
-
     async def run(self, attempt: Attempt) -> SessionResult:
         session = attempt.session
         over = asyncio.Event()

@@ -64,9 +64,9 @@ class Moments(Store):
         return found
 
     async def start_attempt(
-        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0, goes_on: bool = False
+        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
     ) -> int:
-        number = await super().start_attempt(session_id, node=node, lease_until=lease_until, goes_on=goes_on)
+        number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
         self.started()
         return number
 
@@ -87,10 +87,6 @@ class FakeNode:
         self.name = self.machine = name
         self.resources = resources
         self.ran: list[tuple[str, int]] = []
-        self.left: dict[str, int] = {}
-        """The attempts that have outlived the last node."""
-        self.went_on: list[str] = []
-        self.ended: list[str] = []
         self.error: ErrorRecord | None = None
         self.dies = 0
         """So many attempts are lost at their end."""
@@ -106,18 +102,8 @@ class FakeNode:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
-    def outlived(self) -> dict[str, int]:
-        return dict(self.left)
-
-    def end_outlived(self, session_id: str) -> None:
-        del self.left[session_id]
-        self.ended.append(session_id)
-
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))
-        if attempt.goes_on:
-            assert self.left.pop(attempt.session.id) == attempt.session.attempt - 1
-            self.went_on.append(attempt.session.id)
         self.started.set()
         try:
             await self.hold.wait()
@@ -342,39 +328,3 @@ async def test_a_session_goes_where_there_is_room_for_what_it_needs() -> None:
                 await store.counts()
         running.cancel()
     assert [[session for session, _ in node.ran] for node in nodes] == [[], ["s8"], ["s4"]]
-
-
-async def test_agents_that_have_outlived_their_node_go_on_before_anything_else_starts() -> None:
-    node, done = FakeNode(), asyncio.Event()
-    async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
-        await put(store, "g", "new", "old", "ended", "other")
-        for session_id in ("old", "ended", "other"):
-            await store.start_attempt(session_id, node="fake", lease_until=time.time() + 60)
-        await store.add_turn("old", 1, turn())
-        await store.cancel_session("ended")
-        node.left = {"old": 1, "ended": 1, "other": 7, "of another database": 1}
-        running = tasks.create_task(Scheduler(store, [node], on_done=done.set, pauses=AT_ONCE).run())
-        await done.wait()
-        assert node.ran[0] == ("old", 2)
-        assert sorted(node.ran[1:]) == [("new", 1), ("other", 2)]
-        assert node.went_on == ["old"]
-        assert sorted(node.ended) == ["ended", "of another database", "other"]
-        assert [turn.index for turn in await store.turns("old", 2)] == [0]
-        assert await store.turns("old", 1) == []
-        running.cancel()
-
-
-async def test_an_attempt_that_is_still_held_goes_on_when_it_is_given_up() -> None:
-    async with scheduling() as (scheduler, store, node, _, done):
-        await put(store, "g", "s")
-        node.hold.clear()
-        node.dies = 1
-        scheduler.wake()
-        await node.started.wait()
-        node.left = {"s": 1}  # the next process of that node tells so before its connection's end was seen
-        scheduler.wake()
-        await asyncio.sleep(0)
-        node.hold.set()
-        await done.wait()
-        assert node.went_on == ["s"]
-        assert node.ran == [("s", 1), ("s", 2)]

@@ -91,12 +91,6 @@ class OnceMore:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         raise NotImplementedError
 
-    def outlived(self) -> dict[str, int]:
-        return {}
-
-    def end_outlived(self, session_id: str) -> None:
-        raise NotImplementedError
-
     async def run(self, attempt: Attempt) -> SessionResult:
         first = attempt.session.attempt == 1
         return SessionResult(

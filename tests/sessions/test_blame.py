@@ -23,7 +23,7 @@ from outrider.sessions.blame import RULES, Blame, BlameRule, Cause, End, Facts, 
 from outrider.sessions.calls.token_allowance import LimitReached
 
 FLAGS = tuple(field.name for field in msgspec.structs.fields(Facts) if field.name not in ("stage", "end"))
-HARM = ("node_died", "stalled", "overdue")
+HARM = ("stalled", "overdue")
 INFRASTRUCTURE = ("unrecorded", "engine_failed", "in_vain")
 IMPOSSIBLE = {
     *((stage, End.AGENT_CLOCK) for stage in (Stage.PREPARE, Stage.NEXT_STEP, Stage.GRADE)),
@@ -49,8 +49,6 @@ def examples() -> Iterator[Example]:
     worked = ("called", "replied")
     for end in End:
         bad = (*worked, "hung_up")
-        yield "node died", run(end, *bad, "node_died"), Blame.ERROR, Cause.NODE_LOST
-        yield "node died", run(end, *bad, "node_died", "unrecorded"), Blame.ERROR, Cause.NODE_LOST
         yield "turn not stored", run(end, *worked, "unrecorded"), Blame.ERROR, Cause.UNRECORDED
         yield "turn not stored", run(end, *worked, "unrecorded", "engine_failed"), Blame.ERROR, Cause.UNRECORDED
         yield "engine failed", run(end, *worked, "engine_failed"), Blame.ERROR, Cause.ENGINE

@@ -22,7 +22,6 @@ from outrider.sessions.calls.call import ModelBackend, Step
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, SamplingSpec
-from outrider.store.rows import pack, turn_from
 from outrider.tokens.rendering.renderer import History, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn
@@ -53,13 +52,6 @@ class World:
         """`conversation.limit` at each call of `on_limit`."""
         self.store_failure: Exception | None = None
         self.storing = asyncio.Event()
-
-    async def restart(self) -> None:
-        """Continue with a conversation that is restored from the stored turns."""
-        await self.conversation.close()
-        self.conversation = self._new()
-        self.models = SessionModels(self.conversation)
-        await self.conversation.restore([turn_from(pack(turn)) for turn in self.turns])
 
     async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
         """All steps of one Chat call."""

@@ -111,8 +111,3 @@ class Clients:
     def finish_all(self) -> None:
         while self.open:
             self.finish(-1)
-
-    def restart(self) -> None:
-        """The service dies and comes back: the calls in flight are made again."""
-        self.rollout.restart()
-        self.open = [(request, self.ask(request), rng, abort) for request, _, rng, abort in self.open]

@@ -16,7 +16,6 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
-from outrider.store.rows import pack, turn_from
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
@@ -86,14 +85,6 @@ class Rollout:
         """The time, which goes on by one with all that happens."""
         self._ticks += 1
         return self._ticks
-
-    def restart(self) -> None:
-        """Go on with a tree that is restored from the turns, as they are stored. Calls in flight are lost."""
-        before = self.tree.forks
-        self.tree = restored(self.renderer, self.history, self.turns)
-        assert all(count <= before[cause] for cause, count in self.tree.forks.items())
-        self.causes = Counter(self.tree.forks)
-        self._prompts.clear()
 
     def answer(
         self,
@@ -335,13 +326,6 @@ class Rollout:
 
 def raw_of(tools: Sequence[ToolSpec]) -> bytes:
     return json.dumps(list(tools)).encode() if tools else b""
-
-
-def restored(renderer: Renderer, history: History, turns: Sequence[Turn]) -> TokenTree:
-    """A tree that is made from the turns once they were stored and read."""
-    tree = TokenTree(renderer, history)
-    run_inline(tree.restore([turn_from(pack(turn)) for turn in turns]))
-    return tree
 
 
 def leading(messages: Sequence[Message]) -> list[Message]:

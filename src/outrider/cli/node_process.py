@@ -70,7 +70,7 @@ async def _serve(end: socket.socket) -> None:
         sys.path[:] = told.path
         _log(told)
         with suppress(OutriderError):  # the error has been sent to the service
-            await _work(told, pipe, "")
+            await _work(told, pipe)
     else:
         assert isinstance(told, Join)
         sys.path[:] = told.own.path
@@ -156,15 +156,15 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
             told = TO_NODE.decode(await dialled.socket.receive())
             assert isinstance(told, NodeSetup)
             setup = await stack.enter_async_context(merged_settings(told, join.own))
-            await _work(setup, dialled.socket, join.url, starter)
+            await _work(setup, dialled.socket, starter)
     except OutriderError as error:
         await starter.note_failure(error)
     except Disconnected as end:
         log.warning("the service is gone: %s", end)
 
 
-async def _work(setup: NodeSetup, socket: Socket, url: str, starter: Starter | None = None) -> None:
-    """Run attempts until the service hangs up. `url` is the address of a service on another machine. Raises the error
+async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None) -> None:
+    """Run attempts until the service hangs up. Raises the error
     that keeps the node from starting, after sending it to the service."""
     images = None if starter is None else ImageStore().names
     service = ServiceProxy(
@@ -176,7 +176,7 @@ async def _work(setup: NodeSetup, socket: Socket, url: str, starter: Starter | N
     async with service.connected() as hung_up:
         failure: OutriderError | None = None
         try:
-            await _run(setup, service, hung_up, url, starter)
+            await _run(setup, service, hung_up, starter)
         except OutriderError as error:
             failure = error
             service.fail(error)
@@ -185,9 +185,7 @@ async def _work(setup: NodeSetup, socket: Socket, url: str, starter: Starter | N
         raise failure
 
 
-async def _run(
-    setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], url: str, starter: Starter | None
-) -> None:
+async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
     # These imports are here, because they need the service's module search path.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
@@ -214,7 +212,6 @@ async def _run(
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 paths=paths,
-                owner=url or str(config.data.resolve()),
                 service_silence=service.silence,
                 failures=failures,
             )
@@ -228,10 +225,6 @@ async def _run(
             await asyncio.wait([hung_up])
             if starter is not None:
                 log.info("the service has hung up: %s", hung_up.result())
-            if node.keeps_runs() and not (starter is not None and starter.ending.is_set()):
-                # The service was killed: a service that stops has ended all attempts before. Agents that can outlive
-                # this process go on under the next node; an orderly exit would end them.
-                os._exit(1)
             running.cancel()
 
 

@@ -55,17 +55,12 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a harness for one session.
-
-    run_name: the name under which the program is started (`Outlives.exec_once`), so that the next node can wait for the
-    same run; None if the program ends with this node. Set only for a harness with `outlives_node`.
-    """
+    """The input of a harness for one session."""
 
     task: TaskSpec
     runtime: Runtime
     endpoint: ModelEndpoint
     model: ModelClient
-    run_name: str | None = None
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,11 +81,7 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent program for one session, made from the task's spec. A harness keeps no state between sessions.
-
-    Optional attribute `outlives_node`: True if the whole agent runs in the sandbox, so that `run` on another node with
-    the same `run_name` continues the run.
-    """
+    """An agent program for one session, made from the task's spec. A harness keeps no state between sessions."""
 
     def available(self) -> Availability:
         """Report whether the agent's program is installed on this node. Called when a task is submitted."""

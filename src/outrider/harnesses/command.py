@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import cast
 
 from outrider.errors import HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
@@ -21,7 +19,7 @@ from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
-from outrider.sandbox.runtimes.base import LOG_TAIL, Availability, Outlives
+from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
 
 LOOKUP_SECONDS = 60.0
 """Time limit of a short lookup command in the sandbox."""
@@ -43,8 +41,6 @@ FIND_PATH = 'printf %s "$PATH"'
 class CommandHarness:
     """Runs a preset with its checked `options`. `env` are the task's own variables, which override the preset's but
     never the endpoint's. `venv` is the virtual environment for the program."""
-
-    outlives_node = True
 
     def __init__(
         self,
@@ -108,10 +104,7 @@ class CommandHarness:
         words = self._words(context)
         command = [fill(part, words) for part in self._preset.command]
         environment = self._environment(context, words)
-        execute = context.runtime.exec
-        if context.run_name is not None:
-            execute = partial(cast(Outlives, context.runtime).exec_once, context.run_name)
-        result = await execute(
+        result = await context.runtime.exec(
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),

@@ -85,7 +85,7 @@ class Given:
         self.kept_here = False
         """True if the artifacts of the attempt arrive over the connection. A process on the service's machine writes
         artifacts to the disk itself."""
-        self.began_here = not attempt.goes_on and attempt.stored is None
+        self.began_here = attempt.stored is None
         """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
         """False once storing a turn has failed and the turn may be stored all the same."""

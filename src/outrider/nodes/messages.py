@@ -119,13 +119,6 @@ class RunAttempt(msgspec.Struct, tag="run", frozen=True, kw_only=True):
     task: bytes
     reserved: bool
     stored: StoredRun | None = None
-    goes_on: bool = False
-
-
-class EndOutlived(msgspec.Struct, tag="end_outlived", frozen=True):
-    """A request for `Node.end_outlived`."""
-
-    session_id: str
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -162,10 +155,9 @@ class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The node is ready to run attempts, or cannot run any because of `error`. `outlived` is as in `Node`."""
+    """The node is ready to run attempts, or cannot run any because of `error`."""
 
     error: ErrorRecord | None = None
-    outlived: Annotated[dict[Name, Number], msgspec.Meta(max_length=4096)] = {}
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
@@ -327,7 +319,7 @@ OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
 """Calls for an attempt, which must be running on the node."""
 
 Call = OfAttempt | ReadCarried | Take
-ToNode = NodeSetup | Follow | Loads | RunAttempt | EndOutlived | Cancel | Pull | CallReply | Generated | Beat
+ToNode = NodeSetup | Follow | Loads | RunAttempt | Cancel | Pull | CallReply | Generated | Beat
 ToService = (
     Ready
     | Report

@@ -55,7 +55,6 @@ from outrider.nodes.messages import (
     CallReply,
     Cancel,
     CheckEngine,
-    EndOutlived,
     Follow,
     ForwardGeneration,
     Gate,
@@ -221,13 +220,6 @@ class RemoteNode:
             raise ServiceError(f"node {self.name} is gone")
         return await self._connection.pull_image(reference, name)
 
-    def outlived(self) -> dict[str, int]:
-        return {} if self._connection is None else dict(self._connection.outlived)
-
-    def end_outlived(self, session_id: str) -> None:
-        if self._connection is not None:
-            self._connection.end_outlived(session_id)
-
     def _note_report(self, report: Report) -> None:
         stats = checked_stats(self.name, report)
         more = stats.capacity > self._stats.capacity
@@ -265,8 +257,6 @@ class NodeConnection:
         """Running attempts by session id and attempt number."""
         self._by_number: dict[int, Given] = {}
         """Running attempts by the number of their `RunAttempt`."""
-        self.outlived: dict[str, int] = {}
-        """See `Node.outlived`."""
         self._pulls: dict[int, asyncio.Future[RootImage]] = {}
         self._asked = -1
         """The number of the node's last call or generation. The numbers must rise."""
@@ -325,8 +315,6 @@ class NodeConnection:
         given.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
         given.kept_here = self._dialled
         self._running[session.id, session.attempt] = self._by_number[number] = given
-        if attempt.goes_on:
-            self.outlived.pop(session.id, None)
         self.link.send(
             RunAttempt(
                 attempt=number,
@@ -334,7 +322,6 @@ class NodeConnection:
                 task=task,
                 reserved=attempt.reserved,
                 stored=attempt.stored,
-                goes_on=attempt.goes_on,
             )
         )
         try:
@@ -349,7 +336,7 @@ class NodeConnection:
             del self._attempts[number], self._by_number[number]
             del self._running[session.id, session.attempt]
             self._let_go()
-        if result is None:  # without a cancellation: the node will end, or could not continue the last node's run
+        if result is None:  # without a cancellation: the node will end
             raise self._lost()
         return result
 
@@ -361,10 +348,6 @@ class NodeConnection:
         if not done.done():
             self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
             await asyncio.wait([done])
-
-    def end_outlived(self, session_id: str) -> None:
-        if self.outlived.pop(session_id, None) is not None:
-            self.link.send(EndOutlived(session_id))
 
     async def pull_image(self, reference: str, name: str) -> RootImage:
         number = next(self._numbers)
@@ -437,7 +420,6 @@ class NodeConnection:
                 self.leaving = True
                 self._let_go()
             case Ready(error=None):
-                self.outlived = message.outlived
                 self.link.silence = SILENCE_SECONDS
                 for pool in pools.values():
                     if not pool.policy.gate.expects(self._name):

@@ -32,7 +32,6 @@ from outrider.nodes.messages import (
     CallReply,
     Cancel,
     CheckEngine,
-    EndOutlived,
     Follow,
     ForwardGeneration,
     Gate,
@@ -59,7 +58,7 @@ from outrider.nodes.messages import (
 )
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
 from outrider.schemas import ArtifactList
-from outrider.sessions.attempt import Attempt, NodeLost, session_result
+from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, ResourceShare
 from outrider.spec import TaskSpec
@@ -163,7 +162,7 @@ class ServiceProxy:
             self._last_arrival = time.monotonic()
             for message in self._early:
                 self._receive(message)
-            self._link.send(Ready(outlived=node.outlived()))
+            self._link.send(Ready())
             try:
                 await attempts.begin("report to the service", report, every=REPORT_SECONDS)
             finally:
@@ -267,8 +266,6 @@ class ServiceProxy:
                 # A callback notes the end, not the task itself, because a task that is cancelled at once runs none of
                 # its code.
                 task.add_done_callback(partial(self._note_end, message))
-            case EndOutlived():
-                node.end_outlived(message.session_id)
             case Cancel():
                 if (running := self._attempts.get(message.attempt)) is not None:
                     running.cancel()
@@ -290,12 +287,8 @@ class ServiceProxy:
                 task=task,
                 reserved=message.reserved,
                 stored=message.stored,
-                goes_on=message.goes_on,
             )
             return await node.run(attempt)
-        except NodeLost as error:
-            log.warning("session %s is lost: %s", message.session.id, error)
-            return None
         except Exception as error:  # a bug, which must not end the other sessions
             log.exception("session %s cannot be run", message.session.id)
             return _failed(message.session, error)

@@ -4,8 +4,7 @@ The folder's path is short, because the path of the gateway's Unix socket in the
 process run for a sandbox of the node is marked with the folder's name (runtimes/kernel/process_marks.py). The marks
 show which processes a killed node has left. The node's keeper, a small process beside the node, ends these processes
 within seconds. Every node, at its start and every minute, ends the processes of this user's dead nodes and removes the
-folders of these nodes. Sandboxes that may outlive their node are kept for a while: the next node of the same owner gets
-the whole folder from the keeper.
+folders of these nodes.
 
 Invariant: only a process that holds the folder's lock removes the folder. Only such a process, or the folder's keeper,
 kills the processes marked with the folder's name. A node and its keeper hold the lock as long as they need the folder.
@@ -19,11 +18,9 @@ import fcntl
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -34,79 +31,32 @@ from outrider.errors import ServiceError
 from outrider.sandbox.runtimes.guest.filesystem.tree_writer import empty_folder
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER
 from outrider.sandbox.runtimes.kernel import cgroups, process_marks
-from outrider.sandbox.runtimes.node_host import PREFIX, Host, sign_of_life, survives
+from outrider.sandbox.runtimes.node_host import PREFIX, Host
 
 log = logging.getLogger("outrider.node")
 
 LOCK = "node.lock"
-OWNER = "owner"
-"""Name of the file that contains the name of the folder's owner."""
 SWEEP_EVERY_SECONDS = 60.0
-LOOK_SECONDS = 0.05
-HANDOVER_SECONDS = 15.0
-"""Seconds for which a node waits for the keeper of its predecessor's folder. The keeper first kills all processes that
-are not to be kept."""
-
-
-class Keeper:
-    """A connection to the keeper of a folder, a process started by this node or by an earlier node."""
-
-    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        self._end = end
-        self.process = process
-
-    @classmethod
-    def start(cls, folder: Path, lock: int, sign: int) -> Self:
-        """Start the keeper of a folder. Only the node has the node's end of the connection. So the kernel closes the
-        connection however the node ends, even while the keeper is still starting."""
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-S", process_marks.__file__, str(folder), str(lock), str(sign)]
-        try:
-            with theirs:
-                process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={},
-                    pass_fds=[lock, sign],
-                    start_new_session=True,  # a Ctrl-C in the node's terminal must not reach the keeper
-                )
-        except BaseException:
-            ours.close()
-            raise
-        return cls(ours, process)
-
-    def end(self) -> None:
-        """Make the keeper exit, after the folder was removed."""
-        with contextlib.suppress(OSError):
-            self._end.send(process_marks.DONE)
-        self._end.close()
-        if self.process is not None:
-            self.process.wait()
 
 
 @dataclass(frozen=True)
 class NodeFolder:
     """A node's folder. The methods block.
 
-    `lock` is the descriptor of the lock file. `sign` is the socket that marks the folder as in use
-    (`node_host.sign_of_life`). The kernel releases both when this process and its keeper have ended, in whatever way.
-    `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at any age
-    (tmpfiles.d(5)). `keeper`, `sign` and `guard` are None for the folder of a dead node.
+    `lock` is the descriptor of the lock file, which the keeper holds, too: the kernel releases the lock when this
+    process and its keeper have ended, in whatever way. `guard` is a lock on the folder itself, which makes
+    systemd-tmpfiles spare the folder and its contents at any age (tmpfiles.d(5)). `keeper` and `guard` are None for the
+    folder of a dead node.
     """
 
     path: Path
     lock: int
-    keeper: Keeper | None = None
-    sign: socket.socket | None = None
+    keeper: subprocess.Popen[bytes] | None = None
     guard: int | None = None
 
     @classmethod
-    def make(cls, owner: str = "") -> Self:
-        """Return a folder for a node: the folder of the owner's last node, with the sandboxes that have outlived that
-        node, or a new folder. The folders of dead nodes are removed first. Without an owner nothing is kept for the
-        next node.
+    def make(cls) -> Self:
+        """Return a new folder for a node. The folders of dead nodes are removed first.
 
         Raises ServiceError if TMPDIR cannot be written, and OSError.
         """
@@ -115,20 +65,12 @@ class NodeFolder:
             raise ServiceError(f"TMPDIR is {named}, which cannot be written", hint="make that folder, or unset TMPDIR")
         with contextlib.suppress(OSError):  # the node's own sweeps report the error
             cls.sweep()
-        if owner and (left := cls._taken_over(owner)) is not None:
-            return left
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             # `_lock` returns None if another node's sweep removed the folder before it was locked here.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
-                    (path / OWNER).write_text(owner)
-                    sign = sign_of_life(path)
-                    try:
-                        return cls(path, made.lock, Keeper.start(path, made.lock, sign.fileno()), sign, _guard(path))
-                    except BaseException:
-                        sign.close()
-                        raise
+                    return cls(path, made.lock, _keeper(path, made.lock), _guard(path))
                 except BaseException:  # without a keeper the folder must not be used
                     made.remove()
                     raise
@@ -143,35 +85,11 @@ class NodeFolder:
                 removed += 1
         return removed
 
-    @classmethod
-    def _taken_over(cls, owner: str) -> Self | None:
-        for path in list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):  # a list: `return` would leave the glob open
-            try:
-                ours = path.stat().st_uid == os.getuid() and (path / OWNER).read_text() == owner
-            except OSError:
-                continue
-            deadline = time.monotonic() + HANDOVER_SECONDS
-            while ours and list(path.glob(f"*/{process_marks.RUN_FILE}")) and time.monotonic() < deadline:
-                end = socket.socket(socket.AF_UNIX)
-                end.settimeout(HANDOVER_SECONDS)
-                try:
-                    end.connect(str(path / process_marks.KEEPER))
-                    _, [lock, sign], _, _ = socket.recv_fds(end, 1, 2)
-                except (OSError, ValueError):  # the keeper is not ready yet, or has just given up
-                    end.close()
-                    time.sleep(LOOK_SECONDS)
-                else:
-                    end.settimeout(None)
-                    return cls(path, lock, Keeper(end), socket.socket(fileno=sign), _guard(path))
-        return None
-
-    def outlived(self) -> list[Path]:
-        """Return the folders of the sandboxes that have outlived the last node, after removing all other folders."""
-        kept = [entry for entry in self.path.iterdir() if survives(entry)]
-        for entry in self.path.iterdir():
-            if entry.is_dir() and not entry.is_symlink() and entry not in kept:
-                remove_tree(entry)
-        return kept
+    def check_writable(self) -> None:
+        """Write a file in the folder and remove it. Raises OSError."""
+        probe = self.path / "probe"
+        probe.write_bytes(b"probe")
+        probe.unlink()
 
     def remove(self) -> None:
         """Remove the folder with its contents, and kill all processes that carry its mark."""
@@ -190,9 +108,8 @@ class NodeFolder:
         finally:  # also if no descriptor is left for reading /proc: the next sweep must get the lock
             os.close(self.lock)
             if self.keeper is not None:
-                self.keeper.end()
-            if self.sign is not None:
-                self.sign.close()
+                self.keeper.kill()
+                self.keeper.communicate()
             if self.guard is not None:
                 os.close(self.guard)
 
@@ -215,6 +132,20 @@ class NodeFolder:
             pass
         os.close(lock)
         return None
+
+
+def _keeper(path: Path, lock: int) -> subprocess.Popen[bytes]:
+    """Start the keeper of a folder. The keeper's standard input ends with this process, in whatever way: the other end
+    of the pipe is inherited by no other process. Raises OSError."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", process_marks.__file__, path.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        pass_fds=[lock],
+        start_new_session=True,  # a Ctrl-C in the node's terminal must not reach the keeper
+    )
 
 
 def _guard(path: Path) -> int | None:

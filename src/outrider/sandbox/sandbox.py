@@ -18,9 +18,8 @@ from outrider.errors import RuntimeFailure, renamed_field
 from outrider.plugins import resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
-from outrider.sandbox.kept_run import Outlived
 from outrider.sandbox.node_folder import remove_tree
-from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext, TakesOver
+from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
@@ -50,7 +49,7 @@ class Sandbox:
         prepared: bool = False,
     ) -> None:
         """`field` is the spec's field in the task. If `prepared`, the prepare steps are skipped, because the sandbox
-        was prepared by an earlier node, or starts from the layer of a prepared sandbox."""
+        starts from the layer of a prepared sandbox."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
@@ -137,33 +136,7 @@ class Sandboxes:
                 spec = await asyncio.to_thread(self.paths.resolved, spec)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
-        context = self._context(directory, name, attempt, mounts, layer, gpus)
-        prepared = layer is not None
-        try:
-            with renamed_field(RUNTIME, field):
-                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
-        except BaseException:
-            directory.rmdir()
-            raise
-
-    def take_over(self, outlived: Outlived) -> Sandbox:
-        """Return a sandbox that has outlived the last node, without starting it."""
-        run = outlived.run
-        spec = RuntimeSpec.model_validate_json(run.runtime)
-        kind: TakesOver = resolve("runtime", spec.kind)
-        context = self._context(outlived.directory, run.session_id, run.attempt)
-        return Sandbox(kind.take_over(spec, context, run.handle), spec, context, self.paths, prepared=True)
-
-    def _context(
-        self,
-        directory: Path,
-        name: str,
-        attempt: int,
-        mounts: tuple[Path, ...] = (),
-        layer: Path | None = None,
-        gpus: tuple[str, ...] = (),
-    ) -> SandboxContext:
-        return SandboxContext(
+        context = SandboxContext(
             session_id=name,
             attempt=attempt,
             directory=directory,
@@ -174,6 +147,13 @@ class Sandboxes:
             layer=layer,
             gpus=gpus,
         )
+        prepared = layer is not None
+        try:
+            with renamed_field(RUNTIME, field):
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
+        except BaseException:
+            directory.rmdir()
+            raise
 
 
 async def prepare(

@@ -141,7 +141,6 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
                     artifacts=artifacts,
                     resources=resources,
                     paths=paths,
-                    owner=str(config.data.resolve()),
                 )
             )
             nodes = [node]
@@ -246,12 +245,11 @@ def local_node(
     artifacts: KeepsArtifacts,
     resources: NodeResources,
     paths: HostPaths,
-    owner: str = "",
     service_silence: Callable[[], float] = lambda: 0.0,
     failures: Failures | None = None,
 ) -> LocalNode:
-    """Return the node in this process that the settings describe. The caller enters the node. `owner` and `failures`:
-    see `LocalNode`. `service_silence`: see `NodeServices`."""
+    """Return the node in this process that the settings describe. The caller enters the node. `failures`: see
+    `LocalNode`. `service_silence`: see `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
         name,
@@ -264,7 +262,6 @@ def local_node(
         paths=paths,
         warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
         endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
-        owner=owner,
         service_silence=service_silence,
         failures=failures,
     )

@@ -109,9 +109,6 @@ class NodePlacement(Generic[N]):
             for name, place in self._places.items()
         ]
 
-    def nodes(self) -> list[N]:
-        return [place.node for place in self._places.values()]
-
     def machines(self) -> list[N]:
         """One node of each machine: the node with the most slots, because others may just be starting."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)

@@ -226,7 +226,6 @@ class Scheduler:
         """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, if
         any."""
         looked = time.time()
-        await self._resume_outlived(chores)
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self._places.look_again()
@@ -253,26 +252,6 @@ class Scheduler:
         # No `wake` follows when a session becomes due, so the caller must not wait beyond this time.
         return await self._store.next_due(after=looked)
 
-    async def _resume_outlived(self, chores: Chores) -> None:
-        """Start the sessions whose agents have outlived their node. They come before all others, because their agents
-        wait for the model. Agents are stopped if their session is gone, done, to be ended, or has had another attempt
-        since."""
-        for node in self._places.nodes():
-            for session_id, number in node.outlived().items():
-                try:
-                    session = await self._store.session(session_id)
-                except NotFound:
-                    node.end_outlived(session_id)
-                    continue
-                # A node may resume only a session whose last attempt was on the node.
-                own = session.node == node.name and session.attempt == number
-                wanted = own and session.ending is None and not self._stopping
-                task = await self._task_of(session) if wanted else None
-                if task is None or session.state is SessionState.DONE:
-                    node.end_outlived(session_id)
-                elif session.state is SessionState.QUEUED:  # else the earlier attempt has not ended yet
-                    await self._begin(chores, session, task, node, reserved=False, goes_on=True)
-
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
         """Start a session, or finish it if its task cannot be read. Returns False if the session must wait, because no
         node has room for it."""
@@ -287,16 +266,7 @@ class Scheduler:
         await self._begin(chores, session, task, node, reserved=reserved)
         return True
 
-    async def _begin(
-        self,
-        chores: Chores,
-        session: SessionRow,
-        task: TaskSpec,
-        node: Node,
-        *,
-        reserved: bool,
-        goes_on: bool = False,
-    ) -> None:
+    async def _begin(self, chores: Chores, session: SessionRow, task: TaskSpec, node: Node, *, reserved: bool) -> None:
         """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
         give_back = self._places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
@@ -306,7 +276,6 @@ class Scheduler:
                 node=node.name,
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=None if graded else self._policy_version(),
-                goes_on=goes_on,
             )
         except BaseException as error:
             give_back()
@@ -315,7 +284,7 @@ class Scheduler:
             self._specs.pop(session.group_id, None)
             return
         started = msgspec.structs.replace(session, attempt=number)
-        attempt = Attempt(session=started, task=task, reserved=reserved, goes_on=goes_on)
+        attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement

@@ -36,15 +36,12 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
-    slots reserved for evaluations. `stored` is an earlier run that is graded again, in place of running an agent.
-    `goes_on`: the attempt continues the run of the previous attempt, which has outlived the last node
-    (`Node.outlived`)."""
+    slots reserved for evaluations. `stored` is an earlier run that is graded again, in place of running an agent."""
 
     session: SessionRow
     task: TaskSpec
     reserved: bool = False
     stored: StoredRun | None = None
-    goes_on: bool = False
 
     @property
     def name(self) -> str:
@@ -73,17 +70,13 @@ class AttemptStore(Protocol):
 
 
 class NodeLost(Exception):
-    """The node is lost, and with it the attempt; or the attempt failed to continue the run of a lost node. Nothing more
-    is stored for the attempt."""
+    """The node is lost, and with it the attempt. Nothing more is stored for the attempt."""
 
 
 class Node(Protocol):
     """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost.
     `has_image` returns True if the runtime's image need not be fetched before a sandbox starts. `pull_image` fetches an
     image from a registry, and raises OutriderError. Nodes on one `machine` share resources and images.
-
-    `outlived` returns the numbers of attempts, by session, whose sandboxes and agents have outlived the last node of
-    this name. Each such session must be run again with `goes_on`, or ended with `end_outlived`.
     """
 
     name: str
@@ -93,8 +86,6 @@ class Node(Protocol):
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
     async def pull_image(self, reference: str, name: str) -> RootImage: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...
-    def outlived(self) -> Mapping[str, int]: ...
-    def end_outlived(self, session_id: str) -> None: ...
 
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:

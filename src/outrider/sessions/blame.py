@@ -85,8 +85,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     engine_failed: bool = False
     """A model call failed, and no later call has made up for the failure (see `FailedCalls`). A prompt that was too
     long is no such failure."""
-    node_died: bool = False
-    """The agent has outlived a node."""
     stalled: bool = False
     """The service stood still for HARMFUL_SECONDS or more at once while the agent ran."""
     overdue: bool = False
@@ -125,7 +123,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def explained(self) -> bool:
         """The failed part of the infrastructure is known, so that no wait in vain needs to be looked for."""
-        harmed = self.node_died or self.stalled or self.overdue
+        harmed = self.stalled or self.overdue
         return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
 
 
@@ -148,7 +146,6 @@ class Cause(StrEnum):
 
     RAISED = "as raised"
     FIRST = "the first failure"
-    NODE_LOST = "lease_expired"
     UNRECORDED = "the store's"
     ENGINE = "the call's"
     STALL = "service_error"
@@ -186,15 +183,6 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 RULES = (
     # Failures of the infrastructure come first. Their order decides only which error is reported: the broadest failure,
     # because it may have caused the others.
-    BlameRule(
-        name="node died",
-        stages=RUN,
-        ends=ANY,
-        when=("node_died", "ended_badly"),
-        blame=Blame.ERROR,
-        cause=Cause.NODE_LOST,
-        why="the death of the node may have ended the run",
-    ),
     BlameRule(
         name="turn not stored",
         stages=RUN,

@@ -72,28 +72,19 @@ class _Spending:
 
 class Cutoff:
     """A switch that ends a block: `async with cutoff.block():` raises TimeoutError inside when `cut` is called. A cut
-    before the first block ends this block when it begins: restoring the calls of an outlived run may reach a limit.
-    A cut between two blocks, or after the last, does nothing."""
+    outside of a block does nothing."""
 
     def __init__(self) -> None:
         self._timeout: asyncio.Timeout | None = None
-        self._begun = False
-        self._cut_early = False
 
     def cut(self) -> None:
-        if self._timeout is None:
-            self._cut_early = not self._begun
-        elif not self._timeout.expired():
+        if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def block(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(None) as self._timeout:
-                self._begun = True
-                if self._cut_early:
-                    self._cut_early = False
-                    self.cut()
                 yield
         finally:
             self._timeout = None

@@ -8,7 +8,7 @@ are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 
@@ -38,7 +38,6 @@ from outrider.sessions.calls.failed_calls import FailedCalls
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
-    calls_seeded,
     check_constraint,
     client_may_be_at_fault,
     derived_seed,
@@ -51,7 +50,6 @@ from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.request_index import parse_messages
-from outrider.tokens.tree.stored_turns import cannot_go_on
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
@@ -142,34 +140,6 @@ class Conversation:
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
         """For each call that is still being received or read, the result of `_waited` at its beginning."""
-
-    async def restore(self, turns: Sequence[Turn]) -> None:
-        """Continue an earlier conversation, given all its stored turns in the order of their indexes. Later calls are
-        joined, counted and seeded as they would have been in the earlier conversation. Earlier calls without a turn are
-        dropped: if the agent repeats such a call, the call is answered as for the first time.
-
-        Call this method once, before any call. Raises ServiceError on failure; the conversation is then of no use.
-        """
-        assert not self.turns
-        assert not self._calls
-        modes = {turn.mode for turn in turns}
-        if any(turn.step for turn in turns):
-            raise cannot_go_on("it was in a later step of its task, before which its calls were ended")
-        if TokenMode.TEXT in modes:
-            raise cannot_go_on("its engine reported no token ids, so the tokens that it has used up are not known")
-        if len(modes) > 1:
-            raise cannot_go_on("only some of its turns were sampled by an engine that takes token ids")
-        record = self._captured if modes == {TokenMode.CAPTURE} else self.tree
-        await self.backend.offload.run_steps(record.restore(turns))
-        if self._sampling.seed is not None:
-            seed, seeds = self._sampling.seed, {turn.sampling["seed"] for turn in turns}
-            seeded = await self.backend.offload.run(lambda: calls_seeded(seed, self._sample_index, seeds))
-            if seeded is None:
-                raise cannot_go_on("its calls did not have the seeds that the task gives them")
-            self._seeded_calls = seeded
-        self._allowance.restore(sum(len(turn.output_ids) // 4 for turn in turns))
-        self.turns = self.step_turns = len(turns)
-        self.replies = sum(turn.reply is not None for turn in turns)
 
     async def capacity(self) -> BodyCapacity:
         """Return the limits of a call's body. Raises RunEnded and EngineError."""
@@ -294,10 +264,6 @@ class Conversation:
         """The error of the run if it ends now: `broken`, or the error of a failed call that no later call has made up
         for."""
         return self.broken or self._failed.error
-
-    def was_cut_off(self, error: OutriderError) -> None:
-        """Record that a call may have been cut off. The run fails with `error`, unless the agent makes a later call."""
-        self._failed.ended(self._failed.begin(), tools=False, error=error)
 
     @property
     def open(self) -> bool:

@@ -5,7 +5,6 @@ Invariant: calls of a frozen model are not in the policy's conversation, and do 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -14,12 +13,11 @@ import msgspec
 
 from outrider.concurrency.offload import Steps
 from outrider.dialects.base import Completion, Dialect, ModelRequest, RequestedSampling, WireCall
-from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError, ServiceError
+from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, BodyCapacity
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.trajectory import Turn
 
 if TYPE_CHECKING:
     from outrider.sessions.conversation import Conversation
@@ -27,17 +25,10 @@ if TYPE_CHECKING:
 
 class SessionModels:
     """The conversations of an attempt: with the policy, and with each frozen model by name. `bodies` are the request
-    bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by the gateway.
+    bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by the gateway."""
 
-    `goes_on`: calls wait until `restore` has returned, because the agent has outlived an earlier node.
-    """
-
-    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}, *, goes_on: bool = False) -> None:
+    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}) -> None:
         self.policy = policy
-        self._known = asyncio.Event()
-        """Set when calls may begin: at once, or after `restore`."""
-        if not goes_on:
-            self._known.set()
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
         self._frozen = frozen
@@ -45,7 +36,6 @@ class SessionModels:
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive a request to any of the models. Raises as `Conversation.receive`."""
-        await self._known.wait()
         if not self._frozen:
             return await self.policy.receive(body, parts)
 
@@ -106,15 +96,6 @@ class SessionModels:
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
-    async def restore(self, turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]]) -> None:
-        """Continue the conversations of an earlier node, given their stored turns, and let calls begin. Raises
-        ServiceError."""
-        await self.policy.restore(turns)
-        for name, conversation in self._frozen.items():
-            await conversation.restore(frozen.get(name, ()))
-        self.policy.was_cut_off(ServiceError("the node of the session died while its agent ran"))
-        self._known.set()
-
     def begin_step(self) -> None:
         """Accept calls again after `close`, for the task's next step."""
         for one in self._all:
@@ -124,7 +105,6 @@ class SessionModels:
         """End the run: later calls are refused, calls in flight are cut off and recorded. Idempotent."""
         for one in self._all:
             one.end()
-        self._known.set()  # calls that wait in `receive` go on, and are refused
         async with AsyncExitStack() as stack:
             for one in self._all:
                 stack.push_async_callback(one.close)

@@ -26,16 +26,15 @@ from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
 from outrider.sandbox.host_paths import HostPaths
-from outrider.sandbox.kept_run import PULSE_SECONDS, Outlived, note_pulse, outlived
 from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
 from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, has_image
-from outrider.sandbox.runtimes.node_host import Host, survives
+from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes
 from outrider.sandbox.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result, without_secrets
+from outrider.sessions.attempt import Attempt, AttemptStore, session_result, without_secrets
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
@@ -47,8 +46,9 @@ from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.session")
 
-PULSE = "pulse"
-"""The name of the chore that writes to the node's folder every two seconds."""
+WRITE_CHECK = "node folder"
+"""The name of the chore that writes to the node's folder every WRITE_CHECK_SECONDS."""
+WRITE_CHECK_SECONDS = 2.0
 
 
 class LocalNode:
@@ -68,14 +68,11 @@ class LocalNode:
         paths: HostPaths,
         warm: WarmLimits | None = None,
         endpoints: Endpoints | None = None,
-        owner: str = "",
         service_silence: Callable[[], float] = lambda: 0.0,
         failures: Failures | None = None,
     ) -> None:
-        """`owner`: sandboxes may outlive this node, and the next node of the same owner and name continues them.
-        Without an owner the sandboxes end with the node. Failures of background work are recorded in `failures`."""
+        """Failures of background work are recorded in `failures`."""
         self.name = self.machine = name
-        self._owner = owner and f"{owner} {name}"
         self.backend = backend
         self._frozen = tuple(frozen)
         self._store = store
@@ -90,16 +87,12 @@ class LocalNode:
         self.failures = failures or Failures()
         """Failures of the background work."""
         self._background = Chores(self.failures)
-        """Sweeps, the pulse, and sandboxes for grading while they start."""
+        """Sweeps, the check of the folder, and sandboxes for grading while they start."""
         self._models: dict[str, SessionModels] = {}
-        self._outlived: dict[str, Outlived] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as held:
-            make = partial(NodeFolder.make, self._owner)
-            self._folder = await held.enter_async_context(opened_in_thread(make, NodeFolder.remove))
-            self._outlived = await asyncio.to_thread(_left_in, self._folder)
-            self.gateway_socket.unlink(missing_ok=True)  # left by the last node of this folder
+            self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
             host = await held.enter_async_context(Host(self._folder.path))
             await sweep(host, self.failures)
             await held.enter_async_context(self._background)
@@ -107,7 +100,6 @@ class LocalNode:
             self._background.begin(
                 "sweeps", partial(sweep, host, self.failures), every=SWEEP_EVERY_SECONDS, at_once=False
             )
-            held.callback(lambda: [self.end_outlived(session_id) for session_id in self.outlived()])
             sandboxes = Sandboxes(
                 host=host,
                 background=self._background,
@@ -126,13 +118,11 @@ class LocalNode:
                 warm_pool=warm_pool,
                 watchdog=watchdog,
                 endpoints=self._endpoints,
-                may_outlive=bool(self._owner),
                 service_silence=self._service_silence,
             )
-            if self._owner:
-                self._background.begin(
-                    PULSE, partial(note_pulse, self._folder.path, self._services.stalled_seconds), every=PULSE_SECONDS
-                )
+            self._background.begin(
+                WRITE_CHECK, partial(asyncio.to_thread, self._folder.check_writable), every=WRITE_CHECK_SECONDS
+            )
             self._held = held.pop_all()
         return self
 
@@ -170,7 +160,7 @@ class LocalNode:
         return NodeStats(
             name=self.name,
             sessions=len(self._models),
-            capacity=0 if any(each.name == PULSE for each in failing) else self._lanes.capacity,
+            capacity=0 if any(each.name == WRITE_CHECK for each in failing) else self._lanes.capacity,
             lanes=self._lanes.stats(),
             resources=self._resources.stats(),
             warm=self._services.warm_pool.stats(),
@@ -184,46 +174,18 @@ class LocalNode:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         return await pull(reference, name, ImageStore())
 
-    def keeps_runs(self) -> bool:
-        """Return True if an agent would outlive the node now."""
-        return any(survives(directory) for directory in self._folder.path.iterdir())
-
-    def outlived(self) -> dict[str, int]:
-        return {session_id: left.run.attempt for session_id, left in self._outlived.items()}
-
-    def end_outlived(self, session_id: str) -> None:
-        left = self._outlived.pop(session_id)
-        self._background.create_task(self._end(left), name=f"end of {session_id}", chore="end what outlived its node")
-
-    async def _end(self, left: Outlived) -> None:
-        sandbox = self._services.sandboxes.take_over(left)
-        try:
-            await sandbox.ready()
-        except OutriderError as error:
-            log.info("session %s had not outlived its node: %s", left.run.session_id, error)
-        finally:
-            await sandbox.stop()
-
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt to its result, whatever fails. Raises only CancelledError, and NodeLost for an attempt that
-        `goes_on`."""
-        left = self._outlived.pop(attempt.session.id) if attempt.goes_on else None
+        """Run an attempt to its result, whatever fails. Raises only CancelledError."""
         # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
         # reveals nothing of the key.
-        key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}" if left is None else left.run.key
+        key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         try:
-            rollout = Rollout(attempt, key, self._services, left)
+            rollout = Rollout(attempt, key, self._services)
             self._models[key] = rollout.models
             return without_secrets(await rollout.run(), attempt.task)
-        except NodeLost:
-            raise
         except Exception as error:  # for example, the stored turns cannot be read
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
             self._models.pop(key, None)
-
-
-def _left_in(folder: NodeFolder) -> dict[str, Outlived]:
-    return outlived(folder.path, folder.outlived())

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import cast
 
 import msgspec
 
-from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.overdue import Overdue
 from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import (
@@ -48,14 +47,13 @@ from outrider.harnesses.factory import make_harness
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
-from outrider.plugins import plugin_code, resolve
-from outrider.sandbox.kept_run import KeptRun, Outlived, Pulse, remove_record
-from outrider.sandbox.runtimes.base import Outlives, Runtime, TakesOver
+from outrider.plugins import plugin_code
+from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, AttemptStore, NodeLost, session_result
+from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
@@ -74,9 +72,6 @@ from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
-
-AGENT = "agent"
-"""The name of an agent's run in a sandbox that may outlive its node."""
 
 HARMFUL_SECONDS = 2.0
 """An agent's client may have given up if the service stood still for this many seconds or more at once, or if the run's
@@ -100,8 +95,6 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     warm_pool: WarmPool
     watchdog: Watchdog
     endpoints: Endpoints
-    may_outlive: bool = False
-    """Whether the next node may continue the runs in this node's sandboxes if this node is killed."""
     service_silence: Callable[[], float] = lambda: 0.0
     """Returns the seconds for which a service in another process has stood still until now."""
 
@@ -139,21 +132,19 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 class Rollout:
     """The run of one attempt: `await Rollout(attempt, key, node).run()` once. `key` is the credential for the agent's
-    model calls. `outlived`, for an attempt that `goes_on`, is the sandbox left by the last node, with its record."""
+    model calls."""
 
-    def __init__(self, attempt: Attempt, key: str, node: NodeServices, outlived: Outlived | None = None) -> None:
+    def __init__(self, attempt: Attempt, key: str, node: NodeServices) -> None:
         self._attempt = attempt
-        self._outlived = outlived
         self._session = attempt.session
         self._task = attempt.task
         self._key = key
         self._node = node
-        seconds = attempt.task.limits.session_seconds if outlived is None else outlived.run.session_seconds
         self._overdue = Overdue()
         overdue = self._overdue  # the lambda must not refer to this rollout: see `on_limit` below
         self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
         """Returns the seconds that are charged to no clock of the session."""
-        self._budget = Budget(seconds, self._stalled_seconds)
+        self._budget = Budget(attempt.task.limits.session_seconds, self._stalled_seconds)
         self._stopwatch = Stopwatch()
         self._cutoff = Cutoff()
         self._artifacts = ArtifactList(
@@ -190,17 +181,14 @@ class Rollout:
                 model.backend.model: _frozen_conversation(model, attempt, node.store, overdue, self._cutoff)
                 for model in node.frozen
             },
-            goes_on=outlived is not None,
         )
 
     async def run(self) -> SessionResult:
-        """Run the attempt and return its result. Raises only CancelledError, NodeLost if the attempt cannot continue
-        the run of a dead node, and the store's error if the stored turns cannot be read."""
+        """Run the attempt and return its result. Raises only CancelledError, and the store's error if the stored
+        turns cannot be read."""
         try:
             with plugin_code():
                 ending = await self._stages()
-        except NodeLost:
-            raise
         except Exception as failed:  # plugins may raise anything; an error fails this session and no other
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
@@ -377,9 +365,7 @@ class Rollout:
         return msgspec.structs.replace(ending, verdict=verdict)
 
     async def _sandbox(self, mounts: tuple[Path, ...]) -> Sandbox:
-        """Return a warm sandbox, a new sandbox, or the sandbox that has outlived the last node."""
-        if self._outlived is not None:
-            return self._node.sandboxes.take_over(self._outlived)
+        """Return a warm sandbox, or a new one."""
         return await self._node.warm_pool.take(self._task.runtime, mounts) or await self._node.sandboxes.make(
             self._task.runtime,
             self._session.id,
@@ -389,12 +375,8 @@ class Rollout:
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Start the sandbox, unless it is warm, and install the harness. To a sandbox that has outlived the last node,
-        only reconnect: its harness is installed already."""
-        if self._outlived is None:
-            await sandbox.ready()
-        else:
-            await self._reconnect(sandbox)
+        """Start the sandbox, unless it is warm, and install the harness."""
+        await sandbox.ready()
         runtime, model = sandbox.runtime, self._node.model.model
         context = HarnessContext(
             task=self._task,
@@ -402,49 +384,8 @@ class Rollout:
             endpoint=ModelEndpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
             model=InProcessClient(self.models),
         )
-        if self._outlived is None:
-            await harness.install(context)
+        await harness.install(context)
         return context
-
-    async def _reconnect(self, sandbox: Sandbox) -> None:
-        """Reconnect to a sandbox that has outlived its node, and restore the conversations. Raises NodeLost if the
-        attempt cannot go on."""
-        session, store = self._session, self._node.store
-        try:
-            await sandbox.ready()
-            frozen = await store.frozen_turns(session.id, session.attempt) if self._node.frozen else {}
-            await self.models.restore(await self._turns(images=True), frozen)
-        except OutriderError as error:
-            raise NodeLost(f"it cannot go on where its last node has left it: {error}") from error
-
-    @asynccontextmanager
-    async def _outliving(self, sandbox: Sandbox, harness: Harness, clock: Budget) -> AsyncIterator[str | None]:
-        """Within the block, let the sandbox and its agent outlive this node, if they can. Yields the name of the
-        agent's run, or None if they cannot.
-
-        A task of several steps cannot go on at the next node, because the verdicts on earlier steps are not stored. Nor
-        can a task with GPUs, because the locks of the GPUs end with the node.
-        """
-        kind = resolve("runtime", self._task.runtime.kind)
-        able = self._node.may_outlive and isinstance(kind, TakesOver) and getattr(harness, "outlives_node", False)
-        if not able or len(self._steps) > 1 or self._task.runtime.resources.gpus:
-            yield None
-            return
-        run = KeptRun(
-            session_id=self._session.id,
-            attempt=self._session.attempt,
-            key=self._key,
-            runtime=self._task.runtime.model_dump_json(exclude={"prepare", "env"}),
-            handle=dict(await cast(Outlives, sandbox.runtime).may_outlive()),
-            began=Pulse.now(self._node.stalled_seconds()),
-            session_seconds=self._budget.remaining,
-            agent_seconds=clock.remaining,
-        )
-        await asyncio.to_thread(run.write, sandbox.directory)
-        try:
-            yield AGENT
-        finally:
-            await shielded(partial(asyncio.to_thread, remove_record, sandbox.directory))
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
         """Run the agent and collect its artifacts, also after a failure, when the artifacts are needed most.
@@ -474,7 +415,6 @@ class Rollout:
             end=end,
             unrecorded=models.broken is not None,
             engine_failed=failure is not None,
-            node_died=self._outlived is not None,
             stalled=longest >= HARMFUL_SECONDS,
             overdue=self._overdue.in_run() >= HARMFUL_SECONDS,
             hung_up=models.hung_up,
@@ -487,7 +427,6 @@ class Rollout:
         facts = msgspec.structs.replace(facts, in_vain=in_vain is not None)
         errors = {
             Cause.RAISED: error,
-            Cause.NODE_LOST: NodeLost("its agent has outlived a node, and then ended badly"),
             Cause.UNRECORDED: models.broken,
             Cause.ENGINE: failure,
             Cause.STALL: ServiceError(
@@ -535,16 +474,10 @@ class Rollout:
     ) -> tuple[End, Exception | None, HarnessOutcome]:
         """Drive the harness until it ends or fails, or until a clock or a limit ends it. Returns what ended the run,
         the exception that was raised, if any, and the outcome."""
-        seconds = self._step.limits.agent_seconds if self._outlived is None else self._outlived.run.agent_seconds
-        clock = Budget(seconds, self._stalled_seconds)
+        clock = Budget(self._step.limits.agent_seconds, self._stalled_seconds)
         try:
-            async with (
-                self._outliving(sandbox, harness, clock) as run_name,
-                self._budget.spend(),
-                clock.spend(),
-                self._cutoff.block(),
-            ):
-                outcome = await harness.run(msgspec.structs.replace(context, task=self._step, run_name=run_name))
+            async with self._budget.spend(), clock.spend(), self._cutoff.block():
+                outcome = await harness.run(msgspec.structs.replace(context, task=self._step))
         except TimeoutError as timeout:
             if clock.exhausted:
                 await self.models.close()  # a call in flight is recorded first, and counts as a turn

@@ -398,12 +398,11 @@ class Store:
         return {state: found.get(state, 0) for state in SessionState}
 
     async def start_attempt(
-        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0, goes_on: bool = False
+        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
     ) -> int:
         """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. The group's first
         attempt records `policy_version` as the version at which the group began; None if the policy has no part in the
-        attempt. With `goes_on`, the attempt continues the run of the previous attempt and takes over the previous
-        attempt's turns. Raises Conflict if the session is not queued or is to end."""
+        attempt. Raises Conflict if the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -417,17 +416,12 @@ class Store:
                        lease_until = ?, updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
-            for table in ("turns", "frozen_turns") if goes_on else ():
-                sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt = ?"
-                await tx.execute(sql, (attempt, session_id, session.attempt))
             await queue.note_served(tx, session.priority, session.bucket)
             await tx.execute(
                 "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
                 (policy_version, session.group_id),
             )
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
-            if goes_on:
-                data["goes_on"] = True
             await self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
             return attempt
 

@@ -127,24 +127,13 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
     hint: str | None = None
 
 
-@runtime_checkable
-class TakesOver(Protocol):
-    """A runtime kind whose sandboxes implement `Outlives`."""
-
-    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> Runtime:
-        """Return the sandbox in `context.directory`, which has outlived its node. If the sandbox no longer exists,
-        `start` cleans up and raises RuntimeFailure."""
-        ...
-
-
 class RuntimeKind(Protocol):
     """A kind of sandbox, as named by `task.runtime.kind`: any object with these methods. With class methods, a class
     may be both the kind and the `Runtime` that the kind creates.
 
     Three attributes are optional. `shows_mounts` is False for a kind whose programs cannot see the folders of
     `SandboxContext.mounts`. `saves_layers` is True for a kind whose sandboxes implement `SavesLayers`. `gives_gpus` is
-    True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`. A kind whose sandboxes can
-    outlive their node also implements `TakesOver`.
+    True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -253,28 +242,6 @@ class TellsImage(Protocol):
 
     async def image_is_current(self) -> bool:
         """Return whether a sandbox started now would have the same image. Raises RuntimeFailure."""
-        ...
-
-
-class Outlives(Protocol):
-    """A runtime whose sandboxes can outlive their node, together with the programs inside: the next node continues
-    them. See `TakesOver`."""
-
-    async def may_outlive(self) -> Mapping[str, str]:
-        """Make the sandbox wait for another node if this node is killed. Returns the secret handle for `take_over`."""
-        ...
-
-    async def exec_once(
-        self,
-        name: str,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] = {},
-        stdin: bytes = b"",
-        seconds: float,
-    ) -> ExecResult:
-        """Run a command that outlives its node, otherwise like `Runtime.exec`. If a command of the same name was
-        started before, the call starts none and waits for the end of the first."""
         ...
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from outrider.concurrency.chores import Failures
-from outrider.sandbox.runtimes.kernel.process_marks import RUN_FILE, started
+from outrider.sandbox.runtimes.kernel.process_marks import started
 
 P = TypeVar("P")
 
@@ -32,8 +31,7 @@ SWEEP_SECONDS = 60.0
 
 class Host:
     """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
-    all time, and encodes the process whose existence `lives` checks. The next node of the same folder has another name
-    with the same ending."""
+    all time, and encodes the process whose existence `lives` checks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,44 +78,15 @@ class Host:
 
 
 def lives(name: str) -> bool:
-    """Return whether the process of the node with this name still runs, or its folder is kept for the next node.
+    """Return whether the process of the node with this name still runs.
 
     True if the state cannot be determined: for a name that is not a node's, and for a node in another pid namespace,
     such as a container's, whose process ids mean nothing here."""
     try:
-        namespace, pid, since, end = map(str, name.removeprefix(PREFIX).split("-"))
-        return namespace != _pid_namespace() or started(int(pid)) == since or f"{PREFIX}{end}" in signs()
+        namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
+        return namespace != _pid_namespace() or started(int(pid)) == since
     except ValueError:
         return True
-
-
-def same_folder(one: str, other: str) -> bool:
-    """Return whether the nodes of these names have had the same folder, one after the other."""
-    return one.rpartition("-")[2] == other.rpartition("-")[2]
-
-
-def sign_of_life(folder: Path) -> socket.socket:
-    """Mark a node's folder as in use. The mark is visible to every process of this machine, even to a process that
-    cannot see the folder, and lasts while any process has the returned socket. Raises OSError if the folder's name is
-    in use."""
-    sign = socket.socket(socket.AF_UNIX)
-    try:
-        sign.bind(f"\0{folder.name}")
-    except OSError:
-        sign.close()
-        raise
-    return sign
-
-
-def signs() -> set[str]:
-    """Return the names of the node folders in use. Blocks for one read of /proc."""
-    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-    return {name.removeprefix("@") for line in lines if (name := line.rpartition(" ")[2]).startswith(f"@{PREFIX}")}
-
-
-def survives(directory: Path) -> bool:
-    """Return whether the sandbox with this folder may outlive its node and has not been continued by another node."""
-    return (directory / RUN_FILE).exists()
 
 
 def _pid_namespace() -> str:

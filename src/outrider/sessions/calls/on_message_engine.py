@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.concurrency.offload import Steps
 from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
@@ -23,8 +22,6 @@ from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
 from outrider.sessions.calls.token_allowance import TokenShare
 from outrider.tokens.tree.canonical import digest, extend, message_key
-from outrider.tokens.tree.request_index import parse_messages
-from outrider.tokens.tree.stored_turns import StoredRequest, cannot_go_on, check_complete
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -292,27 +289,6 @@ class CapturedTurns:
             conversation=conversation,
             forked_from=before,
         )
-
-    def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Place the stored turns of an earlier node again, in the order of their indexes from 0. Raises ServiceError if
-        a turn is missing, or gets another position than before."""
-        check_complete(turns)
-        for turn in turns:
-            request = StoredRequest(turns, turn)
-            messages = yield from parse_messages(request)
-            before = b"" if turn.parent is None else self._ends[turn.parent]
-            yield len(before) + len(turn.prompt_delta)
-            placed = self.place(
-                unpack_ids(before + turn.prompt_delta).tolist(),
-                unpack_ids(turn.output_ids).tolist(),
-                shown=_image_paths(messages),
-                opening=_opening(messages, turn.tools),
-                messages=messages,
-                reply=turn.reply,
-            )
-            known = placed.parent, placed.join, placed.cause, placed.forked_from, placed.conversation
-            if known != (turn.parent, turn.join, turn.cause, turn.forked_from, turn.conversation):
-                raise cannot_go_on(f"turn {turn.index} does not follow from the turns before it")
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
         """Return the turn whose reply the messages quote last, unless a turn with this `opening` gave the same

@@ -6,7 +6,6 @@ name of every client setting that is left out is kept with the turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -75,17 +74,6 @@ def derived_seed(seed: int, *numbers: int) -> int:
     any version. With one seed for all calls the samples of a group would be copies of each other."""
     text = "/".join(map(str, (seed, *numbers)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
-
-
-def calls_seeded(seed: int, sample_index: int, seeds: Collection[int]) -> int | None:
-    """Return the number of a session's calls that had got a seed by the time when the last of these `seeds` was used.
-    Failed calls count, because they used seeds, too. Returns None if a seed is not among the first MAX_SEEDED_CALLS."""
-    missing = set(seeds)
-    for call in range(MAX_SEEDED_CALLS):
-        if not missing:
-            return call
-        missing.discard(derived_seed(seed, sample_index, call + 1))
-    return None
 
 
 def client_may_be_at_fault(asked: RequestedSampling) -> bool:

@@ -44,10 +44,6 @@ class Allowance:
         """Number of tokens that are not yet sampled, promised or not."""
         return self._limit - self.sampled
 
-    def restore(self, sampled: int) -> None:
-        """Count the tokens sampled by calls of an earlier node. Call this before any call."""
-        self.sampled = self._take_free(sampled)
-
     async def share(self, promised: int) -> TokenShare:
         """Return the share of one call, for a `with` block: `promised` tokens, or fewer if no other call runs and fewer
         are free. Calls are served in the order in which they came. Raises LimitReached if all tokens are sampled."""

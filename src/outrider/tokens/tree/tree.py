@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.concurrency.offload import Steps
-from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
+from outrider.errors import ContextOverflow, Overflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
@@ -46,8 +46,7 @@ from outrider.tokens.tree.nodes import (
     recorded_reasoning,
 )
 from outrider.tokens.tree.request_index import IndexedRequest, RequestIndexer
-from outrider.tokens.tree.stored_turns import StoredRequest, arrivals, cannot_go_on, check_complete, size_of
-from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
+from outrider.trajectory import ForkCause, Ids, JoinKind, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
 """A text of more characters is first measured in parts. To encode a text of many megabytes in one piece takes seconds
@@ -179,79 +178,6 @@ class TokenTree:
             self._turns[prefix] = (*self._turns.get(prefix, ()), turn)
             self._histories.add(turn)
         return turn
-
-    def restore(self, turns: Sequence[Turn]) -> Steps[None]:
-        """Give this new tree the state of the tree that recorded `turns`, which are sorted by index, from 0. Calls that
-        left no turn are lost: the same request joins as a new request.
-
-        Raises ServiceError if turns are missing, or were not recorded with this renderer. The tree is then unusable.
-        """
-        check_complete(turns)
-        nodes: list[TurnNode] = []
-        prompts: dict[int, PromptNode] = {}
-        try:
-            for turn, came in zip(turns, arrivals(turns), strict=True):
-                for other in came:
-                    prompts[other.index] = yield from self._rejoin(other, turns, nodes)
-                nodes.append(self.commit(prompts.pop(turn.index), unpack_ids(turn.output_ids), turn.reply))
-        except RequestError as error:  # no client sent this request, so the error is not a client's
-            raise cannot_go_on(error.message) from error
-        # The stored messages are indexed by placeholders for their raw bytes. No later request has these bytes.
-        self._indexer = RequestIndexer(self._renderer.printed)
-
-    def _rejoin(self, turn: Turn, turns: Sequence[Turn], nodes: Sequence[TurnNode]) -> Steps[PromptNode]:
-        """The prompt of a stored turn. Its ids and its kind of join are the stored ones. The data for later joins is
-        computed from the turn's messages, by the same rules as for any request."""
-        yield len(turn.prompt_delta) + len(turn.output_ids) + sum(map(size_of, turn.messages))
-        parent = nodes[turn.parent] if turn.parent is not None else None
-        if turn.join is JoinKind.RETRY and turn.forked_from is not None:
-            prompt = nodes[turn.forked_from].prompt
-        else:
-            prompt = yield from self._recorded_prompt(StoredRequest(turns, turn), turn, parent, nodes)
-        if (prompt.parent, prompt.delta, prompt.length) != (parent, turn.prompt_delta, turn.prompt_length):
-            raise cannot_go_on(f"the prompt of turn {turn.index} does not follow from the turns before it")
-        return prompt
-
-    def _recorded_prompt(
-        self, stored: StoredRequest, turn: Turn, parent: TurnNode | None, nodes: Sequence[TurnNode]
-    ) -> Steps[PromptNode]:
-        """The prompt of a stored turn's request: an existing prompt if the request is a repetition, else a new
-        prompt."""
-        request = yield from self._index(stored, stored.tools, stored.tools_raw, turn.sampling.get("thinking"))
-        if request.tools_digest != turn.tools:
-            raise cannot_go_on(f"the tools of turn {turn.index} are not stored as they were")
-        if not self._prompts:
-            yield request.size_from(0)
-            if self._rendered(request) != turn.prompt_delta:
-                raise cannot_go_on(
-                    "its first prompt is rendered otherwise now, as by another tokenizer or chat template"
-                )
-        if parent is not None:  # `_index` may have found a newer turn with the same conversation
-            request.matched, request.covered = parent, parent.prompt.message_count + 1
-        repeated = self._repeated(request)
-        if repeated is not None and (repeated.parent, repeated.delta) == (parent, turn.prompt_delta):
-            return repeated
-        layout = _Layout(parent=parent, delta=turn.prompt_delta)
-        if turn.cause in HEAD_CHANGES and turn.forked_from is not None:
-            source = nodes[turn.forked_from]
-            covered = source.prompt.message_count + 1 - source.prompt.system_count + request.system_count
-            match = _HistoryMatch(source, covered, turn.cause)
-            yield request.size_from(0)
-            # The turn does not record whether its prompt reused the ids of the recorded history. If a splice gives the
-            # same prompt, the ids were reused.
-            spliced = self._spliced(request, match)
-            if spliced is not None and (spliced.parent, spliced.delta) == (parent, turn.prompt_delta):
-                layout = spliced
-            else:
-                layout = msgspec.structs.replace(layout, match=match)
-        joined = self._place(request, layout)
-        # If the turn is a retry, the first call with the prompt left no turn. The call's join is then not recorded, and
-        # `_place` determines it.
-        if turn.join is not JoinKind.RETRY:
-            joined = msgspec.structs.replace(joined, kind=turn.join, cause=turn.cause, forked_from=turn.forked_from)
-        joined.prompt.conversation = turn.conversation
-        self._record(request, joined)
-        return joined.prompt
 
     def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None

@@ -29,31 +29,29 @@ from outrider.sandbox.runtimes.apptainer.command_line import (
 )
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.kernel import cgroups
-from outrider.sandbox.runtimes.kernel.cgroups import Cgroups, ControlGroup
+from outrider.sandbox.runtimes.kernel.cgroups import Cgroups
 from outrider.sandbox.runtimes.kernel.child import Child, Descendants
 from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
-from outrider.sandbox.runtimes.kernel.process_marks import kill_marked, mark_of, started
+from outrider.sandbox.runtimes.kernel.process_marks import kill_marked
 from outrider.sandbox.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.sandbox.runtimes.namespace.plan import ETC_MADE
 from outrider.sandbox.runtimes.nvidia import NVIDIA, GpuFiles, NvidiaDriver
 from outrider.sandbox.runtimes.tool_server.bundle import confined, delivery, portable_server
 from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
 from outrider.sandbox.runtimes.tool_server.launch import (
+    GATEWAY,
     STOP_SECONDS,
     RunningServer,
     configure,
     connection,
     rooted_setup,
+    share_gateway,
     undone,
 )
-from outrider.sandbox.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
-from outrider.sandbox.runtimes.tool_server.shared_folder import GATEWAY, SOCKET, SharedFolder
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources, RuntimeSpec
 
 SHARED_AT = "/run/outrider-shared"
-PID, STARTED, GROUP = "pid", "started", "group"
-"""Keys in the handle of a sandbox that may outlive its node: pid and start time of the process `apptainer exec`, and
-the folders of the control group, one a line (the kernel refuses a newline in a group's name)."""
 OWN_PROCESSES = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
@@ -70,11 +68,6 @@ class ApptainerRuntime:
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(launch, spec, context)
-
-    @classmethod
-    def take_over(cls, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
-        """See `TakesOver`."""
-        return ToolServerSandbox(partial(take_over, handle=handle), spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -135,14 +128,13 @@ async def launch(
     first = setup(stored_env)
     hosts = context.directory / "hosts"
     hosts.write_bytes(ETC_MADE["hosts"])
+    share_gateway(context.gateway_socket, context.directory / "tools")
     binds = await asyncio.to_thread(_binds, spec, context, python, hosts, gpus)
     command = [
         *exec_command(found, image, binds, first.marking()),
         *server_command(*writable_bounds(spec.resources), memory, rlimits(resources, controllers, own_users=True)),
     ]
     async with AsyncExitStack() as undo:
-        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
-        shared.stop_listening()  # not needed: the server's standard input is the connection
         group = groups.make(name, resources)
         undo.push_async_callback(undone, name, group.remove)
         environment = {**program_environment(context.directory), **first.marking()}
@@ -159,43 +151,13 @@ async def launch(
         # The variables set by the image can only be read from the running server.
         image_env = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(setup({**image_env, **stored_env}), bridge_port=0))
-        yield _running(tools, group, child)
 
+        async def ended_inside() -> bool:
+            """Return whether the control group ran out of a resource. The server's log is no evidence, because
+            Apptainer writes to the same log."""
+            return group.ran_out()
 
-@asynccontextmanager
-async def take_over(
-    spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
-) -> AsyncIterator[RunningServer]:
-    """Continue a sandbox that has outlived its node. See tool_server/launch.py."""
-    name = context.directory.name
-    async with AsyncExitStack() as undo:
-        group = ControlGroup(tuple(map(Path, filter(None, handle[GROUP].split("\n")))))
-        undo.push_async_callback(undone, name, group.remove)
-        child = Child.found(int(handle[PID]), handle[STARTED])
-        descendants = Descendants(child)
-        undo.push_async_callback(undone, name, partial(_end, child, descendants, mark_of(context.directory)))
-        descendants.hold()
-        shared = SharedFolder(context.directory / "tools", context.gateway_socket)
-        undo.callback(shared.stop_listening)
-
-        async def runs() -> bool:
-            return child.runs()
-
-        tools = await shared.meet(handle[SECRET], runs)
-        undo.push_async_callback(undone, name, tools.close)
-        yield _running(tools, group, child)
-
-
-def _running(tools: ToolClient, group: ControlGroup, child: Child) -> RunningServer:
-    async def ended_inside() -> bool:
-        """Return whether the control group ran out of a resource. The server's log is no evidence, because Apptainer
-        writes to the same log."""
-        return group.ran_out()
-
-    handle = {PID: str(child.pid), STARTED: started(child.pid), GROUP: "\n".join(map(str, group.folders))}
-    return RunningServer(
-        tools=tools, group=group, ended_inside=ended_inside, next_host=f"{SHARED_AT}/{SOCKET}", handle=handle
-    )
+        yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:

@@ -2,8 +2,7 @@
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
 `_ours` from before the request for its creation until `remove` has ended. The next `sweep` removes every other
-container with the label of this node, of an earlier node of the same folder, or of a dead node, unless the container
-may outlive its node and waits for the next.
+container with the label of this node or of a dead node.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
 from outrider.sandbox.runtimes.containers.libpod_request import libpod_body
-from outrider.sandbox.runtimes.node_host import Host, lives, same_folder, survives
+from outrider.sandbox.runtimes.node_host import Host, lives
 
 if TYPE_CHECKING:  # needs aiodocker, which is optional
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
@@ -145,7 +144,6 @@ class ContainerDaemon:
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
         self.node = host.name
-        self.folder = host.folder
         self._ours: set[str] = set()
 
     async def __aenter__(self) -> Self:
@@ -210,10 +208,6 @@ class ContainerDaemon:
                 message = f"{self.engine.name} cannot give a container GPU {', '.join(plan.gpus)}: {error}"
                 raise RuntimeUnavailable(message, hint=self.engine.gpu_hint) from error
             raise self._failure("start a container", error) from error
-
-    def take_over(self, name: str) -> None:
-        """Adopt a container of an earlier node. `remove` must follow."""
-        self._ours.add(name)
 
     async def _create(self, name: str, plan: ContainerRequest, sized: bool) -> None:
         body = plan.body(sized)
@@ -283,11 +277,7 @@ class ContainerDaemon:
 
     def _is_left(self, name: str, node: str) -> bool:
         """Return whether no node will stop the container, which has the label of `node`."""
-        if name in self._ours:
-            return False
-        if same_folder(node, self.node):
-            return not survives(self.folder / name.removeprefix(f"{node}-"))
-        return not lives(node)
+        return name not in self._ours and (node == self.node or not lives(node))
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")

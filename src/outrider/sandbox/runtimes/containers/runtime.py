@@ -8,7 +8,7 @@ returns, the daemon has confirmed that everything requested by the launch is gon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,31 +24,27 @@ from outrider.sandbox.runtimes.containers.daemon import (
     NODE_LABEL,
     PODMAN_ENGINE,
     SESSION_LABEL,
-    ContainerDaemon,
     ContainerEngine,
 )
 from outrider.sandbox.runtimes.containers.tool_socket import TOOLS_AT, ToolSocket, command
 from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
 from outrider.sandbox.runtimes.limits import counted_memory
 from outrider.sandbox.runtimes.tool_server.bundle import portable_server
-from outrider.sandbox.runtimes.tool_server.client import ToolClient
 from outrider.sandbox.runtimes.tool_server.launch import (
+    GATEWAY,
     RunningServer,
     ToolServerSetup,
     died_inside,
     rooted_setup,
     undone,
 )
-from outrider.sandbox.runtimes.tool_server.sandbox import SECRET, ToolServerSandbox
-from outrider.sandbox.runtimes.tool_server.shared_folder import GATEWAY, SOCKET
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 if TYPE_CHECKING:
     from outrider.sandbox.runtimes.containers.docker_api import LocalImage
 
 BRIDGE_SOCKET = f"{TOOLS_AT}/{GATEWAY}"
-CONTAINER, IMAGE = "container", "image"
-"""Keys in the handle of a container that may outlive its node: the container's name, and its image's id."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,6 @@ class ContainerRuntime:
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(partial(launch, self), spec, context)
-
-    def take_over(self, spec: RuntimeSpec, context: SandboxContext, handle: Mapping[str, str]) -> ToolServerSandbox:
-        """See `TakesOver`."""
-        return ToolServerSandbox(partial(take_over, self, handle=handle), spec, context)
 
     def available(self) -> Availability:
         can = self.engine.available()
@@ -123,41 +115,17 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
         undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
         await daemon.run(name, plan)
         tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
-        yield _running(daemon, name, image_name, image.id, tools)
 
+        async def ended_inside() -> bool:
+            out_of_memory = await daemon.out_of_memory(name)
+            # If `out_of_memory` is None, somebody else removed the container, or the daemon is gone: the cause was
+            # outside.
+            return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
-@asynccontextmanager
-async def take_over(
-    kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext, *, handle: Mapping[str, str]
-) -> AsyncIterator[RunningServer]:
-    """Continue a container that has outlived its node. See tool_server/launch.py."""
-    daemon = await context.host.part(kind.engine.daemon)
-    async with AsyncExitStack() as undo:
-        name = handle[CONTAINER]
-        undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
-        daemon.take_over(name)
-        server = ToolSocket(context.directory / "tools", context.gateway_socket)
-        undo.push_async_callback(undone, context.directory.name, server.close)
-        tools = await server.meet(handle[SECRET], partial(daemon.runs, name))
-        yield _running(daemon, name, kind.image_name(spec), handle[IMAGE], tools)
+        async def image_is_current() -> bool:
+            return (await daemon.image(image_name)).id == image.id
 
-
-def _running(daemon: ContainerDaemon, name: str, image_name: str, image_id: str, tools: ToolClient) -> RunningServer:
-    async def ended_inside() -> bool:
-        out_of_memory = await daemon.out_of_memory(name)
-        # If `out_of_memory` is None, somebody else removed the container, or the daemon is gone: the cause was outside.
-        return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
-
-    async def image_is_current() -> bool:
-        return (await daemon.image(image_name)).id == image_id
-
-    return RunningServer(
-        tools=tools,
-        ended_inside=ended_inside,
-        image_is_current=image_is_current,
-        next_host=f"{TOOLS_AT}/{SOCKET}",
-        handle={CONTAINER: name, IMAGE: image_id},
-    )
+        yield RunningServer(tools=tools, ended_inside=ended_inside, image_is_current=image_is_current)
 
 
 def _plan(

@@ -7,18 +7,27 @@ in the folder only until the server has connected, because any program in the co
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.pythons.portable import portable_command
+from outrider.sandbox.runtimes.kernel.child import readable
 from outrider.sandbox.runtimes.tool_server.bundle import BOOT, FLAGS, confined, delivery
 from outrider.sandbox.runtimes.tool_server.client import ToolClient
-from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup, configure
-from outrider.sandbox.runtimes.tool_server.shared_folder import SOCKET, Runs, SharedFolder
+from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, ToolServerSetup, configure, share_gateway
 
 TOOLS_AT = "/run/outrider/tools"
+SOCKET = "sock"
 LOG_TAIL = 4096
+LOOK_SECONDS = 1.0
+BACKLOG = 16
+
+Runs = Callable[[], Awaitable[bool]]
+"""A function that returns whether the container still runs. Raises RuntimeFailure."""
 
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
 CONNECT = (
@@ -62,19 +71,19 @@ class LogTail(asyncio.Protocol):
 
 class ToolSocket:
     """The host's end of the socket. The socket listens from the creation of this object on, so start the container
-    afterwards. Always call `close`, but not while `connect` or `meet` runs."""
+    afterwards. Always call `close`, but not while `connect` runs."""
 
     def __init__(self, folder: Path, gateway: Path) -> None:
-        """`folder` is to be mounted at TOOLS_AT. Raises OSError."""
+        """`folder` is to be mounted at TOOLS_AT. It is created, with the gateway's socket in it. Raises OSError."""
         self.folder = folder
-        self._shared = SharedFolder(folder, gateway)
+        share_gateway(gateway, folder)
+        self._listener = _listening(folder)
         self._tools: ToolClient | None = None
         self._log = LogTail()
 
     async def connect(self, bytecode: bytes, setup: ToolServerSetup, runs: Runs) -> ToolClient:
-        """Wait for the server in the container, and configure it. `runs` returns whether the container still runs.
-        Raises RuntimeFailure when the container has stopped, and when the server does not connect within
-        START_SECONDS."""
+        """Wait for the server in the container, and configure it. Raises RuntimeFailure when the container has stopped,
+        and when the server does not connect within START_SECONDS."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._tools = tools = ToolClient(await self._accept(runs), self._log.text)
@@ -82,29 +91,58 @@ class ToolSocket:
         except TimeoutError as error:
             raise RuntimeFailure(f"the container's tool server did not connect in {START_SECONDS:.0f} s") from error
         finally:
-            self._shared.stop_listening()
+            self._stop_listening()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, bytecode)))
         await configure(tools, setup)
         return tools
 
-    async def meet(self, secret: str, runs: Runs) -> ToolClient:
-        """Wait for the server of a container that has outlived its node. Raises RuntimeFailure."""
-        self._tools = await self._shared.meet(secret, runs)
-        return self._tools
-
     async def _accept(self, runs: Runs) -> socket.socket:
-        try:
-            return await self._shared.accept(runs)
-        except RuntimeFailure as error:
-            hint = "give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc"
-            raise error.replace(hint=hint) from error.__cause__
+        """Return the next connection. Raises RuntimeFailure when the container no longer runs."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await readable(self._listener.fileno())
+            with contextlib.suppress(BlockingIOError):
+                end, _ = self._listener.accept()
+                end.setblocking(False)
+                return end
+            if not await runs():
+                raise RuntimeFailure(
+                    "the sandbox ended before its tool server had connected",
+                    hint="give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc",
+                )
+
+    def _stop_listening(self) -> None:
+        """Close and remove the socket. Idempotent."""
+        self._listener.close()
+        (self.folder / SOCKET).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Close the socket and the connections. Idempotent."""
-        self._shared.stop_listening()
+        self._stop_listening()
         if self._tools is not None:
             await self._tools.close()
         if self._log.transport is not None:
             self._log.transport.close()
+
+
+def _listening(folder: Path) -> socket.socket:
+    """Return a socket in `folder` to which any user of the container may connect. The folder is shown only to the
+    container.
+
+    The socket is bound through the folder's descriptor, because the path of a socket is limited to 107 bytes."""
+    held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"/proc/self/fd/{held}/{SOCKET}")
+        (folder / SOCKET).chmod(0o666)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(held)
+    return listener

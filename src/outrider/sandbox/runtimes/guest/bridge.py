@@ -7,7 +7,6 @@ direction stays open.
 from __future__ import annotations
 
 import select
-import time
 from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop
@@ -20,8 +19,6 @@ BUFFER_BYTES = 4 << 20
 """Size of a buffer at which reading pauses, in bytes that were read and not yet written."""
 RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
-AWAY_SECONDS = 0.05
-"""Seconds between two attempts to connect while the gateway is away."""
 MAX_PAIRS = 256
 """Maximum number of clients at once; further clients are closed. Each client also takes a descriptor of the node, which
 has some thousands for all its sandboxes."""
@@ -115,7 +112,7 @@ class BridgedConnection:
 
 class Bridge:
     """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens there, a
-    client waits up to `patience` seconds: when a sandbox outlives its node, the next node brings a gateway."""
+    client is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # importing `socket` costs as much as starting the interpreter
@@ -123,7 +120,6 @@ class Bridge:
         self.socket = _socket
         self.loop = loop
         self.path = path
-        self.patience = 0.0
         self.clients = 0
         self.listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
         self.listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
@@ -153,7 +149,7 @@ class Bridge:
         # Otherwise Nagle's algorithm holds each small piece of a streamed reply until the previous piece is
         # acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
-        self._connect(client, CONNECT_TRIES, time.monotonic())
+        self._connect(client, CONNECT_TRIES)
 
     def _refuse(self, client: _socket.socket) -> None:
         client.close()
@@ -162,7 +158,7 @@ class Bridge:
     def _closed(self) -> None:
         self.clients -= 1
 
-    def _connect(self, client: _socket.socket, tries: int, since: float) -> None:
+    def _connect(self, client: _socket.socket, tries: int) -> None:
         """Connect to the gateway. A Unix socket connects at once, or fails with EAGAIN while the listener's queue is
         full."""
         try:
@@ -176,14 +172,11 @@ class Bridge:
         except BlockingIOError:
             upstream.close()
             if tries:
-                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1, since))
+                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
             else:
                 self._refuse(client)
         except OSError:  # no listener
             upstream.close()
-            if time.monotonic() - since < self.patience:
-                self.loop.at(client, AWAY_SECONDS, lambda: self._connect(client, tries, since))
-            else:
-                self._refuse(client)
+            self._refuse(client)
         else:
             BridgedConnection(self.loop, client, upstream, self._closed)

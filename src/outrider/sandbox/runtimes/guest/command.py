@@ -122,7 +122,6 @@ class Command:
         self.call = call
         self.cap = args["cap"]
         self.limit_hit = False
-        self.done: dict[str, Any] | None = None
         self.started = time.monotonic()
         self.mark = calls.mark(call)
         self.pid, self.drains = self._start(args)
@@ -160,23 +159,14 @@ class Command:
         """Kill the command with all its descendants. The reply goes out when the exit is reaped."""
         kill_tree({self.pid}, self.mark)
 
-    def answer(self, call: int) -> None:
-        """Reply to `call` instead of the original call, whose connection has ended."""
-        self.calls.running.pop(self.call, None)
-        self.call = call
-        if self.done is None:
-            self.calls.running[call] = self.cancel
-        else:
-            self.calls.reply(call, self.done)
-
     def exited(self, code: int) -> None:
         self.calls.loop.timers.pop(self, None)
         self.calls.running.pop(self.call, None)
-        self.done = {
+        done = {
             "code": None if self.limit_hit else code,
             "out": self.drains[0].finish(),
             "err": self.drains[1].finish() if len(self.drains) > 1 else b"",
             "timed_out": self.limit_hit,
             "us": int((time.monotonic() - self.started) * 1e6),
         }
-        self.calls.reply(self.call, self.done)
+        self.calls.reply(self.call, done)

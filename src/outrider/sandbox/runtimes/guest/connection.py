@@ -20,25 +20,20 @@ if TYPE_CHECKING:
 
 
 class HostConnection:
-    """A stream of frames. `fd_in` and `fd_out` may be the same socket. Before `attach` is called, frames are dropped,
-    and the end of the stream stops the loop. Messages sent after the end are dropped."""
+    """A stream of frames. `fd_in` and `fd_out` may be the same socket. `on_frame` is called with each frame. When
+    either descriptor has ended, the loop stops, and messages sent afterwards are dropped."""
 
-    def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
+    def __init__(self, loop: Loop, fd_in: int, fd_out: int, on_frame: Callable[[bytes], object]) -> None:
         self.loop = loop
         self.fd_in = fd_in
         self.fd_out = fd_out
         self.received = bytearray()
         self.outgoing = bytearray()
-        self.attach(len, loop.stop)
+        self.on_frame = on_frame
         self.open = True
         for fd in {fd_in, fd_out}:
             posix.set_blocking(fd, False)
         self._watch()
-
-    def attach(self, on_frame: Callable[[bytes], object], on_end: Callable[[], object]) -> None:
-        """From now on call `on_frame` with each frame, and `on_end` once, when either descriptor has ended."""
-        self._on_frame = on_frame
-        self._on_end = on_end
 
     def send(self, message: object) -> None:
         if not self.open:
@@ -75,7 +70,7 @@ class HostConnection:
         for fd in {self.fd_in, self.fd_out}:
             self.loop.unwatch(fd)
             posix.close(fd)
-        self._on_end()
+        self.loop.stop()
 
     def _ready(self, events: int) -> None:
         if events & select.POLLOUT:
@@ -94,7 +89,7 @@ class HostConnection:
                     return
                 frame = bytes(self.received[4 : 4 + size])
                 del self.received[: 4 + size]
-                self._on_frame(frame)
+                self.on_frame(frame)
 
 
 class Calls:

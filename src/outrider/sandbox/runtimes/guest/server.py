@@ -27,7 +27,6 @@ from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
 from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
 from outrider.sandbox.runtimes.guest.msgpack import Unpacker
 from outrider.sandbox.runtimes.guest.netlink_watch import NetlinkWatch
-from outrider.sandbox.runtimes.guest.next_host import NextHost
 from outrider.sandbox.runtimes.guest.poll_loop import Loop
 from outrider.sandbox.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
 from outrider.sandbox.runtimes.guest.shells.shell import LiveShell
@@ -51,25 +50,17 @@ class Server:
     """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
 
     def __init__(
-        self, loop: Loop, connection: HostConnection, save_layers: Callable[[int], None] | None, gateway: int
+        self, loop: Loop, fd_in: int, fd_out: int, save_layers: Callable[[int], None] | None, gateway: int
     ) -> None:
         self.loop = loop
         self.save_layers = save_layers
         self.gateway = gateway
-        self.calls = Calls(loop, connection)
+        self.calls = Calls(loop, HostConnection(loop, fd_in, fd_out, self.dispatch))
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
-        self.kept: dict[str, Command] = {}
-        """The commands that have a name, by name. These commands may outlive the host."""
-        self.newest_call = 0
-        self.bridge: Bridge | None = None
-        self.next_host: NextHost | None = None
-        """The wait for another host after the connection has ended. None: the server ends with the connection."""
-        connection.attach(self.dispatch, self.lose_host)
 
     def dispatch(self, frame: bytes) -> None:
         call, method, args = Unpacker(frame).message()
-        self.newest_call = max(self.newest_call, call)
         try:
             getattr(self, "do_" + method)(call, args)
         except FileNotFoundError as error:
@@ -101,7 +92,7 @@ class Server:
             MemoryWatch(self.loop, args["memory"])
         if args["bridge_port"]:
             socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
-            self.bridge = Bridge(self.loop, args["bridge_port"], socket)
+            Bridge(self.loop, args["bridge_port"], socket)
             # Only a sandbox with a network of its own needs the watch, and these are the sandboxes with a bridge.
             NetlinkWatch(self.loop)
         self.calls.reply(call, {})
@@ -114,42 +105,7 @@ class Server:
         self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
-        if not args["name"]:
-            Command(self.calls, call, args)
-        elif args["name"] in self.kept:
-            self.kept[args["name"]].answer(call)
-        else:
-            self.kept[args["name"]] = Command(self.calls, call, args)
-
-    def do_outlive(self, call: int, args: dict[str, Any]) -> None:
-        """Wait for another host when the connection to this host ends. Without this call, the server would end, too."""
-        seconds = args["ms"] / 1000
-        self.next_host = NextHost(self.loop, args["path"], args["secret"], seconds)
-        if self.bridge is not None:
-            self.bridge.patience = seconds
-        self.calls.reply(call, {})
-
-    def lose_host(self) -> None:
-        """End the server. If the sandbox may outlive the host, end only the work that no other host could use, and wait
-        for the next host."""
-        if self.next_host is None:
-            self.loop.stop()
-            return
-        kept = {command.call for command in self.kept.values()}
-        for call, cancel in list(self.calls.running.items()):
-            if call not in kept:
-                cancel()
-        for shell in self.shells.values():
-            shell.close()
-        self.shells.clear()
-        for key in list(self.restores):
-            self.drop_restore(key)
-        self.next_host.look_for(self.newest_call, self.meet)
-
-    def meet(self, connection: HostConnection, frame: bytes) -> None:
-        self.calls.connection = connection
-        connection.attach(self.dispatch, self.lose_host)
-        self.dispatch(frame)
+        Command(self.calls, call, args)
 
     def do_cancel(self, call: int, args: dict[str, Any]) -> None:
         cancel = self.calls.running.get(args["call"])
@@ -246,10 +202,7 @@ class Server:
 
     def do_drop_restore(self, call: int, args: dict[str, Any]) -> None:
         """End a restore whose last call will not come. Sends no reply."""
-        self.drop_restore(args["key"])
-
-    def drop_restore(self, key: int) -> None:
-        restore = self.restores.pop(key, None)
+        restore = self.restores.pop(args["key"], None)
         if restore is not None:
             restore.cancel()
 
@@ -291,14 +244,14 @@ def main() -> None:
 
 
 def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
-    """Serve a connection, and those of later hosts, until the loop stops. Then kill all processes below this process.
+    """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
 
     `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and is None if there are no
     layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
-    Server(loop, HostConnection(loop, fd_in, fd_out), save_layers, gateway)
+    Server(loop, fd_in, fd_out, save_layers, gateway)
     loop.run()
     kill_tree({posix.getpid()})
 

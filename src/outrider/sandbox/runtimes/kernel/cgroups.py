@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from outrider.errors import RuntimeFailure
-from outrider.sandbox.runtimes.node_host import PREFIX, Host, lives, same_folder
+from outrider.sandbox.runtimes.node_host import PREFIX, Host, lives
 from outrider.spec import MEBIBYTE, Resources
 
 log = logging.getLogger("outrider.node")
@@ -207,11 +207,7 @@ class Cgroups:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        parents = self._parents()
-        # The groups of this node, and of earlier nodes whose sandboxes this node has taken over.
-        names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
-        for name in {self._name} | {name for name in names if same_folder(name, self._name)}:
-            await asyncio.to_thread(_remove_node, parents, name)
+        await asyncio.to_thread(_remove_node, self._parents(), self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
         """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""

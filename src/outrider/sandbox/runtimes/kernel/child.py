@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import RuntimeFailure
-from outrider.sandbox.runtimes.kernel.process_marks import started
 
 LOG_TAIL = 4096
 END_SECONDS = 5.0
@@ -68,17 +67,6 @@ class Child:
             os.waitpid(pid, 0)
             os.close(log)
             raise
-
-    @classmethod
-    def found(cls, pid: int, since: str) -> Child:
-        """Open a process that an earlier node started at the time `since` (`process_marks.started`). Raises
-        RuntimeFailure when the process is dead."""
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            if started(pid) == since:
-                return cls(pid, pidfd, os.memfd_create("stderr"))
-            os.close(pidfd)
-        raise RuntimeFailure(f"process {pid} of the sandbox has ended")
 
     def stopped_by_signal(self) -> bool:
         """Return whether a signal or a debugger has stopped the process. Call this method before `close`."""
@@ -132,7 +120,7 @@ class Child:
 
     def reap(self) -> None:
         """Reap a process that has exited, and close the descriptors."""
-        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote or of an earlier node
+        with contextlib.suppress(ChildProcessError):  # the process may be a child of the zygote
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
         self.close()
 

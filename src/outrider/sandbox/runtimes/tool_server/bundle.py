@@ -57,7 +57,6 @@ MODULES = (
     "child_reply",
     "shells.shell",
     "bridge",
-    "next_host",
     "filesystem.trees",
     "filesystem.tree_writer",
     "filesystem.files",

@@ -121,16 +121,15 @@ class ToolClient(asyncio.Protocol):
     """One connection to a tool server. `log_tail` returns the end of the server's standard error, for failures. `loss`
     is None until the connection is lost."""
 
-    def __init__(self, end: socket.socket, log_tail: Callable[[], str], *, newest_call: int = 0) -> None:
-        """`end` is one end of a Unix stream connection to the server; this object closes it. `newest_call` is the
-        highest call number that the server has received from an earlier node."""
+    def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
+        """`end` is one end of a Unix stream connection to the server; this object closes it."""
         self._end: socket.socket | None = end
         """None after `open` has passed the socket to the transport."""
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, CallInFlight] = {}
-        self._number = newest_call
+        self._number = 0
         self._received = bytearray()
         self._stray = STRAY_MAX
         self._lost: str | None = None
@@ -263,8 +262,7 @@ class ToolClient(asyncio.Protocol):
         return self._log_tail()
 
     async def close(self) -> None:
-        """Drop the connection, and wait until it is closed. Calls in flight fail. The server exits, unless its sandbox
-        may outlive this node."""
+        """Drop the connection, and wait until it is closed. Calls in flight fail, and the server exits."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()

@@ -14,7 +14,8 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -34,6 +35,8 @@ BRIDGE_PORT = 61080
 BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
 """The home folder in a sandbox with its own root."""
+GATEWAY = "gateway"
+"""Name of the gateway's socket in a folder that is mounted in a sandbox."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
@@ -55,8 +58,7 @@ class RunningServer:
     the tool server. `stopped_inside`, called when the server does not respond, returns whether programs inside sent the
     server a stop signal. `image_is_current` returns whether a sandbox started now would have the same image.
     `layer_limit` is the maximum size in bytes of an archive of the writable layer, 0 where the runtime cannot save the
-    layer. If the sandbox can outlive this node, `next_host` is the path inside at which the server connects to the next
-    node, and `handle` is the data that the next node needs.
+    layer.
     """
 
     tools: ToolClient
@@ -65,8 +67,6 @@ class RunningServer:
     stopped_inside: Callable[[], bool] = lambda: False
     image_is_current: Callable[[], Awaitable[bool]] = always
     layer_limit: int = 0
-    next_host: str = ""
-    handle: Mapping[str, str] = field(default_factory=dict)
 
     def starved(self) -> bool:
         """Return whether the kernel has killed a process of this sandbox because the host, not the sandbox, ran out of
@@ -165,6 +165,15 @@ async def configure(tools: ToolClient, setup: ToolServerSetup) -> None:
         raise RuntimeFailure(f"the sandbox did not start within {START_SECONDS:.0f} s") from error
     except OSError as error:
         raise RuntimeFailure(f"the sandbox cannot be set up: {error}") from error
+
+
+def share_gateway(gateway: Path, folder: Path) -> None:
+    """Make `folder`, to be mounted in a sandbox, and give the gateway's socket a second name in it. The sandbox's root
+    may be another user than the node, and must be able to connect. Raises OSError."""
+    folder.mkdir(mode=0o711)
+    with contextlib.suppress(PermissionError):
+        gateway.chmod(0o666)
+    (folder / GATEWAY).hardlink_to(gateway)
 
 
 @contextlib.contextmanager

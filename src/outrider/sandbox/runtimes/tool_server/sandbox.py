@@ -37,7 +37,6 @@ from outrider.sandbox.runtimes.base import (
     ShellKind,
     ShellResult,
 )
-from outrider.sandbox.runtimes.kernel.process_marks import OUTLIVE_SECONDS
 from outrider.sandbox.runtimes.tool_server.archive_download import download_archive
 from outrider.sandbox.runtimes.tool_server.bundle import shell_program
 from outrider.sandbox.runtimes.tool_server.client import (
@@ -75,9 +74,6 @@ undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
-SECRET = "secret"
-"""Key of the secret in the handle of a sandbox that may outlive its node. The tool server sends the secret to the next
-node."""
 NAMED_MIN = 16
 """Minimum bytes that a patch has for each changed file."""
 
@@ -203,15 +199,6 @@ class ToolServerSandbox:
         """See `TellsImage`."""
         return await self.server.image_is_current()
 
-    async def may_outlive(self) -> Mapping[str, str]:
-        """See `Outlives`."""
-        server, secret = self.server, secrets.token_hex(16)
-        if not server.next_host:
-            raise RuntimeFailure(f"{self._spec.kind!r} sandboxes end with their node")
-        args = {"path": server.next_host, "secret": secret, "ms": round(OUTLIVE_SECONDS * 1000)}
-        await server.tools.call("outlive", args, Done)
-        return {**server.handle, SECRET: secret}
-
     async def save_layer(self, target: Path) -> None:
         """See `SavesLayers`. All programs inside are killed first. Only this user can read the file."""
         limit = self.server.layer_limit
@@ -229,35 +216,9 @@ class ToolServerSandbox:
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        return await self._exec("", command, env=env, cwd=cwd, stdin=stdin, merged=merged, seconds=seconds)
-
-    async def exec_once(
-        self,
-        name: str,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] = {},
-        stdin: bytes = b"",
-        seconds: float,
-    ) -> ExecResult:
-        """See `Outlives`."""
-        return await self._exec(name, command, env=env, stdin=stdin, seconds=seconds)
-
-    async def _exec(
-        self,
-        name: str,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str | None = None,
-        stdin: bytes,
-        merged: bool = False,
-        seconds: float,
-    ) -> ExecResult:
         server = self.server
         by_shell = isinstance(command, str)
         args: dict[str, Any] = {
-            "name": name,
             "argv": [] if by_shell else list(command),
             "script": command if by_shell else "",
             "merged": merged,
