@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from campaign import service
-from outrider.nodes.remote_node import NodeConnection
+from outrider.nodes.calls import LinkCalls
 
-lose_attempts = NodeConnection.lose_attempts
+end = LinkCalls.end
 
 
-def keep_attempts(self: NodeConnection) -> None:
-    self._attempts = {}
-    lose_attempts(self)
+def keep_calls(self: LinkCalls) -> None:
+    self._pending = {}
+    end(self)
 
 
 def main(*arguments: str) -> None:
-    NodeConnection.lose_attempts = keep_attempts  # type: ignore[method-assign]
+    LinkCalls.end = keep_calls  # type: ignore[method-assign]
     service.main(*arguments)

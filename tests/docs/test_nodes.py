@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engines.pool import policy
-from outrider.nodes import claims, messages, remote_node
+from outrider.nodes import calls, claims, messages, remote_node
 from outrider.sessions import resources
 from outrider.wire import decoding, resumable
 
@@ -32,7 +32,7 @@ def test_the_bounds_of_a_connection_are_those_of_the_code() -> None:
     for what, numbers in {
         "a hello": (messages.MAX_HELLO >> 10, resources.MAX_GPUS),
         "a message": (messages.MAX_FROM_NODE // mib, resumable.PIECE >> 10, decoding.MAX_COST, decoding.MAX_DEPTH),
-        "calls without an answer": (remote_node.MAX_CALLS, remote_node.MAX_CALL_BYTES // mib),
+        "calls without an answer": (calls.MAX_CALLS, calls.MAX_CALL_BYTES // mib),
         "messages that nobody has read yet": (resumable.MAX_UNREAD // mib,),
         "answers that the node does not take": (resumable.MAX_UNACKNOWLEDGED // mib, int(remote_node.SILENCE_SECONDS)),
         "generations through the service": (remote_node.MAX_GENERATIONS, remote_node.MAX_GENERATION_BYTES // mib),

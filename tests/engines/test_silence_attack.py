@@ -145,7 +145,7 @@ async def test_such_a_relay_keeps_the_calls_of_other_processes_too() -> None:
     class Service:
         calls = 0
 
-        async def generated(self, ask: object) -> AsyncGenerator[Chunk, None]:
+        async def stream(self, request: object) -> AsyncGenerator[Chunk, None]:
             self.calls += 1
             await asyncio.sleep(240)
             yield Chunk(ids=IDS, logprobs=[-1.0] * 4, finish=FinishReason.STOP)

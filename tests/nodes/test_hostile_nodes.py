@@ -22,23 +22,22 @@ from outrider.engines.pool.sharing import GateReport
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.nodes import claims, remote_node
+from outrider.nodes import calls, claims, remote_node
 from outrider.nodes.messages import (
     MAX_FROM_NODE,
     MAX_HELLO,
-    AbortForwarded,
     AddTurn,
     CallReply,
+    CallRequest,
+    CancelCall,
     CheckEngine,
-    ForwardGeneration,
     Gate,
-    Generated,
-    GiveBack,
+    GenerateChat,
+    GenerateTokens,
     KeepArtifact,
     KeepIndex,
     Leaving,
     ModelUses,
-    Ran,
     Ready,
     RunAttempt,
     SetState,
@@ -96,30 +95,43 @@ class Plain:
         yield ChatChunk(text="x", finish=FinishReason.STOP)
 
 
+def reply(call: int, value: object) -> CallReply:
+    return CallReply(call, msgspec.Raw(encode(value)))
+
+
+def tokens(input_ids: bytes = pack_ids([1]), model: str | None = None, **sampling: Any) -> GenerateTokens:
+    return GenerateTokens(model, "e", "", "", input_ids, SamplingParams(**{"max_tokens": 1} | sampling))
+
+
 @dataclass(frozen=True)
 class Told:
     """An attempt that a node was given."""
 
+    call: int
     run: RunAttempt
     task: TaskSpec
 
     @classmethod
-    def by(cls, run: RunAttempt) -> Told:
-        return cls(run, TaskSpec.model_validate_json(run.task))
+    def by(cls, call: CallRequest[RunAttempt]) -> Told:
+        return cls(call.call, call.request, TaskSpec.model_validate_json(call.request.task))
 
     @property
-    def ids(self) -> dict[str, Any]:
-        return {"session_id": self.run.session.id, "attempt": self.run.session.attempt}
+    def ids(self) -> tuple[str, int]:
+        return self.run.session.id, self.run.session.attempt
+
+    @property
+    def honest(self) -> CallReply:
+        return reply(self.call, self.result())
 
     def result(self, turns: tuple[Turn, ...] = (), *, reward: float = 1.0) -> SessionResult:
         """An honest one."""
         session, verdict = self.run.session, Verdict(reward=reward)
         return session_result(session, StopReason.COMPLETED, turns, task=self.task, verdict=verdict)
 
-    def ran(self, **changes: Any) -> Ran:
-        return Ran(attempt=self.run.attempt, result=replace(self.result(), **changes))
+    def ran(self, **changes: Any) -> CallReply:
+        return reply(self.call, replace(self.result(), **changes))
 
-    def turn(self, index: int = 0, **changes: Any) -> AddTurn:
+    def turn(self, index: int = 0, **changes: Any) -> CallRequest[AddTurn]:
         known: dict[str, Any] = {
             "index": index,
             "parent": None,
@@ -137,7 +149,7 @@ class Told:
             "timings": TurnTimings(received=1.0, first_token=1.0, finished=2.0),
         }
         model, call = changes.pop("model", None), changes.pop("call", index)
-        return AddTurn(call=call, turn=Turn(**known | changes), model=model, **self.ids)
+        return CallRequest(call, AddTurn(*self.ids, Turn(**known | changes), model))
 
 
 async def given_one(running: Running, node: HostileNode) -> tuple[GroupView, Told]:
@@ -163,6 +175,14 @@ async def check_cut_off(running: Running, view: GroupView, node: HostileNode, re
     assert reason in refused.reason
 
 
+CHAT = ChatRequest(
+    request_id="",
+    session_key="",
+    messages=(),
+    tools=(),
+    sampling=SamplingParams(max_tokens=1),
+)
+
 DEEP = b"\x82\xa4type\xa4beat\xa1x" + b"\x91" * 30_000 + b"\xc0"
 """A heartbeat with a field that it does not have, of lists within each other."""
 
@@ -187,10 +207,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "turns with a gap": (
         lambda told: [
             told.turn(1),
-            Ran(
-                attempt=told.run.attempt,
-                result=replace(told.result(), turns=1, tokens=TokenCounts(sampled=1, trained=1)),
-            ),
+            told.ran(turns=1, tokens=TokenCounts(sampled=1, trained=1)),
         ],
         "`turns`",
     ),
@@ -207,7 +224,7 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     ),
     "artifacts that are not": (lambda told: [told.ran(artifact_bytes=1 << 40)], "artifact_bytes"),
     "a long answer": (lambda told: [told.ran(answer="x" * (claims.MAX_ANSWER + 1))], "texts and tables"),
-    "an attempt that it does not have": (lambda told: [Ran(attempt=99, result=None)], "does not have"),
+    "an attempt that it does not have": (lambda told: [CallReply(99)], "does not have"),
     "a turn before its parent": (lambda told: [told.turn(parent=0)], "`parent`"),
     "a turn with its own parent's number": (lambda told: [told.turn(3, parent=3)], "`parent`"),
     "a turn below none": (lambda told: [told.turn(-1, call=0)], "`index`"),
@@ -250,30 +267,32 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     ),
     "a file that was not kept": (
         lambda told: [
-            KeepIndex(
-                call=0,
-                listed=ArtifactList(
-                    session_id="x",
-                    attempt=1,
-                    artifacts=(Artifact(path="/x", size=1, sha256="../../../etc/passwd"),),
-                    left_out=(),
+            CallRequest(
+                0,
+                KeepIndex(
+                    *told.ids,
+                    ArtifactList(
+                        session_id="x",
+                        attempt=1,
+                        artifacts=(Artifact(path="/x", size=1, sha256="../../../etc/passwd"),),
+                        left_out=(),
+                    ),
                 ),
-                **told.ids,
             )
         ],
         "kept for this attempt",
     ),
     "a negative take": (
-        lambda told: [encode(Take(call=0, amount=ResourceAmount(cpus=-1.0), priority=0))],
+        lambda told: [encode(CallRequest(0, Take(ResourceAmount(cpus=-1.0), 0)))],
         "no message",
     ),
-    "a take without end": (lambda told: [Take(call=0, amount=ResourceAmount(cpus=nan), priority=0)], "no message"),
+    "a take without end": (lambda told: [CallRequest(0, Take(ResourceAmount(cpus=nan), 0))], "no message"),
     "a take before all others": (
-        lambda told: [Take(call=0, amount=ResourceAmount(cpus=1.0), priority=1 << 40)],
+        lambda told: [CallRequest(0, Take(ResourceAmount(cpus=1.0), 1 << 40))],
         "no message",
     ),
     "a call twice": (
-        lambda told: [SetState(call=0, state=SessionState.READY, **told.ids)] * 2,
+        lambda told: [CallRequest(0, SetState(*told.ids, SessionState.READY))] * 2,
         "call 0 came after 0",
     ),
     "a gate of the future": (
@@ -288,21 +307,17 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "a report that cannot be": (lambda told: [report(-5)], "cannot be"),
     "a report with room without end": (lambda told: [report(1 << 40)], "cannot be"),
     "a prompt with a negative id": (
-        lambda told: [
-            ForwardGeneration(
-                generation=0,
-                model=None,
-                engine="e",
-                input_ids=pack_ids([-1]),
-                sampling=SamplingParams(max_tokens=1),
-            )
-        ],
+        lambda told: [CallRequest(0, tokens(pack_ids([-1])))],
         "ids that cannot be",
     ),
-    "a generation of nothing": (
-        lambda told: [ForwardGeneration(generation=0, model=None, engine="e")],
-        "neither of ids",
+    "half an id": (lambda told: [CallRequest(0, tokens(b"123"))], "ids that cannot be"),
+    "a generation of nothing": (lambda told: [CallRequest(0, tokens(max_tokens=0))], "a generation of 0 tokens"),
+    "a generation of no model": (lambda told: [CallRequest(0, tokens(model="other"))], "a model that"),
+    "a call of no kind": (
+        lambda told: [encode({"type": "call", "call": 0, "request": {"type": "stop_the_service"}})],
+        "no message",
     ),
+    "a result that is none": (lambda told: [reply(told.call, {"reward": 1})], "no message"),
     "a name without end": (lambda told: [CheckEngine(model=None, engine="x" * 1000)], "no message"),
     "no message": (lambda told: [b"\xff\x00what"], "no message"),
     "many values": (
@@ -329,7 +344,7 @@ async def test_a_node_that_says_what_cannot_be_is_cut_off(start: Starts, case: s
         *before, last = make(Told.by(await node.given()))
         for message in before:
             await node.say(message)
-            while isinstance(message, AddTurn) and not isinstance(await node.hear(), CallReply):
+            while isinstance(message, CallRequest) and not isinstance(await node.hear(), CallReply):
                 pass
         await node.say(last)
         await check_cut_off(running, view, node, reason)
@@ -339,16 +354,19 @@ async def test_an_honest_node_is_believed(start: Starts) -> None:
     """The same words where they are true; so it is not the rules that are never kept."""
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         view, told = await given_one(running, node)
-        calls = [told.turn(0), told.turn(1, parent=0, prompt_length=4, prompt_delta=pack_ids([4]))]
+        asked: list[CallRequest[Any]] = [
+            told.turn(0),
+            told.turn(1, parent=0, prompt_length=4, prompt_delta=pack_ids([4])),
+        ]
         for state in (SessionState.READY, SessionState.RUNNING, SessionState.EVALUATING):
-            calls.append(SetState(call=len(calls), state=state, **told.ids))  # type: ignore[arg-type]
-        for call in calls:
+            asked.append(CallRequest(len(asked), SetState(*told.ids, state)))
+        for call in asked:
             await node.say(call)
             while not isinstance(answer := await node.hear(), CallReply):
                 pass
             assert (answer.call, answer.error) == (call.call, None)
-        result = told.result((calls[0].turn, calls[1].turn), reward=0.5)
-        await node.say(Ran(attempt=told.run.attempt, result=result))
+        result = told.result((asked[0].request.turn, asked[1].request.turn), reward=0.5)
+        await node.say(reply(told.call, result))
         view = await running.done(view)
         assert (view.sessions[0].result, view.sessions[0].node) == (result, "bad")
         assert running.service.nodes().refused == ()
@@ -362,7 +380,7 @@ async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
         HostileNode.joined(running.url, "bad", capacity=0) as bad,
     ):
         view, told = await given_one(running, good)
-        await bad.say(told.turn(0), KeepArtifact(call=1, data=b"x", **told.ids), Ready())
+        await bad.say(told.turn(0), CallRequest(1, KeepArtifact(*told.ids, b"x")), Ready())
         errors: list[str] = []
         while len(errors) < 2:
             if isinstance(message := await bad.hear(), CallReply):
@@ -370,16 +388,16 @@ async def test_what_a_node_asks_for_others_is_refused(start: Starts) -> None:
                 errors.append(message.error.code)
         assert errors == ["conflict"] * 2
         assert await running.service.store.turns(view.sessions[0].id) == []
-        await bad.say(Ran(attempt=told.run.attempt, result=told.result()))
+        await bad.say(told.honest)
         assert (await bad.ended()).code == CUT_OFF
-        await good.say(Ran(attempt=told.run.attempt, result=told.result()))
+        await good.say(told.honest)
         view = await running.done(view)
         assert (view.sessions[0].node, view.sessions[0].attempt) == ("good", 1), "the other's end is nothing to it"
 
 
 async def test_a_node_that_takes_and_takes_is_cut_off_before_it_costs_anything(start: Starts) -> None:
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
-        takes = [Take(call=number, amount=ResourceAmount(cpus=4.0), priority=0) for number in range(200)]
+        takes = [CallRequest(number, Take(ResourceAmount(cpus=4.0), 0)) for number in range(200)]
         for take in takes:
             await node.say(take)
         assert (await node.ended()).code == CUT_OFF
@@ -485,11 +503,8 @@ async def test_a_node_has_an_engine_sent_no_id_that_its_model_does_not_have(star
         await running.service.pool.add_engine(engine)
         for number, (prompt, stop) in enumerate((([1 << 30], ()), ([1], (1 << 30,)))):
             sampling = SamplingParams(max_tokens=1, stop_token_ids=stop)
-            asked = ForwardGeneration(
-                generation=number, model=None, engine="e", input_ids=pack_ids(prompt), sampling=sampling
-            )
-            await node.say(asked)
-            while not isinstance(part := await node.hear(), Generated):
+            await node.say(CallRequest(number, GenerateTokens(None, "e", "", "", pack_ids(prompt), sampling)))
+            while not isinstance(part := await node.hear(), CallReply):
                 pass
             assert part.error is not None
             assert "the model does not have" in part.error.message
@@ -578,17 +593,17 @@ async def test_a_node_that_reports_another_name_keeps_its_own(start: Starts) -> 
 
 async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: Starts) -> None:
     """What it asks is answered in order, however much it sends ahead."""
-    number = 3 * remote_node.MAX_CALLS
+    number = 3 * calls.MAX_CALLS
     async with start(processes=0) as running, HostileNode.joined(running.url) as node:
         _, told = await given_one(running, node)
-        states = [SetState(call=call, state=SessionState.QUEUED, **told.ids) for call in range(number)]
+        states = [CallRequest(call, SetState(*told.ids, SessionState.QUEUED)) for call in range(number)]
         most = 0
 
         async def look() -> None:
             nonlocal most
             while True:
                 [place] = running.service._scheduler._places._places.values()
-                most = max(most, len(place.node._connection._calls))  # type: ignore[attr-defined]
+                most = max(most, len(place.node._connection.calls._unanswered))  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
 
         looking = asyncio.ensure_future(look())
@@ -597,7 +612,7 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
         while answered < number:
             answered += isinstance(await node.hear(), CallReply)
         looking.cancel()
-        assert most <= remote_node.MAX_CALLS
+        assert most <= calls.MAX_CALLS
 
 
 def honest_words(told: Told) -> list[dict[str, Any]]:
@@ -613,16 +628,14 @@ def honest_words(told: Told) -> list[dict[str, Any]]:
         Ready(),
         Gate(model=None, report=GateReport(closings=0, in_flight=0, whole=0)),
         CheckEngine(model=None, engine="e"),
-        SetState(call=0, state=SessionState.READY, **told.ids),
-        KeepArtifact(call=0, data=b"x", **told.ids),
-        KeepIndex(call=0, listed=ArtifactList(session_id="", attempt=1, artifacts=(), left_out=()), **told.ids),
-        Take(call=0, amount=share, priority=0),
-        GiveBack(call=0),
-        AbortForwarded(generation=0),
+        CallRequest(0, SetState(*told.ids, SessionState.READY)),
+        CallRequest(0, KeepArtifact(*told.ids, b"x")),
+        CallRequest(0, KeepIndex(*told.ids, ArtifactList(session_id="", attempt=1, artifacts=(), left_out=()))),
+        CallRequest(0, Take(share, 0)),
+        CancelCall(0),
+        CallRequest(0, GenerateChat(None, "e", CHAT)),
         Leaving(),
-        ForwardGeneration(
-            generation=0, model=None, engine="e", input_ids=pack_ids([1]), sampling=SamplingParams(max_tokens=1)
-        ),
+        CallRequest(0, tokens()),
     ]
     return [msgspec.msgpack.decode(encode(word), strict=False) for word in words]
 
@@ -661,9 +674,9 @@ def test_whatever_nodes_say_the_service_stays_up_and_stores_nothing_foreign(
                                 await bad.say(word)
                                 continue
                             which, place, odd, changed = word
-                            said = known[which] | {key: call for key in ("call", "generation") if key in known[which]}
+                            said = known[which] | ({"call": call} if known[which]["type"] == "call" else {})
                             await bad.say(msgspec.msgpack.encode(mutated(said, place, ODD[odd]) if changed else said))
-                        await bad.say(GiveBack(call=1 << 40))
+                        await bad.say(CancelCall(1 << 40))
             ids = {view.sessions[0].id: view.id for view in views}
             for view in views:
                 [session] = await running.service.store.sessions(view.id)
@@ -679,7 +692,7 @@ def test_whatever_nodes_say_the_service_stays_up_and_stores_nothing_foreign(
                     view := await running.service.group(submitted.id, wait=0, samples=False)
                 ).state is not GroupState.DONE:
                     told = Told.by(await good.given())
-                    await good.say(Ran(attempt=told.run.attempt, result=told.result()))
+                    await good.say(told.honest)
                     await running.service.group(told.run.session.group_id, wait=30, samples=False)
             assert view.sessions[0].node == "good"
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
-from outrider.nodes.messages import TO_NODE, WELCOME, NodeHello, Ready, Report, RunAttempt
+from outrider.nodes.messages import TO_NODE, WELCOME, CallRequest, NodeHello, Ready, Report, RunAttempt
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.sessions.resources import Capacity
 from outrider.wire.frames import encode
@@ -108,9 +108,9 @@ class HostileNode:
                 frame, self._parts = b"".join(self._parts), []
                 return TO_NODE.decode(frame)
 
-    async def given(self) -> RunAttempt:
+    async def given(self) -> CallRequest[RunAttempt]:
         """The next attempt that it is given."""
-        while not isinstance(message := await self.hear(), RunAttempt):
+        while not (isinstance(message := await self.hear(), CallRequest) and isinstance(message.request, RunAttempt)):
             pass
         return message
 

@@ -1,13 +1,14 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Each call of a node, such as storing a turn or setting resources aside, gets one `CallReply` with the same number,
-unless the node withdraws the call first (`GiveBack`). No other message gets a `CallReply`.
+Both sides call each other, as `calls.py` describes. Each kind of call is a class: its tag is the name of the call, its
+fields are the request, and the parameter of its base class is the type of the reply. All other messages are notices,
+which get no reply.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -110,48 +111,56 @@ class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
     loads: dict[str, float]
 
 
-class RunAttempt(msgspec.Struct, tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `attempt` is a number by which `Cancel` and `Ran` name this run. `task` is the JSON of the
-    TaskSpec. The node sends `Ran` at the end, also after a cancellation."""
+R = TypeVar("R")
+C = TypeVar("C")
 
-    attempt: int
+
+class NodeCall(msgspec.Struct, Generic[R], frozen=True):
+    """A call whose reply is an R."""
+
+
+class NodeStream(NodeCall[R], frozen=True):
+    """A call with any number of replies, each an R. Only such a call can be cancelled."""
+
+
+class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True):
+    """Run an attempt. `task` is the JSON of the TaskSpec. The one reply is the result, and comes when all resources of
+    the attempt were given back. The call ends without a reply if the attempt is cancelled or lost."""
+
     session: SessionRow
     task: bytes
     reserved: bool
     stored: StoredRun | None = None
 
 
-class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    attempt: int
+class PullImage(NodeCall[RootImage], tag="pull", frozen=True):
+    """Get an image from a registry."""
 
-
-class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
-    """Get an image from a registry. The node sends `Pulled` at the end."""
-
-    pull: int
     reference: str
     name: str
 
 
-class CallReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
-    """The reply to a call: the raised `error`, or the returned value in the field for this kind of call."""
+class CallRequest(msgspec.Struct, Generic[C], tag="call", frozen=True):
+    """A call. The numbers of a side's calls rise."""
 
-    call: int
+    call: Number
+    request: C
+
+
+class CallReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
+    """A reply: the value, in MessagePack, or the error. If `more`, another reply to the same call follows. The last
+    reply to a `NodeStream` has no value."""
+
+    call: Number
+    value: msgspec.Raw = msgspec.Raw()
     error: ErrorRecord | None = None
-    turns: tuple[Turn, ...] = ()
-    digest: str = ""
-    frozen: dict[str, tuple[Turn, ...]] = {}
-    data: bytes = b""
-    gpus: tuple[str, ...] = ()
+    more: bool = False
 
 
-class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a forwarded generation. A part without a chunk is the last part."""
+class CancelCall(msgspec.Struct, tag="cancel", frozen=True):
+    """Cancel the call with this number."""
 
-    generation: int
-    chunk: Chunk | None = None
-    chat: ChatChunk | None = None
-    error: ErrorRecord | None = None
+    call: Number
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
@@ -190,156 +199,125 @@ class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
     engine: Name
 
 
-class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
-    """The attempt has ended, and all its resources were given back. `result` is None for a cancelled or lost
-    attempt."""
+class AttemptCall(NodeCall[R], frozen=True):
+    """A call for an attempt, which must be running on the node."""
 
-    attempt: Number
-    result: SessionResult | None
-
-
-class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
-    """The result of a `Pull`: the image, or the error."""
-
-    pull: Number
-    image: RootImage | None = None
-    error: ErrorRecord | None = None
-
-
-class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
-    """A call of `Store.set_state`."""
-
-    call: Number
     session_id: Name
     attempt: Number
+
+
+class SetState(AttemptCall[None], tag="set_state", frozen=True):
+    """See `Store.set_state`."""
+
     state: SessionState
 
 
-class AddTurn(msgspec.Struct, tag="add_turn", frozen=True, kw_only=True):
-    """A call of `Store.add_turn`."""
+class AddTurn(AttemptCall[None], tag="add_turn", frozen=True):
+    """See `Store.add_turn`."""
 
-    call: Number
-    session_id: Name
-    attempt: Number
     turn: Turn
     model: ModelName
 
 
-class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
-    """A call of `Store.turns`, or of `Store.frozen_turns`."""
+class ReadTurns(AttemptCall[list[Turn]], tag="read_turns", frozen=True):
+    """See `Store.turns`."""
 
-    call: Number
-    session_id: Name
-    attempt: Number
-    images: bool = False
-    frozen: bool = False
+    images: bool
 
 
-class KeepArtifact(msgspec.Struct, tag="keep_artifact", frozen=True, kw_only=True):
-    """A call of `ArtifactStore.keep`, from a node on another machine."""
+class ReadFrozenTurns(AttemptCall[dict[str, list[Turn]]], tag="read_frozen_turns", frozen=True):
+    """See `Store.frozen_turns`."""
 
-    call: Number
-    session_id: Name
-    attempt: Number
+
+class KeepArtifact(AttemptCall[str], tag="keep_artifact", frozen=True):
+    """See `ArtifactStore.keep`. Only a node on another machine makes this call."""
+
     data: bytes
 
 
-class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
-    """A call of `ArtifactStore.keep_index`."""
+class KeepIndex(AttemptCall[None], tag="keep_index", frozen=True):
+    """See `ArtifactStore.keep_index`."""
 
-    call: Number
-    session_id: Name
-    attempt: Number
     listed: ArtifactList
 
 
-class ReadCarried(msgspec.Struct, tag="read_carried", frozen=True, kw_only=True):
-    """A call of `ArtifactStore.carried`, for a run that is graded again on this node."""
+class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
+    """See `ArtifactStore.carried`. The run must be graded again on this node."""
 
-    call: Number
     session_id: Name
     attempt: Number
 
 
-class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
-    """Wait for resources and hold them until `GiveBack`, or until the node is gone."""
+class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
+    """Wait for resources and hold them until the call is cancelled, or until the node is gone. The one reply has the
+    names of the GPUs."""
 
-    call: Number
     amount: ResourceAmount
     priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
-    """Return the resources of the `Take` with this number, or withdraw the `Take` while it waits."""
+class GenerateTokens(NodeStream[Chunk], tag="generate", frozen=True):
+    """Generate on an engine that only the service can reach. `input_ids` are int32."""
 
-    call: Number
+    model: ModelName
+    engine: Name
+    request_id: Annotated[str, msgspec.Meta(max_length=256)]
+    session_key: Annotated[str, msgspec.Meta(max_length=256)]
+    input_ids: bytes
+    sampling: SamplingParams
+
+
+class GenerateChat(NodeStream[ChatChunk], tag="chat", frozen=True):
+    """Send messages to an engine that only the service can reach."""
+
+    model: ModelName
+    engine: Name
+    request: ChatRequest
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):
     """The node takes no new attempts. The service closes the connection when the present attempts have ended."""
 
 
-class ForwardGeneration(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
-    """Generate on an engine that only the service can reach. `input_ids` are int32. Either `sampling`, with ids, or
-    `chat` is set."""
-
-    generation: Number
-    model: ModelName
-    engine: Name
-    request_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    session_key: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    input_ids: bytes = b""
-    sampling: SamplingParams | None = None
-    chat: ChatRequest | None = None
-
-
-class AbortForwarded(msgspec.Struct, tag="abort", frozen=True):
-    """Stop a forwarded generation."""
-
-    generation: Number
-
-
-def framed(message: msgspec.Struct, *, elsewhere: bool = False) -> bytes:
-    """Encode a message. `elsewhere`: the sender is a node on another machine. Raises ServiceError for a message that is
-    too long, has values that MessagePack lacks, or has more values than the service accepts."""
-    kind = type(message).__name__
+def framed(message: object, *, elsewhere: bool = False) -> bytes:
+    """Encode a message, or the value of a reply. `elsewhere`: the sender is a node on another machine. Raises
+    ServiceError for a message that is too long, has values that MessagePack lacks, or has more values than the service
+    accepts."""
+    kind = type(message.request if isinstance(message, CallRequest) else message).__name__
     try:
         frame = encode(message)
         if elsewhere and len(frame) > SMALL:
             check_cost(frame)
     except (TypeError, ValueError, OverflowError, Nonsense) as error:
-        raise ServiceError(f"a {kind} message cannot be sent: {error}") from error
+        raise ServiceError(f"a {kind} cannot be sent: {error}") from error
     if len(frame) > (MAX_FROM_NODE if elsewhere else MAX_MESSAGE):
-        raise ServiceError(f"a {kind} message of {len(frame)} bytes is too long to be sent")
+        raise ServiceError(f"a {kind} of {len(frame)} bytes is too long to be sent")
     return frame
 
 
-OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
-"""Calls for an attempt, which must be running on the node."""
-
-Call = OfAttempt | ReadCarried | Take
-ToNode = NodeSetup | Follow | Loads | RunAttempt | Cancel | Pull | CallReply | Generated | Beat
-ToService = (
-    Ready
-    | Report
-    | Gate
-    | CheckEngine
-    | Ran
-    | Pulled
-    | SetState
+CallToNode = RunAttempt | PullImage
+CallToService = (
+    SetState
     | AddTurn
     | ReadTurns
+    | ReadFrozenTurns
     | KeepArtifact
     | KeepIndex
     | ReadCarried
     | Take
-    | GiveBack
-    | Leaving
-    | ForwardGeneration
-    | AbortForwarded
-    | Beat
+    | GenerateTokens
+    | GenerateChat
 )
+REPLIES: dict[type[NodeCall[Any]], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])
+    for kind in (*get_args(CallToNode), *get_args(CallToService))
+}
+"""Decoders for the values of replies, by kind of call."""
+
+CallMessage = CallReply | CancelCall
+ToNode = NodeSetup | Follow | Loads | CallRequest[CallToNode] | CallMessage | Beat
+ToService = Ready | Report | Gate | CheckEngine | Leaving | CallRequest[CallToService] | CallMessage | Beat
 TO_NODE: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
 TO_PROCESS: msgspec.msgpack.Decoder[NodeSetup | Join | LeaveService] = msgspec.msgpack.Decoder(

@@ -8,9 +8,8 @@ together with the node; all resources set aside for a node are given back when t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
-from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
+from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.reply_checks import MAX_COUNT
 from outrider.engines.pool.sharing import PoolState
@@ -33,9 +32,9 @@ from outrider.errors import (
     OutriderError,
     ServiceError,
     bounded,
-    error_from,
-    record_of,
 )
+from outrider.lifecycle import StopReason
+from outrider.nodes.calls import CallEnded, Handler, LinkCalls, PendingCall
 from outrider.nodes.claims import (
     INDEX_RULES,
     MAX_KEPT_BYTES,
@@ -49,27 +48,25 @@ from outrider.nodes.claims import (
 )
 from outrider.nodes.messages import (
     TO_SERVICE,
-    AbortForwarded,
     AddTurn,
-    Call,
+    AttemptCall,
     CallReply,
-    Cancel,
+    CallRequest,
+    CancelCall,
     CheckEngine,
     Follow,
-    ForwardGeneration,
     Gate,
-    Generated,
-    GiveBack,
+    GenerateChat,
+    GenerateTokens,
     KeepArtifact,
     KeepIndex,
     Leaving,
     Loads,
+    NodeCall,
     NodeSetup,
-    OfAttempt,
-    Pull,
-    Pulled,
-    Ran,
+    PullImage,
     ReadCarried,
+    ReadFrozenTurns,
     ReadTurns,
     Ready,
     Report,
@@ -77,17 +74,16 @@ from outrider.nodes.messages import (
     SetState,
     Take,
     ToService,
-    framed,
 )
 from outrider.sandbox.rootfs.store import RootImage, has_image
 from outrider.schemas import NodeStats
-from outrider.sessions.attempt import Attempt, NodeLost
+from outrider.sessions.attempt import Attempt, NodeLost, session_result
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources
 from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, Turn
 from outrider.wire.frames import Beat, Close, Nonsense
 from outrider.wire.link import Disconnected, Link, Socket
 
@@ -103,8 +99,6 @@ CANCEL_SECONDS = 120.0
 """Seconds that a node on another machine has to end a cancelled attempt. One call to a container daemon may take as
 long."""
 
-MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and bytes of a node's unanswered calls. At either limit nothing more is read from the node."""
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number and bytes of a node's forwarded generations. Further generations are refused."""
 SPARE_TAKES = 16
@@ -180,7 +174,7 @@ class RemoteNode:
             finally:
                 self._connection = None
                 self._stats = self._nothing
-                connection.lose_attempts()
+                connection.calls.end()
                 await shielded(ended)
                 connection.give_back()
 
@@ -218,7 +212,7 @@ class RemoteNode:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         if self._connection is None:
             raise ServiceError(f"node {self.name} is gone")
-        return await self._connection.pull_image(reference, name)
+        return await self._connection.calls.call(PullImage(reference, name))
 
     def _note_report(self, report: Report) -> None:
         stats = checked_stats(self.name, report)
@@ -247,56 +241,36 @@ class NodeConnection:
         self._name = name
         self._dialled = dialled
         self._parts = parts
-        self._tasks = tasks
         self.link = link
-        self._numbers = itertools.count()
         self.leaving = False
         """True once the node takes no new attempts. The connection is closed when the last attempt has ended."""
-        self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
-        self._by_number: dict[int, Given] = {}
-        """Running attempts by the number of their `RunAttempt`."""
-        self._pulls: dict[int, asyncio.Future[RootImage]] = {}
-        self._asked = -1
-        """The number of the node's last call or generation. The numbers must rise."""
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._call_bytes = 0
-        self._takes: dict[int, asyncio.Task[None]] = {}
-        self._slots: dict[int, Slot] = {}
-        """Resources set aside for the node, by the number of the `Take`."""
-        self._generations: dict[int, asyncio.Task[None]] = {}
-        self._generation_bytes = 0
-        self._answered = asyncio.Event()
-        self._ended = False
+        handlers: dict[type[NodeCall[Any]], Handler] = {
+            SetState: self._set_state,
+            AddTurn: self._add_turn,
+            ReadTurns: self._read_turns,
+            ReadFrozenTurns: self._read_frozen_turns,
+            KeepArtifact: self._keep_artifact,
+            KeepIndex: self._keep_index,
+            ReadCarried: self._read_carried,
+            Take: self._take,
+            GenerateTokens: self._generate_tokens,
+            GenerateChat: self._generate_chat,
+        }
+        self.calls = LinkCalls(link, handlers, peer=f"node {name}", spawn=tasks.create_task)
+        self._left: list[Slot] = []
+        """Resources that were set aside for the node when the connection ended."""
 
     async def run(
         self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[Report], None]
     ) -> Disconnected:
         self._note_ready, self._note_report = ready, note_report
-        return await self.link.run(self._handle, ready=self._ready_for_more)
-
-    async def _ready_for_more(self) -> None:
-        """Wait until the node's unanswered calls are within their limits."""
-        while len(self._calls) >= MAX_CALLS or self._call_bytes > MAX_CALL_BYTES:
-            self._answered.clear()
-            await self._answered.wait()
-
-    def lose_attempts(self) -> None:
-        """Fail all attempts and pulls of a node that is gone, and cancel its calls."""
-        self._ended = True
-        for attempt in self._attempts.values():
-            if not attempt.done():
-                attempt.set_exception(self._lost())
-        for pulled in self._pulls.values():
-            if not pulled.done():
-                pulled.set_exception(ServiceError(f"node {self._name} is gone"))
-        for task in (*self._calls.values(), *self._takes.values(), *self._generations.values()):
-            task.cancel()
+        return await self.link.run(self._handle, ready=self.calls.ready_for_more)
 
     def give_back(self) -> None:
         """Give back the resources set aside for the node, and clear its use of engines."""
-        for slot in self._slots.values():
+        for slot in self._left:
             slot.release()
         for pool in self._parts.pools.values():
             pool.note_uses(self._name, {})
@@ -306,61 +280,51 @@ class NodeConnection:
         """See `Node.run`. A cancellation is raised when the node has torn the attempt down."""
         # The task is encoded in a thread, because it may have megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
-        if self._ended or self.leaving:
+        if self.calls.ended or self.leaving:
             raise self._lost()
-        number = next(self._numbers)
-        done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
-        self._attempts[number] = done
         session, given = attempt.session, Given(attempt)
         given.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
         given.kept_here = self._dialled
-        self._running[session.id, session.attempt] = self._by_number[number] = given
-        self.link.send(
-            RunAttempt(
-                attempt=number,
-                session=session,
-                task=task,
-                reserved=attempt.reserved,
-                stored=attempt.stored,
-            )
-        )
+        request = RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
+        self._running[session.id, session.attempt] = given
         try:
-            result = await asyncio.shield(done)
-        except asyncio.CancelledError:
-            self.link.send(Cancel(number))
-            await shielded(lambda: self._end_of(attempt.name, done))
-            if not done.cancelled():
-                done.exception()  # asyncio logs an exception that is never retrieved
-            raise
+            with self.calls.pending(request) as call:
+                try:
+                    result = await call.next()
+                except asyncio.CancelledError:
+                    call.cancel()
+                    await shielded(lambda: self._end_of(attempt.name, call))
+                    raise
+            check(result, RESULT_RULES, given)
+        except CallEnded as error:  # without a cancellation: the node will end
+            raise self._lost() from error
+        except Nonsense as error:
+            self.link.close(Close.NONSENSE, str(error))
+            raise self._lost() from error
+        except OutriderError as error:
+            if self.calls.ended:
+                raise self._lost() from error
+            # The attempt cannot be sent, or the node cannot run it or send its result: it would fail again.
+            record = msgspec.structs.replace(error.record(), retryable=False)
+            return session_result(session, StopReason.ERROR, [], task=None, error=record)
         finally:
-            del self._attempts[number], self._by_number[number]
             del self._running[session.id, session.attempt]
             self._let_go()
-        if result is None:  # without a cancellation: the node will end
-            raise self._lost()
-        return result
+        return shortened(result)
 
-    async def _end_of(self, name: str, done: asyncio.Future[SessionResult | None]) -> None:
+    async def _end_of(self, name: str, call: PendingCall[SessionResult]) -> None:
         """Return when a cancelled attempt has ended or is lost. A node on another machine that does not end the attempt
         within CANCEL_SECONDS is given up: the node may be anybody's program, and must not keep a group, or the service,
         from ending."""
-        await asyncio.wait([done], timeout=CANCEL_SECONDS if self._dialled else None)
-        if not done.done():
-            self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
-            await asyncio.wait([done])
-
-    async def pull_image(self, reference: str, name: str) -> RootImage:
-        number = next(self._numbers)
-        pulled: asyncio.Future[RootImage] = asyncio.get_running_loop().create_future()
-        self._pulls[number] = pulled
-        self.link.send(Pull(pull=number, reference=reference, name=name))
         try:
-            return await pulled
-        finally:
-            del self._pulls[number]
+            async with asyncio.timeout(CANCEL_SECONDS if self._dialled else None):
+                await call.end()
+        except TimeoutError:
+            self._lose(f"it has not ended attempt {name} within {CANCEL_SECONDS:g} s")
+            await call.end()
 
     def _let_go(self) -> None:
-        if self.leaving and not self._attempts:
+        if self.leaving and not self._running:
             self.link.close(Close.LEFT, "it has ended all its sessions")
 
     def _lost(self) -> NodeLost:
@@ -368,40 +332,9 @@ class NodeConnection:
 
     def _handle(self, message: ToService) -> None:
         """Handle a message. Raises Nonsense for a message that breaks the protocol."""
-        pools = self._parts.pools
         match message:
-            case Take():
-                if len(self._takes) + len(self._slots) >= 2 * len(self._running) + SPARE_TAKES:
-                    raise Nonsense(f"it asks for resources more often than for {len(self._running)} attempts")
-                self._start(self._takes, message.call, self._answer(message))
-            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | ReadCarried():
-                self._check_call(message)
-                self._start(self._calls, message.call, self._answer(message, size=self.link.size))
-            case GiveBack():
-                if (slot := self._slots.pop(message.call, None)) is not None:
-                    slot.release()
-                elif (take := self._takes.get(message.call)) is not None:
-                    take.cancel()  # the call still waits
-            case ForwardGeneration():
-                self._check_generation(message)
-                self._start(self._generations, message.generation, self._generate(message, size=self.link.size))
-            case AbortForwarded():
-                if (generation := self._generations.get(message.generation)) is not None:
-                    generation.cancel()
-            case Ran():
-                if (attempt := self._attempts.get(message.attempt)) is None:
-                    raise Nonsense("the end of an attempt that it does not have")
-                if message.result is not None:
-                    check(message.result, RESULT_RULES, self._by_number[message.attempt])
-                if not attempt.done():
-                    attempt.set_result(message.result and shortened(message.result))
-            case Pulled():
-                if (pulled := self._pulls.get(message.pull)) is None or pulled.done():
-                    pass
-                elif message.image is not None:
-                    pulled.set_result(message.image)
-                else:
-                    pulled.set_exception(error_from(message.error) if message.error else ServiceError("no image"))
+            case CallRequest() | CallReply() | CancelCall():
+                self.calls.receive(message)
             case Report():
                 self._note_report(message)
                 for used in message.uses:
@@ -421,7 +354,7 @@ class NodeConnection:
                 self._let_go()
             case Ready(error=None):
                 self.link.silence = SILENCE_SECONDS
-                for pool in pools.values():
+                for pool in self._parts.pools.values():
                     if not pool.policy.gate.expects(self._name):
                         pool.policy.gate.expect(self._name, self._lose)
                 self._note_ready(None)
@@ -441,145 +374,99 @@ class NodeConnection:
         log.warning("node %s is given up: %s", self._name, why)
         self.link.close(Close.SILENT, why)
 
-    def _start(self, among: dict[int, asyncio.Task[None]], number: int, work: Coroutine[Any, Any, None]) -> None:
-        if number <= self._asked:
-            work.close()
-            raise Nonsense(f"call {number} came after {self._asked}")
-        self._asked = number
-        among[number] = task = self._tasks.create_task(work)
-        task.add_done_callback(lambda _: among.pop(number, None))
-
-    def _check_call(self, call: OfAttempt | ReadCarried) -> None:
-        """Check the data to be stored for a running attempt. `_do` refuses calls for all other attempts. Raises
-        Nonsense."""
+    def _given(self, call: AttemptCall[Any]) -> Given:
+        """Return the records of the call's attempt. Raises Conflict."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
-            return
-        match call:
-            case AddTurn():
-                check(call, TURN_RULES, given)
-            case KeepArtifact():
-                given.kept_bytes += len(call.data)
-                if given.kept_bytes > MAX_KEPT_BYTES:
-                    raise Nonsense(f"more than {MAX_KEPT_BYTES} bytes of artifacts of attempt {given.attempt.name}")
-            case _:
-                pass
+            raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
+        return given
 
-    def _check_generation(self, asked: ForwardGeneration) -> None:
-        """Raise Nonsense for a request that no engine may be given."""
-        self._pool(asked.model)
-        if (asked.chat is None) == (asked.sampling is None) or len(asked.input_ids) % 4:
-            raise Nonsense("a generation that is neither of ids nor of messages")
-        if asked.sampling is not None:
-            ids = np.frombuffer(asked.input_ids, dtype=np.int32)
-            if not len(ids) or ids.min() < 0:  # a negative id ends an SGLang server
-                raise Nonsense("a prompt with ids that cannot be")
-        sampling = asked.sampling if asked.chat is None else asked.chat.sampling
-        assert sampling is not None
+    async def _set_state(self, call: SetState) -> None:
+        self._given(call)
+        await self._parts.store.set_state(call.session_id, call.attempt, call.state)
+
+    async def _add_turn(self, call: AddTurn) -> None:
+        given = self._given(call)
+        check(call, TURN_RULES, given)
+        try:
+            await self._parts.store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
+        except Conflict:
+            raise
+        except BaseException:
+            given.certain = False  # the turn may be stored all the same
+            raise
+        given.note_turn(call)
+
+    async def _read_turns(self, call: ReadTurns) -> list[Turn]:
+        self._given(call)
+        return await self._parts.store.turns(call.session_id, call.attempt, images=call.images)
+
+    async def _read_frozen_turns(self, call: ReadFrozenTurns) -> dict[str, list[Turn]]:
+        self._given(call)
+        return await self._parts.store.frozen_turns(call.session_id, call.attempt)
+
+    async def _keep_artifact(self, call: KeepArtifact) -> str:
+        given = self._given(call)
+        given.kept_bytes += len(call.data)
+        if given.kept_bytes > MAX_KEPT_BYTES:
+            raise Nonsense(f"more than {MAX_KEPT_BYTES} bytes of artifacts of attempt {given.attempt.name}")
+        digest = await self._parts.artifacts.keep(call.session_id, call.attempt, call.data)
+        given.kept[digest] = len(call.data)
+        return digest
+
+    async def _keep_index(self, call: KeepIndex) -> None:
+        # Session id, attempt and digests become paths. So the first two are taken from the call, which is for a running
+        # attempt, and the digests are checked here.
+        check(call, INDEX_RULES, self._given(call))
+        listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
+        await self._parts.artifacts.keep_index(listed)
+
+    async def _read_carried(self, call: ReadCarried) -> bytes:
+        graded = (other.attempt.stored for other in self._running.values())
+        if not any(run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded):
+            raise Conflict(f"no run of session {call.session_id} is graded again on this node")
+        return await self._parts.artifacts.carried(call.session_id, call.attempt)
+
+    def _take(self, call: Take) -> AsyncGenerator[tuple[str, ...], None]:
+        if len(self.calls.streams(Take)) >= 2 * len(self._running) + SPARE_TAKES:
+            raise Nonsense(f"it asks for resources more often than for {len(self._running)} attempts")
+        return self._held(call)
+
+    async def _held(self, call: Take) -> AsyncGenerator[tuple[str, ...], None]:
+        share = await self._parts.resources.take(call.amount, call.priority, call.tenant)
+        try:
+            yield share.gpus
+            await asyncio.Event().wait()
+        finally:
+            if self.calls.ended:  # the node may still use the resources
+                self._left.append(share)
+            else:
+                share.release()
+
+    def _generate_tokens(self, call: GenerateTokens) -> AsyncGenerator[object, None]:
+        ids = np.frombuffer(call.input_ids, dtype=np.int32) if len(call.input_ids) % 4 == 0 else np.array([])
+        if not len(ids) or ids.min() < 0:  # a negative id ends an SGLang server
+            raise Nonsense("a prompt with ids that cannot be")
+        request = GenerateRequest(
+            request_id=call.request_id, session_key=call.session_key, input_ids=ids, sampling=call.sampling
+        )
+        return self._generate(call, request, call.sampling)
+
+    def _generate_chat(self, call: GenerateChat) -> AsyncGenerator[object, None]:
+        return self._generate(call, call.request, call.request.sampling)
+
+    def _generate(
+        self, call: GenerateTokens | GenerateChat, request: GenerateRequest | ChatRequest, sampling: SamplingParams
+    ) -> AsyncGenerator[object, None]:
+        """Forward a generation to an engine that only this process can reach. Raises Nonsense."""
+        pool = self._pool(call.model)
         if not 0 < sampling.max_tokens <= MAX_COUNT:
             raise Nonsense(f"a generation of {sampling.max_tokens} tokens")
+        return self._forwarded(pool.forward(call.engine, request))
 
-    async def _answer(self, call: Call, *, size: int = 0) -> None:
-        self._call_bytes += size
-        try:
-            await self._do(call)
-        except Nonsense as error:
-            self.link.close(Close.NONSENSE, str(error))
-        finally:
-            self._call_bytes -= size
-            self._answered.set()
-
-    async def _do(self, call: Call) -> None:
-        """Carry out a call of the node and send the reply. Raises Nonsense."""
-        store, artifacts = self._parts.store, self._parts.artifacts
-        answer = CallReply(call=call.call)
-        try:
-            given = None
-            if isinstance(call, OfAttempt) and (given := self._running.get((call.session_id, call.attempt))) is None:
-                raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
-            match call:
-                case AddTurn():
-                    assert given is not None
-                    try:
-                        await store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
-                    except Conflict:
-                        raise
-                    except BaseException:
-                        given.certain = False  # the turn may be stored all the same
-                        raise
-                    given.note_turn(call)
-                case SetState():
-                    await store.set_state(call.session_id, call.attempt, call.state)
-                case ReadTurns(frozen=True):
-                    frozen = await store.frozen_turns(call.session_id, call.attempt)
-                    answer = CallReply(call=call.call, frozen={model: tuple(turns) for model, turns in frozen.items()})
-                case ReadTurns():
-                    turns = await store.turns(call.session_id, call.attempt, images=call.images)
-                    answer = CallReply(call=call.call, turns=tuple(turns))
-                case KeepArtifact():
-                    assert given is not None
-                    digest = await artifacts.keep(call.session_id, call.attempt, call.data)
-                    given.kept[digest] = len(call.data)
-                    answer = CallReply(call=call.call, digest=digest)
-                case KeepIndex():
-                    assert given is not None
-                    # Session id, attempt and digests become paths. So the first two are taken from the call, which is
-                    # for a running attempt, and the digests are checked here.
-                    check(call, INDEX_RULES, given)
-                    listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
-                    await artifacts.keep_index(listed)
-                case ReadCarried():
-                    graded = (other.attempt.stored for other in self._running.values())
-                    if not any(
-                        run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded
-                    ):
-                        raise Conflict(f"no run of session {call.session_id} is graded again on this node")
-                    answer = CallReply(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
-                case Take():
-                    share = await self._parts.resources.take(call.amount, call.priority, call.tenant)
-                    self._slots[call.call] = share
-                    answer = CallReply(call=call.call, gpus=share.gpus)
-        except Nonsense:
-            raise
-        except Exception as error:
-            if not isinstance(error, OutriderError):
-                log.exception("what node %s asked for failed", self._name)
-            answer = CallReply(call=call.call, error=record_of(error))
-        try:
-            frame = framed(answer)
-        except ServiceError as error:
-            frame = framed(CallReply(call=call.call, error=error.record()))
-        await self.link.room()
-        self.link.send_encoded(frame)
-
-    async def _generate(self, asked: ForwardGeneration, *, size: int) -> None:
-        """Forward a generation to an engine that only this process can reach."""
-        number = asked.generation
-        self._generation_bytes += size
-        try:
-            if len(self._generations) > MAX_GENERATIONS or self._generation_bytes > MAX_GENERATION_BYTES:
-                raise EngineUnavailable(f"node {self._name} has too many generations forwarded at once")
-            request: GenerateRequest | ChatRequest
-            if asked.chat is not None:
-                request = asked.chat
-            else:
-                assert asked.sampling is not None
-                request = GenerateRequest(
-                    request_id=asked.request_id,
-                    session_key=asked.session_key,
-                    input_ids=np.frombuffer(asked.input_ids, dtype=np.int32),
-                    sampling=asked.sampling,
-                )
-            async with aclosing(self._parts.pools[asked.model].forward(asked.engine, request)) as chunks:
-                async for chunk in chunks:
-                    await self.link.room()
-                    if isinstance(chunk, Chunk):
-                        self.link.send(Generated(generation=number, chunk=chunk))
-                    else:
-                        self.link.send(Generated(generation=number, chat=chunk))
-            self.link.send(Generated(generation=number))
-        except Exception as error:
-            if not isinstance(error, OutriderError):
-                log.exception("a generation for node %s failed", self._name)
-            self.link.send(Generated(generation=number, error=record_of(error)))
-        finally:
-            self._generation_bytes -= size
+    async def _forwarded(self, chunks: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
+        sizes = self.calls.streams(GenerateTokens, GenerateChat)
+        if len(sizes) > MAX_GENERATIONS or sum(sizes) > MAX_GENERATION_BYTES:
+            raise EngineUnavailable(f"node {self._name} has too many generations forwarded at once")
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk

@@ -7,10 +7,9 @@ Invariant: all attempts end with the connection, and nothing is stored for an at
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -22,31 +21,30 @@ from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.sharing import EngineState, GateReport
-from outrider.errors import OutriderError, ServiceError, error_from, record_of
-from outrider.lifecycle import SessionState, StopReason
+from outrider.errors import OutriderError
+from outrider.lifecycle import SessionState
+from outrider.nodes.calls import Handler, LinkCalls
 from outrider.nodes.messages import (
     TO_NODE,
-    AbortForwarded,
     AddTurn,
-    Call,
     CallReply,
-    Cancel,
+    CallRequest,
+    CancelCall,
     CheckEngine,
     Follow,
-    ForwardGeneration,
     Gate,
-    Generated,
-    GiveBack,
+    GenerateChat,
+    GenerateTokens,
     KeepArtifact,
     KeepIndex,
     Leaving,
     Loads,
     ModelUses,
+    NodeCall,
     NodeSetup,
-    Pull,
-    Pulled,
-    Ran,
+    PullImage,
     ReadCarried,
+    ReadFrozenTurns,
     ReadTurns,
     Ready,
     Report,
@@ -54,15 +52,14 @@ from outrider.nodes.messages import (
     SetState,
     Take,
     ToNode,
-    framed,
 )
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import ArtifactList
-from outrider.sessions.attempt import Attempt, session_result
+from outrider.sessions.attempt import Attempt
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, ResourceShare
 from outrider.spec import TaskSpec
-from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire.frames import Beat
 from outrider.wire.link import Disconnected, Link, Socket
@@ -109,13 +106,11 @@ class ServiceProxy:
         self._images = images
         self._elsewhere = images is not None
         self._ending_together = ending
-        self.store = RemoteStore(self)
-        self.artifacts = RemoteArtifacts(self)
-        self.resources = SharedResources(self, capacity)
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[CallReply]] = {}
-        self._generations: dict[int, asyncio.Queue[Generated]] = {}
-        self._attempts: dict[int, asyncio.Task[SessionResult | None]] = {}
+        handlers: dict[type[NodeCall[Any]], Handler] = {RunAttempt: self._run_attempt, PullImage: self._pull_image}
+        self.calls = LinkCalls(self._link, handlers, peer="the service", spawn=self._spawn, elsewhere=self._elsewhere)
+        self.store = RemoteStore(self.calls)
+        self.artifacts = RemoteArtifacts(self.calls)
+        self.resources = SharedResources(self.calls, capacity)
         self._early: list[ToNode] = []
         """Messages received before the node was ready."""
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
@@ -125,15 +120,13 @@ class ServiceProxy:
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
         """True once new attempts are ignored."""
-        self._ended = False
-        """True once the connection is gone."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
         """Send and receive while the block runs. Yields a task that is done when the connection has ended."""
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self._link.run(self._receive), name="service link")
-            running.add_done_callback(lambda _: self._end())
+            running.add_done_callback(lambda _: self.calls.end())
             try:
                 yield running
             finally:
@@ -172,7 +165,7 @@ class ServiceProxy:
         if self._ready is None:
             self._early.append(message)
         else:
-            self._apply(*self._ready, message)
+            self._apply(*self._ready[:2], message)
 
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the present attempts have ended."""
@@ -186,91 +179,18 @@ class ServiceProxy:
         return ModelLeader(self, model)
 
     def forwarded(self, model: str | None) -> Callable[[EngineState], ForwardedEngine]:
-        return partial(ForwardedEngine, self, model)
+        return partial(ForwardedEngine, self.calls, model)
 
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
 
-    async def call(self, make: Callable[[int], Call]) -> CallReply:
-        """Send a call, made by `make` from its number, and return the reply. Raises the service's error, and
-        ServiceError if the service is gone."""
-        if self._ended:
-            raise ServiceError("the service is gone")
-        number = next(self._numbers)
-        answer: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
-        frame = framed(make(number), elsewhere=self._elsewhere)
-        self._calls[number] = answer
-        self._link.send_encoded(frame)
-        try:
-            found = await answer
-        finally:
-            del self._calls[number]
-        if found.error is not None:
-            raise error_from(found.error)
-        return found
-
-    async def generated(self, ask: Callable[[int], ForwardGeneration]) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        """Yield the chunks of a generation on an engine that only the service can reach. `ask` makes the request from
-        its number."""
-        if self._ended:
-            raise ServiceError("the service is gone")
-        number = next(self._numbers)
-        parts: asyncio.Queue[Generated] = asyncio.Queue()
-        frame = framed(ask(number), elsewhere=self._elsewhere)
-        self._generations[number] = parts
-        self._link.send_encoded(frame)
-        finished = False
-        try:
-            while True:
-                part = await parts.get()
-                if part.error is not None:
-                    finished = True
-                    raise error_from(part.error)
-                if (chunk := part.chunk or part.chat) is None:
-                    finished = True
-                    return
-                yield chunk
-        finally:
-            del self._generations[number]
-            if not finished:
-                self._link.send(AbortForwarded(number))
-
-    def _end(self) -> None:
-        """Fail all calls and generations: the connection is gone."""
-        self._ended = True
-        gone = ServiceError("the service is gone")
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(gone)
-        for number, parts in self._generations.items():
-            parts.put_nowait(Generated(generation=number, error=gone.record()))
-
-    def _apply(self, node: LocalNode, pools: Followers, attempts: Chores, message: ToNode) -> None:
+    def _apply(self, node: LocalNode, pools: Followers, message: ToNode) -> None:
         if silent := self.silence():
             node.note_stall(silent)
         self._last_arrival = time.monotonic()
         match message:
-            case CallReply():
-                if (call := self._calls.get(message.call)) is not None and not call.done():
-                    call.set_result(message)
-            case Generated():
-                if (parts := self._generations.get(message.generation)) is not None:
-                    parts.put_nowait(message)
-            case RunAttempt() if self._ending:
-                pass  # the end of the connection reports the loss
-            case RunAttempt():
-                task = attempts.create_task(
-                    self._run(node, message), name=f"session {message.session.id}", chore="sessions"
-                )
-                self._attempts[message.attempt] = task
-                # A callback notes the end, not the task itself, because a task that is cancelled at once runs none of
-                # its code.
-                task.add_done_callback(partial(self._note_end, message))
-            case Cancel():
-                if (running := self._attempts.get(message.attempt)) is not None:
-                    running.cancel()
-            case Pull():
-                attempts.create_task(self._pull(node, message), name=f"image {message.name}", chore="pull images")
+            case CallRequest() | CallReply() | CancelCall():
+                self.calls.receive(message)
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():
@@ -278,47 +198,28 @@ class ServiceProxy:
             case NodeSetup() | Beat():
                 pass
 
-    async def _run(self, node: LocalNode, message: RunAttempt) -> SessionResult | None:
-        try:
-            # The task is validated in a thread, because the validation decodes the base64 of every file in the task.
-            task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
-            attempt = Attempt(
-                session=message.session,
-                task=task,
-                reserved=message.reserved,
-                stored=message.stored,
-            )
-            return await node.run(attempt)
-        except Exception as error:  # a bug, which must not end the other sessions
-            log.exception("session %s cannot be run", message.session.id)
-            return _failed(message.session, error)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._ready is not None
+        return self._ready[2].create_task(work, name="call of the service", chore="calls of the service")
 
-    async def _pull(self, node: LocalNode, asked: Pull) -> None:
-        try:
-            self._link.send(Pulled(pull=asked.pull, image=await node.pull_image(asked.reference, asked.name)))
-        except Exception as error:
-            if not isinstance(error, OutriderError):
-                log.exception("image %s cannot be had", asked.name)
-            self._link.send(Pulled(pull=asked.pull, error=record_of(error)))
+    async def _run_attempt(self, call: RunAttempt) -> AsyncGenerator[SessionResult, None]:
+        assert self._ready is not None
+        if self._ending:
+            await asyncio.Event().wait()  # the end of the connection reports the loss
+        # The task is validated in a thread, because the validation decodes the base64 of every file in the task.
+        task = await asyncio.to_thread(TaskSpec.model_validate_json, call.task)
+        attempt = Attempt(session=call.session, task=task, reserved=call.reserved, stored=call.stored)
+        result = await self._ready[0].run(attempt)
+        if self._ending_together is not None:
+            if result.error is not None:
+                await asyncio.sleep(DOUBT_SECONDS)
+            if self._ending_together.is_set():
+                return
+        yield result
 
-    def _note_end(self, run: RunAttempt, task: asyncio.Task[SessionResult | None]) -> None:
-        del self._attempts[run.attempt]
-        result = None if task.cancelled() else task.result()
-        if self._ending_together is not None and result is not None and result.error is not None:
-            # If the process ends meanwhile, no result is sent, and the service counts the attempt as lost.
-            asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._send_result, run, result)
-        else:
-            self._send_result(run, result)
-
-    def _send_result(self, run: RunAttempt, result: SessionResult | None) -> None:
-        if self._ending_together is not None and self._ending_together.is_set():
-            result = None
-        try:
-            frame = framed(Ran(attempt=run.attempt, result=result), elsewhere=self._elsewhere)
-        except ServiceError as error:
-            log.exception("the result of session %s cannot be sent", run.session.id)
-            frame = framed(Ran(attempt=run.attempt, result=_failed(run.session, error)))
-        self._link.send_encoded(frame)
+    async def _pull_image(self, call: PullImage) -> RootImage:
+        assert self._ready is not None
+        return await self._ready[0].pull_image(call.reference, call.name)
 
     def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
         uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
@@ -328,92 +229,63 @@ class ServiceProxy:
             self._link.send(report)
 
 
-def _failed(session: SessionRow, error: Exception) -> SessionResult:
-    """Return the result of an attempt that would fail again."""
-    record = msgspec.structs.replace(record_of(error), retryable=False)
-    return session_result(session, StopReason.ERROR, [], task=None, error=record)
-
-
 class RemoteStore:
     """The service's store, as a `sessions.attempt.AttemptStore`."""
 
-    def __init__(self, service: ServiceProxy) -> None:
-        self._service = service
+    def __init__(self, calls: LinkCalls) -> None:
+        self._calls = calls
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        await self._service.call(
-            lambda number: SetState(call=number, session_id=session_id, attempt=attempt, state=state)
-        )
+        await self._calls.call(SetState(session_id, attempt, state))
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
-        await self._service.call(
-            lambda number: AddTurn(call=number, session_id=session_id, attempt=attempt, turn=turn, model=model)
-        )
+        await self._calls.call(AddTurn(session_id, attempt, turn, model))
 
     async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]:
-        answer = await self._service.call(
-            lambda number: ReadTurns(call=number, session_id=session_id, attempt=attempt, images=images)
-        )
-        return list(answer.turns)
+        return await self._calls.call(ReadTurns(session_id, attempt, images))
 
     async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]:
-        answer = await self._service.call(
-            lambda number: ReadTurns(call=number, session_id=session_id, attempt=attempt, frozen=True)
-        )
-        return {model: list(turns) for model, turns in answer.frozen.items()}
+        return await self._calls.call(ReadFrozenTurns(session_id, attempt))
 
 
 class RemoteArtifacts:
     """The service's artifact store, as a `store.artifacts.KeepsArtifacts`."""
 
-    def __init__(self, service: ServiceProxy) -> None:
-        self._service = service
+    def __init__(self, calls: LinkCalls) -> None:
+        self._calls = calls
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
-        answer = await self._service.call(
-            lambda number: KeepArtifact(call=number, session_id=session_id, attempt=attempt, data=data)
-        )
-        return answer.digest
+        return await self._calls.call(KeepArtifact(session_id, attempt, data))
 
     async def keep_index(self, listed: ArtifactList) -> None:
         assert listed.attempt is not None
-        session_id, attempt = listed.session_id, listed.attempt
-        await self._service.call(
-            lambda number: KeepIndex(call=number, session_id=session_id, attempt=attempt, listed=listed)
-        )
+        await self._calls.call(KeepIndex(listed.session_id, listed.attempt, listed))
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        answer = await self._service.call(
-            lambda number: ReadCarried(call=number, session_id=session_id, attempt=attempt)
-        )
-        return answer.data
+        return await self._calls.call(ReadCarried(session_id, attempt))
 
 
 class SharedResources(NodeResources):
     """The machine's resources, which the service gives out to all nodes on the machine."""
 
-    def __init__(self, service: ServiceProxy, capacity: Capacity) -> None:
+    def __init__(self, calls: LinkCalls, capacity: Capacity) -> None:
         super().__init__(capacity)
-        self._service = service
+        self._calls = calls
 
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
         if not any(amount.quantities):
             return await super().take(amount, priority, tenant)
-        asked: list[int] = []
-
-        def ask(number: int) -> Take:
-            asked.append(number)
-            return Take(call=number, amount=amount, priority=priority, tenant=tenant)
+        held = self._calls.begin(Take(amount, priority, tenant))
 
         def give_back() -> None:
-            self._service.send(GiveBack(asked[0]))
+            held.cancel()
+            held.forget()
 
         try:
-            answer = await self._service.call(ask)
-        except asyncio.CancelledError:
+            return ResourceShare(give_back, await held.next())
+        except BaseException:  # also a cancellation
             give_back()
             raise
-        return ResourceShare(give_back, answer.gpus)
 
     def try_take(self, amount: ResourceAmount, tenant: str = "") -> ResourceShare | None:
         """Return None for every amount except zero, because an optional use must not wait for the service."""
@@ -438,13 +310,13 @@ class ForwardedEngine:
     """The proxy for an engine that only the service can reach: an `Engine` and `ChatEngine`. Only the service pauses
     the engine."""
 
-    def __init__(self, service: ServiceProxy, model: str | None, state: EngineState) -> None:
+    def __init__(self, calls: LinkCalls, model: str | None, state: EngineState) -> None:
         self.name = state.name
         self.mode = state.mode
         self.logprob_kind = state.logprob_kind
         self.constraints = state.constraints
         self.awaits_workers = state.awaits_workers
-        self._service = service
+        self._calls = calls
         self._model = model
         self._health = state.health
 
@@ -469,20 +341,11 @@ class ForwardedEngine:
         service, too."""
         return msgspec.structs.replace(self._health, ok=True)
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Any, None]:
-        return self._service.generated(
-            lambda number: ForwardGeneration(
-                generation=number,
-                model=self._model,
-                engine=self.name,
-                request_id=request.request_id,
-                session_key=request.session_key,
-                input_ids=np.asarray(request.input_ids, dtype=np.int32).tobytes(),
-                sampling=request.sampling,
-            )
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        ids = np.asarray(request.input_ids, dtype=np.int32).tobytes()
+        return self._calls.stream(
+            GenerateTokens(self._model, self.name, request.request_id, request.session_key, ids, request.sampling)
         )
 
-    def chat(self, request: ChatRequest) -> AsyncGenerator[Any, None]:
-        return self._service.generated(
-            lambda number: ForwardGeneration(generation=number, model=self._model, engine=self.name, chat=request)
-        )
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        return self._calls.stream(GenerateChat(self._model, self.name, request))

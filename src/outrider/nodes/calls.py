@@ -1,0 +1,253 @@
+"""The calls that a service and a node make of each other over one connection, for either end.
+
+`messages.py` has the kinds of calls; a handler for each kind carries the calls out. Invariants: each call gets one last
+reply, unless the connection ends first; a value that its type does not allow, a reply to a call that was never made and
+a number that does not rise end the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any, Generic
+
+import msgspec
+
+from outrider.errors import UNREADABLE, OutriderError, ServiceError, error_from, record_of
+from outrider.nodes.messages import (
+    REPLIES,
+    CallMessage,
+    CallReply,
+    CallRequest,
+    CancelCall,
+    NodeCall,
+    NodeStream,
+    R,
+    framed,
+)
+from outrider.wire.frames import Close, Nonsense
+from outrider.wire.link import Link
+
+log = logging.getLogger("outrider.node")
+
+MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
+"""Maximum number and bytes of a peer's unanswered calls, streams not counted. At either limit nothing more is read from
+the peer."""
+
+Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
+"""Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
+generator. Raises Nonsense for a call that no honest peer makes. A handler of streams bounds their number itself."""
+
+
+class CallEnded(Exception):
+    """A stream has no further value."""
+
+
+class PendingCall(Generic[R]):
+    """A call whose last reply has not been received."""
+
+    def __init__(self, calls: LinkCalls, number: int, kind: type[NodeCall[R]]) -> None:
+        self._calls = calls
+        self._number = number
+        self._decoder: msgspec.msgpack.Decoder[R] = REPLIES[kind]
+        self._replies: asyncio.Queue[tuple[CallReply, R | None]] = asyncio.Queue()
+        self._ended = False
+
+    def receive(self, reply: CallReply) -> None:
+        """Take a reply of the peer. Raises Nonsense for a value of another type."""
+        if self._ended:
+            return
+        try:
+            value = self._decoder.decode(reply.value) if memoryview(reply.value) else None
+        except UNREADABLE as error:
+            raise Nonsense(f"no message of this protocol: {error}") from error
+        self._ended = not reply.more
+        self._replies.put_nowait((reply, value))
+
+    async def next(self) -> R:
+        """Return the next value. Raises the peer's error, CallEnded after the last value of a stream, and ServiceError
+        when the connection has ended."""
+        reply, value = await self._replies.get()
+        if reply.error is not None:
+            raise error_from(reply.error)
+        if not memoryview(reply.value):
+            raise CallEnded
+        return value  # type: ignore[return-value]  # None only if R has it
+
+    async def end(self) -> None:
+        """Wait for the last reply."""
+        while (await self._replies.get())[0].more:
+            pass
+
+    def cancel(self) -> None:
+        """Make the peer cancel the call, which is a stream."""
+        if not self._ended:
+            self._calls.send(CancelCall(self._number))
+
+    def forget(self) -> None:
+        """Receive no more replies. Idempotent."""
+        self._calls.forget(self._number)
+
+
+class LinkCalls:
+    """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` is the peer in
+    words. `elsewhere`: see `framed`."""
+
+    def __init__(
+        self,
+        link: Link[Any],
+        handlers: Mapping[type[NodeCall[Any]], Handler],
+        *,
+        peer: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        elsewhere: bool = False,
+    ) -> None:
+        self._link = link
+        self._handlers = handlers
+        self._peer = peer
+        self._spawn = spawn
+        self._elsewhere = elsewhere
+        self._made = 0
+        self._pending: dict[int, PendingCall[Any]] = {}
+        self._asked = -1
+        """The number of the peer's last call."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
+        """Kinds and sizes in bytes of the peer's streams that have not ended, by number."""
+        self._unanswered: dict[int, int] = {}
+        """Sizes in bytes of the peer's unanswered calls, by number."""
+        self._answered = asyncio.Event()
+        self.ended = False
+
+    def begin(self, request: NodeCall[R]) -> PendingCall[R]:
+        """Make a call. `PendingCall.forget` must follow. Raises ServiceError if the connection has ended, or if the
+        request cannot be sent."""
+        if self.ended:
+            raise self._gone()
+        number = self._made
+        frame = framed(CallRequest(number, request), elsewhere=self._elsewhere)
+        self._made += 1
+        self._pending[number] = pending = PendingCall(self, number, type(request))
+        self._link.send_encoded(frame)
+        return pending
+
+    @contextmanager
+    def pending(self, request: NodeCall[R]) -> Iterator[PendingCall[R]]:
+        """Make a call, as `begin`, and forget the call at the end of the block."""
+        call = self.begin(request)
+        try:
+            yield call
+        finally:
+            call.forget()
+
+    async def call(self, request: NodeCall[R]) -> R:
+        """Make a call and return the value of the reply. Raises as `begin` and `PendingCall.next`. If the caller is
+        cancelled, the peer carries the call out all the same."""
+        with self.pending(request) as call:
+            return await call.next()
+
+    async def stream(self, request: NodeStream[R]) -> AsyncGenerator[R, None]:
+        """Make a call and yield the values of the replies. The peer cancels a call whose generator is closed early."""
+        with self.pending(request) as call:
+            try:
+                while True:
+                    yield await call.next()
+            except CallEnded:
+                return
+            finally:
+                call.cancel()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._link.send(message)
+
+    def forget(self, number: int) -> None:
+        self._pending.pop(number, None)
+
+    def receive(self, message: CallRequest[Any] | CallMessage) -> None:
+        """Handle a message of the peer. Raises Nonsense."""
+        match message:
+            case CallRequest():
+                self._carry_out(message.call, message.request)
+            case CancelCall():
+                if message.call in self._streams:
+                    self._tasks[message.call].cancel()
+            case CallReply():
+                if (call := self._pending.get(message.call)) is not None:
+                    call.receive(message)
+                elif message.call >= self._made:
+                    raise Nonsense(f"a reply to call {message.call}, which it does not have")
+
+    def streams(self, *kinds: type[NodeCall[Any]]) -> list[int]:
+        """Return the sizes in bytes of the peer's calls of these kinds, which are streams that have not ended."""
+        return [size for kind, size in self._streams.values() if kind in kinds]
+
+    async def ready_for_more(self) -> None:
+        """Wait until the peer's unanswered calls are within their limits."""
+        while len(self._unanswered) >= MAX_CALLS or sum(self._unanswered.values()) > MAX_CALL_BYTES:
+            self._answered.clear()
+            await self._answered.wait()
+
+    def end(self) -> None:
+        """Fail the pending calls and cancel the peer's calls: the connection has ended."""
+        self.ended = True
+        gone = self._gone().record()
+        for number, call in self._pending.items():
+            call.receive(CallReply(number, error=gone))
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _gone(self) -> ServiceError:
+        return ServiceError(f"{self._peer} is gone")
+
+    def _carry_out(self, number: int, request: NodeCall[Any]) -> None:
+        if number <= self._asked:
+            raise Nonsense(f"call {number} came after {self._asked}")
+        self._asked = number
+        work = self._handlers[type(request)](request)
+        if isinstance(request, NodeStream):
+            self._streams[number] = type(request), self._link.size
+        else:
+            self._unanswered[number] = self._link.size
+        self._tasks[number] = task = self._spawn(self._answer(number, work))
+        # A callback notes the end, because a task that is cancelled at once runs none of its code.
+        task.add_done_callback(partial(self._note_end, number, work))
+
+    async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
+        try:
+            if isinstance(work, AsyncGenerator):
+                async with aclosing(work):
+                    async for value in work:
+                        await self._reply(CallReply(number, msgspec.Raw(framed(value)), more=True))
+                reply = CallReply(number)
+            else:
+                reply = CallReply(number, msgspec.Raw(framed(await work)))
+        except Nonsense as error:
+            self._link.close(Close.NONSENSE, str(error))
+            return
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                log.exception("a call of %s failed", self._peer)
+            reply = CallReply(number, error=record_of(error))
+        try:
+            await self._reply(reply)
+        except ServiceError as error:
+            await self._reply(CallReply(number, error=error.record()))
+
+    async def _reply(self, reply: CallReply) -> None:
+        """Send a reply once there is room. Raises ServiceError for a reply that is too long."""
+        frame = framed(reply, elsewhere=self._elsewhere)
+        await self._link.room()
+        self._link.send_encoded(frame)
+
+    def _note_end(self, number: int, work: object, task: asyncio.Task[None]) -> None:
+        del self._tasks[number]
+        self._streams.pop(number, None)
+        self._unanswered.pop(number, None)
+        self._answered.set()
+        if task.cancelled():
+            if isinstance(work, Coroutine):
+                work.close()  # the task may have been cancelled before it awaited `work`
+            self._link.send(CallReply(number))
