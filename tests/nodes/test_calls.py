@@ -76,6 +76,7 @@ class Both:
     def end(self) -> None:
         for calls, task in zip((self.caller, self.callee), self.running, strict=True):
             calls.end()
+            calls.cancel()
             task.cancel()
 
 

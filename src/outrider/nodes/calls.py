@@ -191,11 +191,14 @@ class LinkCalls:
             await self._answered.wait()
 
     def end(self) -> None:
-        """Fail the pending calls and cancel the peer's calls: the connection has ended."""
+        """Fail the pending calls: the connection has ended."""
         self.ended = True
         gone = self._gone().record()
         for number, call in self._pending.items():
             call.receive(CallReply(number, error=gone))
+
+    def cancel(self) -> None:
+        """Cancel the peer's calls."""
         for task in self._tasks.values():
             task.cancel()
 

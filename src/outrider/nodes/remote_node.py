@@ -175,6 +175,7 @@ class RemoteNode:
                 self._connection = None
                 self._stats = self._nothing
                 connection.calls.end()
+                connection.calls.cancel()
                 await shielded(ended)
                 connection.give_back()
 
@@ -260,7 +261,9 @@ class NodeConnection:
         }
         self.calls = LinkCalls(link, handlers, peer=f"node {name}", spawn=tasks.create_task)
         self._left: list[Slot] = []
-        """Resources that were set aside for the node when the connection ended."""
+        """Resources that were set aside for the node when the connection ended, until `give_back`."""
+        self._stopped = False
+        """True once the node has stopped using its resources."""
 
     async def run(
         self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[Report], None]
@@ -270,6 +273,7 @@ class NodeConnection:
 
     def give_back(self) -> None:
         """Give back the resources set aside for the node, and clear its use of engines."""
+        self._stopped = True
         for slot in self._left:
             slot.release()
         for pool in self._parts.pools.values():
@@ -437,7 +441,7 @@ class NodeConnection:
             yield share.gpus
             await asyncio.Event().wait()
         finally:
-            if self.calls.ended:  # the node may still use the resources
+            if self.calls.ended and not self._stopped:
                 self._left.append(share)
             else:
                 share.release()
