@@ -7,7 +7,7 @@ within seconds. Every node, at its start and every minute, ends the processes of
 folders of these nodes.
 
 Invariant: only a process that holds the folder's lock removes the folder. Only such a process, or the folder's keeper,
-kills the processes marked with the folder's name. A node and its keeper hold the lock as long as they need the folder.
+kills the processes marked with the folder's name. A node holds the lock as long as it needs the folder.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SWEEP_EVERY_SECONDS = 60.0
 class NodeFolder:
     """A node's folder. The methods block.
 
-    `lock` is the descriptor of the lock file, which the keeper holds, too: the kernel releases the lock when this
-    process and its keeper have ended, in whatever way. `guard` is a lock on the folder itself, which makes
+    `lock` is the descriptor of the lock file. The kernel releases the lock when this process has ended, in whatever
+    way. `guard` is a lock on the folder itself, which makes
     systemd-tmpfiles spare the folder and its contents at any age (tmpfiles.d(5)). `keeper` and `guard` are None for the
     folder of a dead node.
     """
@@ -70,7 +70,7 @@ class NodeFolder:
             # `_lock` returns None if another node's sweep removed the folder before it was locked here.
             if (made := cls._lock(path, os.O_CREAT)) is not None:
                 try:
-                    return cls(path, made.lock, _keeper(path, made.lock), _guard(path))
+                    return cls(path, made.lock, _keeper(path), _guard(path))
                 except BaseException:  # without a keeper the folder must not be used
                     made.remove()
                     raise
@@ -134,7 +134,7 @@ class NodeFolder:
         return None
 
 
-def _keeper(path: Path, lock: int) -> subprocess.Popen[bytes]:
+def _keeper(path: Path) -> subprocess.Popen[bytes]:
     """Start the keeper of a folder. The keeper's standard input ends with this process, in whatever way: the other end
     of the pipe is inherited by no other process. Raises OSError."""
     return subprocess.Popen(
@@ -143,7 +143,6 @@ def _keeper(path: Path, lock: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={},
-        pass_fds=[lock],
         start_new_session=True,  # a Ctrl-C in the node's terminal must not reach the keeper
     )
 
