@@ -121,7 +121,8 @@ def _history(start: int, sessions: int) -> Callable[[Connection], Any]:
         await tx.execute(
             f"""{numbers} INSERT INTO events (at, kind, group_id, session_id, data, tenant)
                 SELECT 0, 'session.state', printf('g%09d', (? + n / {EVENTS_EACH}) / {GROUP_SIZE}),
-                    printf('s%09d', ? + n / {EVENTS_EACH}), '{{"state":"running","attempt":1}}', 'operator' FROM numbers""",
+                    printf('s%09d', ? + n / {EVENTS_EACH}), '{{"state":"running","attempt":1}}', 'operator'
+                FROM numbers""",
             (sessions * EVENTS_EACH, start, start),
         )
         await tx.execute(
