@@ -102,16 +102,16 @@ def _history(start: int, sessions: int) -> Callable[[Connection], Any]:
     async def body(tx: Connection) -> None:
         await tx.execute(
             f"""{numbers} INSERT INTO groups (id, spec, n, priority, state, cancelled, open_sessions, created, finished,
-                    cursor, rewarded, reward_total, bytes)
+                    cursor, rewarded, reward_total, bytes, labels, tenant)
                 SELECT printf('g%09d', ? + n), zeroblob(2000), {GROUP_SIZE}, 0, 'done', 0, 0, ? + n, ? + n, ? + n + 1,
-                    {GROUP_SIZE}, {GROUP_SIZE}, 10000 FROM numbers""",
+                    {GROUP_SIZE}, {GROUP_SIZE}, 10000, '{{}}', 'operator' FROM numbers""",
             (groups, first, first, first, first),
         )
         await tx.execute(
             f"""{numbers} INSERT INTO sessions (id, group_id, sample_index, state, attempt, node, priority, created,
-                    updated, waiting, result)
+                    updated, waiting, bucket, result)
                 SELECT printf('s%09d', ? + n), printf('g%09d', (? + n) / {GROUP_SIZE}), (? + n) % {GROUP_SIZE}, 'done',
-                    1, 'local', 0, ? + n, ? + n, 0, ? FROM numbers""",
+                    1, 'local', 0, ? + n, ? + n, 0, '', ? FROM numbers""",
             (sessions, start, start, start, first, first, result),
         )
         await tx.execute(
@@ -119,9 +119,10 @@ def _history(start: int, sessions: int) -> Callable[[Connection], Any]:
             (sessions, start),
         )
         await tx.execute(
-            f"""{numbers} INSERT INTO events (at, kind, group_id, session_id, data)
+            f"""{numbers} INSERT INTO events (at, kind, group_id, session_id, data, tenant)
                 SELECT 0, 'session.state', printf('g%09d', (? + n / {EVENTS_EACH}) / {GROUP_SIZE}),
-                    printf('s%09d', ? + n / {EVENTS_EACH}), '{{"state":"running","attempt":1}}' FROM numbers""",
+                    printf('s%09d', ? + n / {EVENTS_EACH}), '{{"state":"running","attempt":1}}', 'operator'
+                FROM numbers""",
             (sessions * EVENTS_EACH, start, start),
         )
         await tx.execute(

@@ -12,6 +12,7 @@ import pytest
 from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
 from outrider.evaluators.factory import make_evaluator
+from outrider.evaluators.swebench.options import files_of
 from outrider.lab.certify.task_check import check_tasks
 from outrider.spec import EvaluatorSpec
 from outrider.tasks.datasets import Gold
@@ -149,11 +150,16 @@ def test_data_files_of_a_test_patch_are_not_run() -> None:
     assert example.task["evaluator"]["options"]["test_command"] == f"run {TEST}"
 
 
-def test_a_script_applies_what_we_cannot() -> None:
-    binary = "diff --git a/tests/a.png b/tests/a.png\nindex 1..2 100644\nGIT binary patch\nliteral 0\n"
-    options = swebench_example({**NEW, "test_patch": PATCH + binary}).task["evaluator"]["options"]
+def test_a_script_may_apply_what_is_no_diff_here() -> None:
+    options = swebench_example({**NEW, "test_patch": f"{PATCH}@@ -1,9 +1 @@\n"}).task["evaluator"]["options"]
     assert options["eval_script"] == SCRIPT
     assert "test_patch" not in options
+
+
+def test_binary_files_of_a_test_patch_are_restored() -> None:
+    binary = "diff --git a/tests/a.png b/tests/a.png\nindex 1..2 100644\nGIT binary patch\nliteral 0\n"
+    options = swebench_example({**NEW, "test_patch": PATCH + binary}).task["evaluator"]["options"]
+    assert "tests/a.png" in files_of(options["test_patch"])
 
 
 @pytest.mark.deep

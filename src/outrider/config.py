@@ -277,6 +277,13 @@ class Config(Section):
         copy._read_from = file
         return copy
 
+    def for_nodes(self) -> Self:
+        """Return a copy without the secrets that nodes do not need, and without the engines: the service sends the
+        states of its pools to the nodes."""
+        frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
+        secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
+        return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
+
     @field_validator("graders")
     @classmethod
     def _named_apart(cls, value: tuple[GraderConfig, ...]) -> tuple[GraderConfig, ...]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from outrider.harnesses.install import install
-from outrider.sandbox.runtimes.guest.filesystem.patch import read_patch
 from outrider.tasks.datasets import Example
 from outrider.tasks.release_pairs import release_pair_examples
 from outrider.trajectory import BranchKind
@@ -43,14 +42,16 @@ def by_bash(patch: str) -> list[str]:
 
 def by_edit(patch: str, **arguments: bool) -> list[str]:
     """The replies of a model that applies it with Claude Code's editor, which edits only files that were read."""
-    files = [(f"/work/{one.new}", one.hunks) for one in read_patch(patch.encode())]
+    from unidiff import PatchSet  # type: ignore[attr-defined]  # swebench needs it, too
+
+    files = [(f"/work/{one.path}", one) for one in PatchSet(patch)]
     reads = [call("Read", file_path=path, limit=5) for path, _ in files]
     edits = [
         call(
             "Edit",
             file_path=path,
-            old_string=b"".join(hunk.old).decode(),
-            new_string=b"".join(hunk.new).decode(),
+            old_string="".join(line.value for line in hunk if not line.is_added),
+            new_string="".join(line.value for line in hunk if not line.is_removed),
             **arguments,
         )
         for path, hunks in files

@@ -328,11 +328,23 @@ async def test_large_files_travel_in_pieces(real: Runtime) -> None:
     assert await text(real, "./run") == "ran\n"
 
 
-async def test_devices_and_pipes_are_not_read(real: Runtime) -> None:
-    await real.exec("mkfifo pipe", seconds=10)
+async def test_devices_and_pipes_are_neither_read_nor_written(real: Runtime) -> None:
+    await real.exec("mkfifo pipe; (sleep 30; exec cat) < pipe > /dev/null 2>&1 &", seconds=10)
     for path in ("pipe", "/dev/zero"):
         with pytest.raises(RuntimeFailure, match="regular"):
             await real.read(path)
+        with pytest.raises(RuntimeFailure, match="regular"):
+            await real.write(path, b"")
+
+
+async def test_links_lead_writes_to_the_sandboxs_own_files_only(real: Runtime) -> None:
+    await real.exec("ln -s /proc/self me; ln -s /proc/self/comm name; ln -s later ahead", seconds=10)
+    for path in ("name", "me/comm", "me/fd/2", "/proc/self/comm"):
+        with pytest.raises(RuntimeFailure):
+            await real.write(path, b"changed")
+    await real.write("ahead", b"1")
+    await real.write("ahead", b"2")
+    assert await real.read("later", follow=False) == b"2"
 
 
 async def test_links_lead_to_the_sandboxs_own_files_only(real: Runtime, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import marshal
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
 from outrider.sandbox.runtimes.guest.command import Capture
-from outrider.sandbox.runtimes.guest.shells.shell import Bash
+from outrider.sandbox.runtimes.guest.connection import Calls
+from outrider.sandbox.runtimes.guest.shells.shell import OPEN_SECONDS, Bash, LiveShell
 from outrider.sandbox.runtimes.host_process.process import server_process
 from outrider.sandbox.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
 from outrider.sandbox.runtimes.tool_server.client import ExecDone
@@ -146,6 +148,41 @@ async def test_a_program_that_is_stopped_for_its_parent_has_not_ended(sandbox: R
     )
     assert result.exit_code == 128 + 9
     assert (await sandbox.exec("test -e /proc/$(cat pid)", seconds=10)).exit_code == 1
+
+
+class StillLoop:
+    """A loop in which nothing happens by itself, and the connection of its calls."""
+
+    def __init__(self) -> None:
+        self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
+        self.exits: dict[int, object] = {}
+        self.sent: list[object] = []
+
+    def at(self, key: object, seconds: float, action: Callable[[], object]) -> None:
+        self.timers[key] = (seconds, action)
+
+    def watch(self, *words: object) -> None: ...
+    def unwatch(self, *words: object) -> None: ...
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_an_interpreter_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text("#!/bin/sh\necho loading; exec /bin/sleep 1000\n")
+    (tmp_path / "python3").chmod(0o755)
+    loop = StillLoop()
+    calls = Calls(loop, loop)  # type: ignore[arg-type]  # as much of both as a shell uses
+    calls.base_env = {"PATH": str(tmp_path)}
+    shell = LiveShell(calls, 7, {"kind": "ipython", "cwd": "/", "program": "", "fallback": []})
+    pid = shell.pid
+    while not shell.capture.head:
+        shell.drain()
+    seconds, give_up = loop.timers[shell]
+    assert (seconds, loop.sent) == (OPEN_SECONDS, [])
+    give_up()
+    assert loop.sent == [[7, "ok", {"shell": None, "why": b"loading\n[not ready after 25 seconds]"}]]
+    assert (shell.dead, shell.descriptors, loop.timers, loop.exits) == (True, set(), {}, {})
+    assert os.waitpid(pid, 0)[1] == 9
 
 
 class Listening:

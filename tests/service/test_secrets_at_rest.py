@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import sqlite3
 import stat
 import subprocess
 from pathlib import Path
@@ -96,30 +95,6 @@ async def test_postgresql(tmp_path: Path, postgresql: PostgresqlServer) -> None:
         assert form not in dump
     await postgresql.execute("CHECKPOINT")
     assert holders(postgresql.data) == []
-
-
-async def test_a_database_of_an_older_version_is_encrypted_at_start(world: MakeWorld, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    async with sqlite_store(data / "outrider.sqlite3") as store:
-        for number in range(150):
-            await put(store, f"g{number}", f"s{number}", labels={"name": "x"}, callback_url="http://c/")
-        specs = [await store.spec(f"g{number}") for number in range(150)]
-    older = sqlite3.connect(data / "outrider.sqlite3")
-    for number, spec in enumerate(specs):
-        clear = spec.replace(b'"do it"', f'"{MARK}"'.encode())
-        url = f"http://:{MARK}@127.0.0.1:9/"
-        older.execute(
-            "UPDATE groups SET spec = ?, callback_url = ?, sealed = 0 WHERE id = ?", (clear, url, f"g{number}")
-        )
-    older.commit()
-    older.close()
-    assert holders(data) == [str(data / "outrider.sqlite3")]
-    async with world() as w:
-        assert holders(data) == []
-        assert MARK in (await w.service.store.spec("g7")).decode()
-        assert (await w.service.store.group("g7")).callback_url == f"http://:{MARK}@127.0.0.1:9/"
-        assert result_of((await w.done("g149")).sessions[0]).error is None
 
 
 async def test_a_service_without_its_key_does_not_start(world: MakeWorld, tmp_path: Path) -> None:

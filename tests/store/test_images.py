@@ -13,12 +13,11 @@ import pytest
 from outrider.errors import Conflict, NotFound
 from outrider.messages import Image, Message, Role, Text, image_from_bytes, image_from_url
 from outrider.store.database import Body, Connection, Row
-from outrider.store.migrations import MIGRATIONS
-from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
 from outrider.trajectory import Turn
 
-from .world import FAILURE, group_row, put_old, start, submit, turn
+from .world import FAILURE, group_row, start, submit, turn
 
 CAT, DOG = image_from_bytes("image/png", b"a cat" * 100), image_from_bytes("image/jpeg", b"a dog" * 100)
 THERE = image_from_url("https://example.org/x.png")
@@ -132,20 +131,3 @@ class _Heard:
     async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         self._statements.append(sql)
         return await self._tx.fetch(sql, values)
-
-
-async def test_images_of_an_earlier_version_are_moved_out_of_their_turns(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    database = SqliteDatabase(path)
-    old = [showing(0, unsized(CAT), THERE), turn(1), showing(2, unsized(CAT))]
-    async with Store(database, migrations=MIGRATIONS[:2]):
-        await put_old(database, old)
-    async with sqlite_store(path) as store:
-        assert await store.turns("g.0") == [showing(0, bare(CAT), THERE), turn(1), showing(2, bare(CAT))]
-        assert await store.turns("g.0", images=True) == [showing(0, CAT, THERE), turn(1), showing(2, CAT)]
-        assert await store.image(CAT.digest) == CAT
-
-
-def unsized(image: Image) -> Image:
-    """As an earlier version wrote it."""
-    return msgspec.structs.replace(image, size=0)

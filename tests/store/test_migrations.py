@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import ServiceError
-from outrider.lifecycle import StopReason
 from outrider.store.database import Database
-from outrider.store.migrations import MIGRATIONS
+from outrider.store.migrations import FIRST, MIGRATIONS
 from outrider.store.store import Store
 
-from .world import group_row, put_old, submit
+from .world import group_row, submit
 
 NEXT = (*MIGRATIONS, ("ALTER TABLE groups ADD COLUMN colour TEXT", "CREATE TABLE extra (data {blob})"))
-CURRENT = list(range(1, len(MIGRATIONS) + 1))
+CURRENT = list(range(FIRST, FIRST + len(MIGRATIONS)))
 BROKEN = (*MIGRATIONS, ("CREATE TABLE extra (data {blob})", "ALTER TABLE nowhere ADD COLUMN colour TEXT"))
 
 
@@ -38,15 +37,7 @@ async def test_an_older_database_is_brought_up_to_date_with_its_content(kept: Da
         await submit(store, group_row())
     async with Store(kept, migrations=NEXT) as store:
         assert await store.group("g") == group_row()
-    assert await versions(kept) == [*CURRENT, len(CURRENT) + 1]
-
-
-async def test_sessions_of_groups_that_were_being_cancelled_are_to_end(kept: Database) -> None:
-    async with Store(kept, migrations=MIGRATIONS[:5]):
-        await put_old(kept, [])
-        await kept.write(lambda tx: tx.execute("UPDATE groups SET cancelled = 1"))
-    async with Store(kept) as store:
-        assert [(row.id, row.ending) for row in await store.to_end()] == [("g.0", StopReason.CANCELLED)]
+    assert await versions(kept) == [*CURRENT, CURRENT[-1] + 1]
 
 
 async def test_a_failing_step_changes_nothing(kept: Database) -> None:
@@ -64,9 +55,19 @@ async def test_a_newer_database_is_refused_with_advice(kept: Database) -> None:
     async with Store(kept, migrations=NEXT):
         pass
     store = Store(kept)
-    with pytest.raises(ServiceError, match=f"version {len(CURRENT) + 1},") as caught:
+    with pytest.raises(ServiceError, match=f"version {CURRENT[-1] + 1},") as caught:
         async with store:
             pass
     assert "upgrade" in str(caught.value.hint)
     with pytest.raises(ServiceError, match="not open"):
         await store.groups()
+
+
+async def test_a_database_from_before_the_first_migration_is_refused(kept: Database) -> None:
+    await kept.open()
+    await kept.write(lambda tx: tx.execute("CREATE TABLE migrations (version INTEGER, applied DOUBLE PRECISION)"))
+    await kept.write(lambda tx: tx.execute("INSERT INTO migrations VALUES (?, 0)", (FIRST - 1,)))
+    await kept.close()
+    with pytest.raises(ServiceError, match=f"version {FIRST - 1}, from before the first release"):
+        async with Store(kept):
+            pass

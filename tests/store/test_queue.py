@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -19,14 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from outrider.errors import Conflict
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, tenant_of
-from outrider.store.migrations import MIGRATIONS
 from outrider.store.queue import MOST_PASSED, bucket_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
 from .conftest import NOW
-from .world import FAILURE, group_row, put_old, result, session_ids, start, turn
+from .world import FAILURE, group_row, result, session_ids, start
 
 T = TypeVar("T")
 
@@ -237,19 +235,6 @@ async def test_paces_of_engines_are_remembered(tmp_path: Path, monkeypatch: pyte
         assert await store.engine_paces() == {"a": "1", "b": "2"}
         await store.keep_engine_paces({"c": "3"})
         assert await store.engine_paces() == {"b": "2", "c": "3"}  # the newest
-
-
-async def test_sessions_of_an_earlier_version_are_queued_on(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    database = SqliteDatabase(path)
-    async with Store(database, migrations=MIGRATIONS[:2]):
-        await put_old(database, [turn(0)])
-        labels = 'UPDATE groups SET labels = \'{"run": "a"}\''
-        await database.write(lambda tx: tx.execute(labels))
-    async with sqlite_store(path) as store:
-        await store.recover(now=math.inf)
-        [row] = await store.queued(10)
-        assert (row.id, row.bucket) == ("g.0", own_bucket(run("a")))
 
 
 async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buckets() -> None:

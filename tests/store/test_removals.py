@@ -12,13 +12,11 @@ import pytest_asyncio
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
 from outrider.store.database import Database
-from outrider.store.migrations import MIGRATIONS
-from outrider.store.rows import pack
-from outrider.store.sqlite import SPARE, SqliteDatabase, sqlite_store
+from outrider.store.sqlite import SPARE, sqlite_store
 from outrider.store.store import Store
 
 from .test_images import CAT, DOG, showing
-from .world import group_row, put_old, result, start, submit, turn
+from .world import group_row, result, start, submit, turn
 
 TABLES = ("groups", "sessions", "turns", "frozen_turns", "events", "outbox", "images", "image_uses")
 
@@ -236,33 +234,3 @@ async def test_the_file_gets_smaller(tmp_path: Path) -> None:
             steps += 1
         assert steps > 5
     assert path.stat().st_size < 12_000_000 / SPARE + 300_000
-
-
-async def test_an_earlier_database_knows_its_sums_and_who_shows_what(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    database = SqliteDatabase(path)
-    async with Store(database, migrations=MIGRATIONS[:5]):
-        await put_old(database, [showing(0, CAT)])
-        for statement, values in (
-            ("INSERT INTO images VALUES (?, 'image/png', ?)", (CAT.digest, CAT.data)),
-            ("INSERT INTO frozen_turns VALUES ('g.0', 1, 'judge', 0, ?)", (pack(showing(0, CAT)),)),
-            ("UPDATE sessions SET state = 'done', lease_until = NULL, result = ?", (pack(result("g.0", 1)),)),
-            (
-                "UPDATE groups SET state = 'done', open_sessions = 0, finished = 5, cursor = 7, callback_url = ?",
-                ("http://me@c:1/",),
-            ),
-            ("INSERT INTO outbox VALUES ('g', 'http://me@c:1/', 2, 3)", ()),
-        ):
-            await database.write(lambda tx, sql=statement, row=values: tx.execute(sql, row))  # type: ignore[misc]
-    async with sqlite_store(path) as store:
-        assert await store.last_cursor() == 7
-        assert (await store.counts())[SessionState.DONE] == 1
-        [due] = await store.deliveries(now=1e12, limit=9)
-        assert (due.since, due.receiver) == (5.0, "c:1")
-        assert await store.deliveries(now=1e12, limit=9, busy=["c:1"]) == []
-        await store.delivered("g")
-        assert await store.removals.size() > len(CAT.data) + 2 * len(pack(turn(0)))
-        assert await store.image(CAT.digest) == CAT
-        await remove(store, "g")
-        assert set((await rows_of(store)).values()) == {0}
-        assert await store.removals.size() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -13,17 +12,13 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
-from outrider.spec import OPERATOR_TENANT, tenant_of
 from outrider.store.consumers import MAX_CONSUMERS
-from outrider.store.database import Connection, Database
-from outrider.store.migrations import MIGRATIONS
-from outrider.store.queue import bucket_of
 from outrider.store.rows import TokenRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 
 from .test_images import CAT, showing
-from .world import group_row, put_old, result, start, submit, turn
+from .world import group_row, result, start, submit, turn
 
 
 async def put(store: Store, id: str, tenant: str, *, key: str | None = None, n: int = 1, spec: bytes = b"{}") -> None:
@@ -191,61 +186,6 @@ async def test_a_new_tenant_is_no_earlier_one(store: Store) -> None:
     with pytest.raises(Conflict, match="there is, or was, a token 'team'"):
         await store.add_token(token("team", "x"), joins=False)
     assert [(each.name, each.tenant) for each in await store.tokens()] == [("alice", "team"), ("team", "team")]
-
-
-async def test_an_earlier_database_gives_everything_to_whoever_submitted_it(kept: Database) -> None:
-    async with Store(kept, migrations=MIGRATIONS[:9]):
-        await put_old(kept, [showing(0, CAT)])
-
-        async def fill(tx: Connection) -> None:
-            await tx.execute("INSERT INTO images VALUES (?, 'image/png', ?)", (CAT.digest, CAT.data))
-            await tx.execute("INSERT INTO image_uses VALUES ('g.0', ?)", (CAT.digest,))
-            for name, role, revoked in (("alice", "submit", None), ("eve", "submit", 1.0), ("ann", "read", None)):
-                sql = "INSERT INTO tokens (name, digest, role, created, revoked) VALUES (?, ?, ?, 0, ?)"
-                await tx.execute(sql, (name, name, role, revoked))
-            for id, cursor, who, key in (
-                ("of-alice", 1, "alice", "k"),
-                ("of-admin", 2, "operator", "k2"),
-                ("of-local", 3, "local", None),
-                ("of-nobody", 4, None, None),
-            ):
-                await tx.execute(
-                    """INSERT INTO groups (id, spec, n, priority, state, cancelled, open_sessions, created, finished,
-                           cursor, submitted_by, idempotency_key) VALUES (?, ?, 2, 0, 'done', 0, 0, 1, 2, ?, ?, ?)""",
-                    (id, b"{}", cursor, who, key),
-                )
-                await tx.execute(
-                    "INSERT INTO events (at, kind, group_id, data) VALUES (1, 'group.done', ?, '{}')", (id,)
-                )
-            await tx.execute("INSERT INTO outbox VALUES ('of-alice', 'u', 1, 1, 1, 5, 'gone', 'c')")
-            await tx.execute("UPDATE totals SET cursor = 4, sessions = 8")
-            await tx.execute("UPDATE groups SET submitted_by = 'alice' WHERE id = 'g'")
-            await tx.execute("INSERT INTO consumers VALUES ('trainer', 1, 0, 0)")
-
-        await kept.write(fill)
-    async with Store(kept) as store:
-        assert {group.id: group.tenant for group in await store.groups()} == {
-            "g": "alice",
-            "of-alice": "alice",
-            **dict.fromkeys(("of-admin", "of-local", "of-nobody"), OPERATOR_TENANT),
-        }
-        assert (await store.group("of-alice")).idempotency_key == "k"
-        assert [await store.has_key(tenant, "k") for tenant in ("alice", OPERATOR_TENANT)] == [True, False]
-        assert [event.group_id for event in await store.events(after=0, limit=9, tenant="alice")] == ["of-alice"]
-        assert [one.group_id for one in await store.dead_deliveries(limit=9, tenant="alice")] == ["of-alice"]
-        assert (await store.image(CAT.digest, tenant="alice")).data == CAT.data
-        counts = [
-            (await store.counts(tenant=tenant))[SessionState.DONE] for tenant in ("alice", OPERATOR_TENANT, "ann")
-        ]
-        assert counts == [2, 6, 0]
-        assert [(each.tenant, each.name, each.cursor) for each in await store.consumers.listed()] == [
-            (None, "trainer", 1),
-            ("alice", "trainer", 1),
-        ]
-        assert {token.name: token.tenant for token in await store.tokens()} == {n: n for n in ("alice", "eve", "ann")}
-        await store.recover(now=math.inf)
-        [waiting] = await store.queued(9)
-        assert (waiting.id, waiting.bucket, tenant_of(waiting.bucket)) == ("g.0", bucket_of("alice", {}), "alice")
 
 
 async def test_what_a_tenant_reads_costs_nothing_for_what_others_have() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,14 +11,12 @@ import pytest
 from outrider.errors import Conflict
 from outrider.messages import Message, Role
 from outrider.store.database import Database
-from outrider.store.migrations import MIGRATIONS
 from outrider.store.postgresql import PostgresqlDatabase
 from outrider.store.rows import turn_from
-from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult, pack_ids, pack_logprobs
+from outrider.trajectory import pack_ids, pack_logprobs
 
-from .world import FAILURE, group_row, put_old, result, start, submit, turn
+from .world import FAILURE, group_row, start, submit, turn
 
 
 async def test_turns_come_back_by_index_and_attempt(store: Store) -> None:
@@ -116,19 +113,3 @@ async def test_turns_of_frozen_models_are_kept_apart(store: Store) -> None:
     await start(store, "g.0")
     assert await store.frozen_turns("g.0") == {}
     assert len((await store.frozen_turns("g.0", 1))["judge"]) == 2
-
-
-async def test_a_database_from_before_frozen_models_is_opened(tmp_path: Path) -> None:
-    """Its results, too, which say nothing of such models."""
-    path = tmp_path / "outrider.db"
-    database = SqliteDatabase(path)
-    async with Store(database, migrations=MIGRATIONS[:4]):
-        await put_old(database, [turn(0)])
-    async with sqlite_store(path) as store:
-        assert await store.turns("g.0") == [turn(0)]
-        assert await store.frozen_turns("g.0") == {}
-        await store.add_turn("g.0", 1, turn(0), model="judge")
-        assert await store.frozen_turns("g.0") == {"judge": [turn(0)]}
-    fields: dict[str, object] = msgspec.to_builtins(result("g.0", 1))
-    assert fields.pop("frozen") == {}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=SessionResult) == result("g.0", 1)

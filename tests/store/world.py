@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.messages import Message, Role
-from outrider.store.database import Connection, Database
-from outrider.store.rows import EventKind, GroupRow, pack
+from outrider.store.rows import EventKind, GroupRow
 from outrider.store.store import Store
 from outrider.trajectory import (
     FinishReason,
@@ -52,25 +51,6 @@ def group_row(
         cursor=None,
         min_usable=min_usable,
     )
-
-
-async def put_old(database: Database, turns: Sequence[Turn]) -> None:
-    """As an earlier version of Outrider stored it: the group `g` with one session, whose first attempt is under way and
-    has the turns."""
-
-    async def body(tx: Connection) -> None:
-        await tx.execute(
-            """INSERT INTO groups (id, spec, n, priority, state, cancelled, open_sessions, created)
-               VALUES ('g', ?, 1, 0, 'active', 0, 1, 100.0)""",
-            (b"{}",),
-        )
-        await tx.execute(
-            """INSERT INTO sessions (id, group_id, sample_index, state, attempt, node, lease_until, priority, created,
-                   updated, waiting) VALUES ('g.0', 'g', 0, 'running', 1, 'node', 1e12, 0, 100.0, 100.0, 0)"""
-        )
-        await tx.execute_many("INSERT INTO turns VALUES ('g.0', 1, ?, ?)", [(turn.index, pack(turn)) for turn in turns])
-
-    await database.write(body)
 
 
 def session_ids(group: GroupRow) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.config import CallbacksConfig, Config, FrozenConfig, ModelConfig
+from outrider.config import Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import NodeSetup
 from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
@@ -40,12 +40,6 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
     """Return the service's settings without secrets, and the files of the tokenizers. Blocks on the file system."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        "engines": (),
-        "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
-        "token": None,
-        "store": None,
-        "task_key": None,
-        "callbacks": CallbacksConfig(),
         # These paths are for machines that share them with the service and set no paths of their own.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
@@ -54,7 +48,7 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
     }
     return NodeSetup(
         name=name,
-        config=config.model_copy(update=changes).model_dump_json().encode(),
+        config=config.for_nodes().model_copy(update=changes).model_dump_json().encode(),
         capacity=capacity,
         level=0,
         folders={

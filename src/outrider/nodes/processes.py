@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.concurrency.cancellation import shielded
-from outrider.config import CallbacksConfig, Config
+from outrider.config import Config
 from outrider.errors import ErrorRecord, ServiceError, error_from
 from outrider.nodes.messages import NodeSetup
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
@@ -109,18 +109,10 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Node
                 "warm_memory_mb": max(LEAST_WARM_MB, sandboxes.warm_memory_mb // of),
             }
         ),
-        # Engines are left out, because the states of the pools are sent to the node. Secrets are left out that the node
-        # does not need.
-        "engines": (),
-        "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
-        "token": None,
-        "store": None,
-        "task_key": None,
-        "callbacks": CallbacksConfig(),
     }
     return NodeSetup(
         name=name,
-        config=config.model_copy(update=changes).model_dump_json().encode(),
+        config=config.for_nodes().model_copy(update=changes).model_dump_json().encode(),
         path=tuple(sys.path),
         capacity=capacity,
         level=logging.getLogger().level,

@@ -233,8 +233,8 @@ class Grading:
         try:
             return Grade(verdict=await self._verdict(outcome), excess=False, patch=self._patch)
         except OutriderError as error:
-            # The model is taken to have replied: only a run that could be graded is stored for another grading.
-            facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=True)
+            replied = outcome.turns > 0
+            facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=replied)
             if decide(facts).blame is not Blame.AGENT:
                 raise
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)

@@ -8,7 +8,6 @@ transaction are committed as a whole before the caller sees the result, or not a
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -60,11 +59,6 @@ class Database(Protocol):
 
     async def read(self, body: Body[T]) -> T:
         """Run a body that changes nothing on a consistent snapshot that includes every finished write."""
-        ...
-
-    def overwriting(self) -> AbstractAsyncContextManager[None]:
-        """Data overwritten within the block is not left in the database's files after the block. In PostgreSQL such
-        data stays in the files until a vacuum, and in the server's log."""
         ...
 
     async def shrink(self) -> bool:

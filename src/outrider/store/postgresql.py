@@ -17,8 +17,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
@@ -157,10 +157,6 @@ class PostgresqlDatabase:
     async def read(self, body: Body[T]) -> T:
         async with self._readers:
             return await _patiently(lambda: self._read(body), self._patience)
-
-    @asynccontextmanager
-    async def overwriting(self) -> AsyncIterator[None]:
-        yield
 
     async def shrink(self) -> bool:
         return False  # the server's autovacuum makes room in its files for later rows

@@ -19,18 +19,6 @@ from outrider.spec import OPERATOR_TENANT, Role
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
-GROUP_COLUMNS = (
-    "id, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor, labels, "
-    "n - open_sessions, errors, rewarded, reward_total, min_usable, submitted_by, tenant"
-)
-SESSION_COLUMNS = (
-    "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
-    "due, recovered, ending, bucket"
-)
-EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
-DELIVERY_COLUMNS = "group_id, url, receiver, tries, next_try, since, given_up, fault"
-TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked, tenant"
-
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
@@ -191,87 +179,59 @@ def turn_from(packed: bytes) -> Turn:
     return msgspec.msgpack.decode(packed, type=Turn)
 
 
+def columns_of(row: type[msgspec.Struct]) -> str:
+    """Return the columns of a struct: they have the names of its fields, in order."""
+    return ", ".join(row.__struct_fields__)
+
+
+GROUP_COLUMNS = columns_of(GroupRow).replace("done", "n - open_sessions")
+SESSION_COLUMNS, EVENT_COLUMNS = columns_of(SessionRow), columns_of(Event)
+DELIVERY_COLUMNS, TOKEN_COLUMNS = columns_of(Delivery), columns_of(TokenRow)
+
+
 def group_from(row: Row) -> GroupRow:
     """Build the struct from GROUP_COLUMNS."""
-    return GroupRow(
-        id=row[0],
-        n=row[1],
-        priority=row[2],
-        idempotency_key=None if row[3] is None else row[3].partition("/")[2],
-        callback_url=row[4],
-        state=GroupState(row[5]),
-        cancelled=bool(row[6]),
-        created=row[7],
-        finished=row[8],
-        cursor=row[9],
-        labels=msgspec.json.decode(row[10]),
-        done=row[11],
-        errors=row[12],
-        rewarded=row[13],
-        reward_total=row[14],
-        min_usable=row[15],
-        submitted_by=row[16],
-        tenant=row[17],
-    )
+    fields = dict(zip(GroupRow.__struct_fields__, row, strict=True))
+    key = fields["idempotency_key"]
+    fields |= {
+        "idempotency_key": None if key is None else key.partition("/")[2],
+        "state": GroupState(fields["state"]),
+        "cancelled": bool(fields["cancelled"]),
+        "labels": msgspec.json.decode(fields["labels"]),
+    }
+    return GroupRow(**fields)
 
 
 def session_from(row: Row) -> SessionRow:
     """Build the struct from SESSION_COLUMNS."""
-    return SessionRow(
-        id=row[0],
-        group_id=row[1],
-        sample_index=row[2],
-        state=SessionState(row[3]),
-        attempt=row[4],
-        node=row[5],
-        lease_until=row[6],
-        priority=row[7],
-        created=row[8],
-        updated=row[9],
-        last_error=None if row[10] is None else msgspec.msgpack.decode(row[10], type=ErrorRecord),
-        result=None if row[11] is None else msgspec.msgpack.decode(row[11], type=SessionResult),
-        due=row[12],
-        recovered=row[13],
-        ending=None if row[14] is None else StopReason(row[14]),
-        bucket=row[15],
-    )
+    fields = dict(zip(SessionRow.__struct_fields__, row, strict=True))
+    fields["state"] = SessionState(fields["state"])
+    for name, packed in (("last_error", ErrorRecord), ("result", SessionResult)):
+        if fields[name] is not None:
+            fields[name] = msgspec.msgpack.decode(fields[name], type=packed)
+    if fields["ending"] is not None:
+        fields["ending"] = StopReason(fields["ending"])
+    return SessionRow(**fields)
 
 
 def event_from(row: Row) -> Event:
     """Build the struct from EVENT_COLUMNS."""
+    cursor, at, kind, group_id, session_id, data = row
     return Event(
-        cursor=row[0],
-        at=row[1],
-        kind=EventKind(row[2]),
-        group_id=row[3],
-        session_id=row[4],
-        data=msgspec.json.decode(row[5]),
+        cursor=cursor,
+        at=at,
+        kind=EventKind(kind),
+        group_id=group_id,
+        session_id=session_id,
+        data=msgspec.json.decode(data),
     )
 
 
 def token_from(row: Row) -> TokenRow:
     """Build the struct from TOKEN_COLUMNS."""
-    return TokenRow(
-        name=row[0],
-        digest=row[1],
-        role=row[2],
-        max_queued=row[3],
-        created=row[4],
-        expires=row[5],
-        revoked=row[6],
-        tenant=row[7],
-    )
+    return TokenRow(**dict(zip(TokenRow.__struct_fields__, row, strict=True)))
 
 
 def delivery_from(row: Row) -> Delivery:
     """Build the struct from DELIVERY_COLUMNS."""
-    return Delivery(
-        group_id=row[0],
-        url=row[1],
-        receiver=row[2],
-        tries=row[3],
-        next_try=row[4],
-        since=row[5],
-        given_up=row[6],
-        fault=row[7],
-    )
+    return Delivery(**dict(zip(Delivery.__struct_fields__, row, strict=True)))

@@ -16,8 +16,8 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -118,14 +118,6 @@ class SqliteDatabase:
 
     async def read(self, body: Body[T]) -> T:
         return await _result(self._reads, body, volatile=True)
-
-    @asynccontextmanager
-    async def overwriting(self) -> AsyncIterator[None]:
-        await self.write(lambda tx: tx.fetch("PRAGMA secure_delete = ON"))
-        yield
-        await self.write(lambda tx: tx.fetch("PRAGMA secure_delete = OFF"))
-        if self._path is not None:
-            await asyncio.to_thread(_truncate_log, self._path)
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
@@ -323,18 +315,6 @@ class _Thread:
 
     def _report(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
         self._loop.call_soon_threadsafe(_deliver, [_Outcome(future, None, error)])
-
-
-def _truncate_log(path: Path) -> None:
-    """Move everything in the log to the database, and empty the log."""
-    try:
-        raw = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
-        try:
-            raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        finally:
-            raw.close()
-    except sqlite3.Error as error:
-        raise _translated(error) from error
 
 
 def _run(body: Body[T], connection: _Connection) -> T:

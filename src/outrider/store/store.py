@@ -26,7 +26,7 @@ from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
-from outrider.store.migrations import MIGRATIONS, SEALING, Migrations, migrate
+from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
@@ -40,8 +40,6 @@ from outrider.store.tenants import (
 )
 from outrider.trajectory import SessionResult, Turn
 
-SEALED_AT_ONCE = 100
-"""Number of groups whose specs one transaction encrypts, when a database of an older version is opened."""
 MOST_PACES = 1000
 """Maximum number of engines whose pace is kept. Without a bound, the names of engines that came and went would pile
 up."""
@@ -110,14 +108,11 @@ class Store:
         self.removals = Removals(database)
 
     async def __aenter__(self) -> Self:
-        """Open the database, bring the schema up to date, and encrypt tasks stored in clear by an older version.
-        Raises ServiceError."""
+        """Open the database, and bring the schema up to date. Raises ServiceError."""
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
-            if len(self._migrations) >= SEALING:  # fewer only in tests, which make older databases
-                self._key = await self._find_key()
-                await self._seal_all()
+            self._key = await self._find_key()
         except BaseException:  # also when cancelled: the database's threads must not be left running
             await self._db.close()
             raise
@@ -137,28 +132,9 @@ class Store:
         if (key := await asyncio.to_thread(self._key_source.load)) is not None:
             return key
         # A new key must not replace a lost key, because queued tasks could not be run any more.
-        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 1 AND state <> ?", (REMOVED,))):
+        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE state <> ? LIMIT 1", (REMOVED,))):
             raise self._key_source.missing()
         return await asyncio.to_thread(self._key_source.make)
-
-    async def _seal_all(self) -> None:
-        """Encrypt the specs and callback URLs of databases of older versions, a few groups at a time."""
-
-        async def body(tx: Connection) -> bool:
-            found = await tx.fetch(f"SELECT id, spec, callback_url FROM groups WHERE sealed = 0 LIMIT {SEALED_AT_ONCE}")
-            for group_id, spec, url in found:
-                sealed = None if url is None else self._sealed_url(url, group_id)
-                for (due,) in await tx.fetch("SELECT url FROM outbox WHERE group_id = ?", (group_id,)):
-                    values = (self._sealed_url(due, group_id), group_id)
-                    await tx.execute("UPDATE outbox SET url = ? WHERE group_id = ?", values)
-                sql = "UPDATE groups SET spec = ?, callback_url = ?, sealed = 1 WHERE id = ?"
-                await tx.execute(sql, (self._key.seal(bytes(spec), _spec_of(group_id)), sealed, group_id))
-            return bool(found)
-
-        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE sealed = 0 LIMIT 1")):
-            async with self._db.overwriting():
-                while await self._db.write(body):
-                    pass
 
     def _sealed_url(self, url: str, group_id: str) -> str:
         return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
@@ -226,8 +202,8 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes, submitted_by, tenant, sealed)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by, tenant)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     sealed,

@@ -232,11 +232,15 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
     return "".join(written)
 
 
-def pip(*words: str) -> None:
-    """Run pip. Raises InvalidField with the end of pip's output."""
+def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
+    """Run pip. Raises InvalidField with the end of pip's output, or with the time limit."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        message = f"pip {words[0]} did not end within {seconds:g} s"
+        raise InvalidField(message, field="source", hint="is the package index reachable?") from error
     if done.returncode != 0:
         raise InvalidField(f"pip {words[0]} failed: {done.stderr.strip()[-500:]}", field="source")

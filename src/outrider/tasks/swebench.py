@@ -15,7 +15,6 @@ from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
-from outrider.sandbox.runtimes.guest.filesystem.patch import PatchRefused
 from outrider.tasks.datasets import Example, Gold, filled, known_columns, read_rows
 from outrider.text_files import check_depth
 
@@ -89,7 +88,7 @@ def swebench_example(
     command = test_command or row.get("test_command")
     try:
         changed = files_of(row["test_patch"])
-    except PatchRefused as error:
+    except ValueError as error:
         if command is not None:
             raise InvalidField(f"the test patch of {where} cannot be applied: {error}", field="test_patch") from error
         changed = set()

@@ -5,13 +5,14 @@ Invariant: an option that would let every run pass is refused, such as an empty 
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from outrider.sandbox.runtimes.guest.filesystem.patch import PatchRefused, read_patch
 from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
@@ -31,6 +32,12 @@ CONFIGURATION = (
 Python's path, names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
 """Files that name programs for git to run, and from which git restores the original files."""
+HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
+SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
+"""The line that names a file without hunks, such as a new empty file. If its names differ, further lines name both."""
+PREFIX = re.compile(r"^[abciwo12]/")
+"""Git's prefixes of names: a/ and b/, others with `diff.mnemonicPrefix`, 1/ and 2/ with --no-index."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
@@ -89,15 +96,46 @@ class SwebenchOptions(Spec):
             raise ValueError(f"'test_patch' has {lines} lines; the maximum is {PATCH_LINES}")
         try:
             files_of(self.test_patch or "")
-        except PatchRefused as error:
+        except ValueError as error:
             raise ValueError(f"'test_patch' is no diff: {error}") from error
         return self
 
 
 def files_of(patch: str) -> set[str]:
-    """Return the paths in a diff, before and after the change. Raises PatchRefused for an invalid or binary diff."""
-    patches = read_patch(patch.encode("utf-8", "surrogateescape")) if patch.strip() else []
-    return {name for one in patches for name in (one.old, one.new) if name is not None}
+    """Return the paths in a diff, before and after the change. Raises ValueError for an invalid diff."""
+    files: set[str] = set()
+    lines = iter(patch.split("\n"))
+    for line in lines:
+        if hunk := HUNK.match(line):
+            old, new = (int(count or 1) for count in hunk.groups())
+            while old > 0 or new > 0:
+                # Editors strip the blank of an empty context line.
+                sign = (next(lines, "cut") or " ")[:1]
+                if sign not in " -+\\":
+                    raise ValueError("a hunk is cut short, or its header counts wrong")
+                old, new = old - (sign in " -"), new - (sign in " +")
+        elif named := NAMED.match(line) or SAME.match(line):
+            name = plain_name(named["name"])
+            if not line.startswith(("rename", "copy")):  # these names have no prefix
+                name = PREFIX.sub("", name)
+            if name == "/dev/null":
+                continue
+            if {"", ".", ".."} & set(name.split("/")):
+                raise ValueError(f"{name}: a patch may only name files below its folder")
+            files.add(name)
+    if patch.strip() and not files:
+        raise ValueError("no line of it names a file")
+    return files
+
+
+def plain_name(field: str) -> str:
+    """Return the name in a field of a diff: in quotes with backslashes, or up to a tab."""
+    name = field.rstrip("\r").partition("\t")[0]
+    if name.startswith('"'):
+        name = codecs.escape_decode(name.strip('"').encode("utf-8", "surrogateescape"))[0].decode(
+            "utf-8", "surrogateescape"
+        )
+    return name
 
 
 def test_folder(path: str) -> str | None:

@@ -25,7 +25,17 @@ MAX_PATHS = 10_000
 """Maximum number of paths that `glob` returns by default."""
 
 MAX_PATCH = 16 << 20
-"""Maximum bytes of a patch's text, and of each changed file."""
+"""Maximum bytes of a patch's text."""
+PATCH_SECONDS = 120.0
+GIT_APPLY = ("git", "apply", "--whitespace=nowarn", "-")
+GIT_ENVIRONMENT = {
+    "GIT_DIR": "/dev/null",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "LC_ALL": "C",
+}
+"""Variables that make git apply a patch to the files of a folder, whether or not the folder is in a repository."""
 
 LOG_TAIL = 4096
 """Maximum bytes of a failed program's output that the error includes."""
@@ -116,7 +126,7 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """A patch does not apply, and no file was changed. The text names the file and the hunk."""
+    """A patch does not apply, and no file was changed. The text is git's."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,9 +207,9 @@ class Runtime(Protocol):
         symbolic links. Raises RuntimeFailure for more than `limit` paths."""
         ...
 
-    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
-        """Apply a unified diff to the files below `cwd`, as `git apply` does: completely or not at all. Returns the
-        paths that were written or removed, as named in the diff. Raises PatchConflict."""
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
+        """Apply a unified diff to the files below `cwd` by `git apply`: completely or not at all. Raises PatchConflict,
+        and RuntimeFailure, with a hint, when the sandbox has no git."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:

@@ -1,4 +1,4 @@
-"""The files of a sandbox in memory. Globbing and patching work as in the tool server, which works on disk.
+"""The files of a sandbox in memory. Globbing works as in the tool server, which works on disk.
 
 There are no users, modes or links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
 Invariant: every file's folder exists, and no path is both a file and a folder.
@@ -10,9 +10,11 @@ import errno
 import fnmatch
 import os
 import posixpath
+import subprocess
+import tempfile
+from pathlib import Path
 
-from outrider.sandbox.runtimes.base import PatchConflict
-from outrider.sandbox.runtimes.guest.filesystem.patch import LINK_MODE, PLAIN_MODE, PatchEntry, PatchRefused, plan_patch
+from outrider.sandbox.runtimes.base import GIT_APPLY, GIT_ENVIRONMENT, PatchConflict
 
 
 class MemoryFiles:
@@ -76,33 +78,30 @@ class MemoryFiles:
         names = [posixpath.relpath(path, root) for path in self.below(root) if not end or self.is_folder(path)]
         return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
 
-    def patch(self, folder: str, text: bytes) -> list[str]:
-        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. Raises PatchConflict, and
-        OSError."""
-
-        def look(path: str) -> PatchEntry | None:
-            place = posixpath.join(folder, path)
-            if self.is_folder(place):
-                raise PatchRefused(f"{path}: not a regular file")
-            return PatchEntry(PLAIN_MODE, self.read(place)) if self.is_file(place) else None
-
-        try:
-            changes = plan_patch(text, look)
-            for path, entry in changes.items():
-                if entry is not None and entry.mode == LINK_MODE:
-                    raise PatchRefused(f"{path}: there are no symbolic links in memory")
-        except PatchRefused as conflict:
-            raise PatchConflict(str(conflict)) from None
-        for path in [path for path, entry in changes.items() if entry is None]:
-            self.remove(posixpath.join(folder, path))
-            # Like git, also remove folders that become empty.
-            while (path := posixpath.dirname(path)) and not self.below(posixpath.join(folder, path)):
-                self.remove(posixpath.join(folder, path))
-        for path, entry in changes.items():
-            if entry is not None:
-                self.make_folder(posixpath.dirname(posixpath.join(folder, path)))
-                self.write(posixpath.join(folder, path), entry.data)
-        return list(changes)
+    def patch(self, folder: str, text: bytes) -> None:
+        """Apply a diff to the files below a folder, as defined by `Runtime.patch`: the files are written to a folder of
+        the host, where git applies the diff, and read back. Blocks. Raises PatchConflict."""
+        with tempfile.TemporaryDirectory(prefix="outrider-patch-") as host:
+            for path in self.below(folder):
+                place = Path(host, posixpath.relpath(path, folder))
+                if self.is_folder(path):
+                    place.mkdir()
+                else:
+                    place.write_bytes(self._data[path])
+            environment = {"PATH": os.defpath, **GIT_ENVIRONMENT}
+            done = subprocess.run(GIT_APPLY, cwd=host, env=environment, input=text, capture_output=True, check=False)
+            if done.returncode != 0:
+                raise PatchConflict(done.stderr.decode(errors="replace").strip())
+            for path in self.below(folder):
+                self.remove(path)
+            for place in sorted(Path(host).rglob("*")):
+                path = posixpath.join(folder, str(place.relative_to(host)))
+                if place.is_symlink():
+                    raise PatchConflict(f"{path}: there are no symbolic links in memory")
+                if place.is_dir():
+                    self.make_folder(path)
+                else:
+                    self.write(path, place.read_bytes())
 
 
 def os_error(number: int, path: str) -> OSError:

@@ -26,7 +26,6 @@ from outrider.sandbox.runtimes.base import (
     Availability,
     ExecResult,
     NoShell,
-    PatchConflict,
     SandboxContext,
     Shell,
     ShellKind,
@@ -187,13 +186,10 @@ class MemoryRuntime:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
         return found
 
-    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
         self.check("write")
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        try:
-            return self._files.patch(self._path(cwd or "."), data)
-        except OSError as error:
-            raise PatchConflict(f"{error.filename}: {error.strerror}") from error
+        await asyncio.to_thread(self._files.patch, self._path(cwd or "."), data)
 
     async def upload(self, source: Path, target: str) -> None:
         self.check("write")

@@ -146,7 +146,7 @@ async def launch(
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
         tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
-        await configure(tools, first)
+        await configure(tools, msgspec.structs.replace(first, memory=0))  # memory is counted from the second set-up on
         descendants.hold()
         # The variables set by the image can only be read from the running server.
         image_env = of_image(await environment_of(tools))

@@ -1,6 +1,6 @@
 """Replies that a forked child writes, and that the server sends to the host in parts.
 
-Searching, patching and archiving may take long and touch many files, so a fork does the work and holds up no other
+Searching and archiving may take long and touch many files, so a fork does the work and holds up no other
 call. Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of
 bytes.
 """

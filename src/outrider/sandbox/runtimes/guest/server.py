@@ -21,7 +21,6 @@ from outrider.sandbox.runtimes.guest.command import Command
 from outrider.sandbox.runtimes.guest.connection import Calls, HostConnection
 from outrider.sandbox.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
 from outrider.sandbox.runtimes.guest.filesystem.glob import found_paths
-from outrider.sandbox.runtimes.guest.filesystem.patch import patched_files
 from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders, same_file
 from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
 from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
@@ -41,7 +40,7 @@ else:
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that globs or patches, in seconds and in bytes of its result. An agent can make a tree that takes
+"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree that takes
 forever to search."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
@@ -177,16 +176,10 @@ class Server:
         ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
 
     def do_glob(self, call: int, args: dict[str, Any]) -> None:
-        self._search(call, lambda: found_paths(args["root"], args["pattern"], args["limit"]))
-
-    def do_patch(self, call: int, args: dict[str, Any]) -> None:
-        self._search(call, lambda: patched_files(args["cwd"], args["text"], args["size"]))
-
-    def _search(self, call: int, work: Callable[[], bytes]) -> None:
         ChildReply(
             self.calls,
             call,
-            lambda fd: write_all(fd, work()),
+            lambda fd: write_all(fd, found_paths(args["root"], args["pattern"], args["limit"])),
             limit=SEARCH_BYTES,
             failed=SEARCH_FAILED,
             seconds=SEARCH_SECONDS,

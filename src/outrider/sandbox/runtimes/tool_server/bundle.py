@@ -60,7 +60,6 @@ MODULES = (
     "filesystem.trees",
     "filesystem.tree_writer",
     "filesystem.files",
-    "filesystem.patch",
     "filesystem.glob",
     "filesystem.restore",
     "memory_watch",

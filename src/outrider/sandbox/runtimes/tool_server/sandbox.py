@@ -26,9 +26,12 @@ from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.sandbox.runtimes.base import (
+    GIT_APPLY,
+    GIT_ENVIRONMENT,
     MAX_OUTPUT,
     MAX_PATCH,
     MAX_PATHS,
+    PATCH_SECONDS,
     Display,
     ExecResult,
     NoShell,
@@ -56,8 +59,7 @@ PIECE = 4 << 20
 """Maximum bytes of a file in one call."""
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
-CONFLICT_MAX = 1 << 16
-HELP_SECONDS = 90.0
+GLOB_SECONDS = 90.0
 RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
@@ -74,8 +76,6 @@ undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
-NAMED_MIN = 16
-"""Minimum bytes that a patch has for each changed file."""
 
 
 @dataclass(frozen=True)
@@ -291,30 +291,25 @@ class ToolServerSandbox:
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
         args = {"root": self._paths.place(fixed or "."), "pattern": wild, "limit": limit}
-        data = await self._helped("glob", args)
+        data = bytearray()
+        try:
+            await self.server.tools.call("glob", args, Done, seconds=GLOB_SECONDS, on_part=data.extend, room=MAX_ANSWER)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot glob in the sandbox: {error}", inside=True) from error
         if data.count(b"\0") > limit:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
         return [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
 
-    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         if len(data) > MAX_PATCH:
             raise PatchConflict(f"the patch is larger than {MAX_PATCH} bytes")
-        done = await self._helped("patch", {"cwd": self._paths.place(cwd or "."), "text": data, "size": MAX_PATCH})
-        if done[:1] != b"+":
-            raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
-        if done.count(b"\0") > len(data) // NAMED_MIN:
-            raise RuntimeFailure("the sandbox names more files than the patch has", inside=True)
-        return done[1:].decode("utf-8", "replace").split("\0")
-
-    async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
-        """Call a method that a fork of the tool server carries out, and join the parts of the reply."""
-        tools, whole = self.server.tools, bytearray()
-        try:
-            await tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True) from error
-        return bytes(whole)
+        done = await self.exec(GIT_APPLY, env=GIT_ENVIRONMENT, cwd=cwd, stdin=data, seconds=PATCH_SECONDS)
+        if done.exit_code in (1, 128):
+            raise PatchConflict(done.log_tail())
+        if done.exit_code != 0:
+            hint = "patches are applied by git: use an image that has it" if done.exit_code == 127 else None
+            raise RuntimeFailure("git applies no patch here", hint=hint, log_tail=done.log_tail(), inside=True)
 
     async def upload(self, source: Path, target: str) -> None:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):

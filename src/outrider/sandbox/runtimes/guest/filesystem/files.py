@@ -1,8 +1,8 @@
 """Files of a sandbox, for the host: opened for reading, written with their folders, archived.
 
 An agent may make any link, and the same path may lead the tool server elsewhere than the agent: the server has another
-`/proc/self`, with descriptors to which the agent has no path. Reading and archiving follow links, but never out of the
-sandbox's own files. Invariant: the type of a file is checked before the file is opened for reading, so that no pipe
+`/proc/self`, with descriptors to which the agent has no path. Reading, writing and archiving follow links, but never
+out of the sandbox's own files. Invariant: the type of a file is checked before the file is opened, so that no pipe
 blocks and no device is touched.
 """
 
@@ -17,8 +17,8 @@ from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER, Packer, ide
 KERNEL_FOLDERS = ("/proc/", "/sys/")
 
 
-def open_file(path: str, follow: bool) -> int:
-    """Return a descriptor of a regular file, for reading. Raises OSError, and ValueError for a file that is not
+def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> int:
+    """Return a descriptor of a regular file that exists. Raises OSError, and ValueError for a file that is not
     regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
@@ -30,7 +30,7 @@ def open_file(path: str, follow: bool) -> int:
         if kind != 0o100000:
             raise ValueError("not a regular file: " + path)
         # The file is opened by its descriptor, because the path may lead elsewhere by now.
-        return posix.open(f"/proc/self/fd/{held}", posix.O_RDONLY | posix.O_CLOEXEC)
+        return posix.open(f"/proc/self/fd/{held}", flags | posix.O_CLOEXEC)
     finally:
         posix.close(held)
 
@@ -65,14 +65,15 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    """Create, replace or extend a file, and make its missing folders. O_NONBLOCK is set, because opening a pipe without
-    a reader would block."""
-    flags = posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | (posix.O_APPEND if append else posix.O_TRUNC)
+    """Create, replace or extend a regular file, and make its missing folders."""
+    flags = posix.O_WRONLY | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
-        fd = posix.open(path, flags, 0o666)
+        fd = open_file(path, flags=flags)
     except FileNotFoundError:
         make_folders(folder_of(path) or ".")
-        fd = posix.open(path, flags, 0o666)
+        # The file may be a pipe by now: without O_NONBLOCK, opening a pipe would block.
+        posix.close(posix.open(path, posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | posix.O_CLOEXEC, 0o666))
+        fd = open_file(path, flags=flags)
     try:
         write_all(fd, data)
         posix.fchmod(fd, mode)

@@ -3,7 +3,7 @@
 Apart from PRELUDES, only POSIX features of the shell's language are used. Python and IPython report each result in a
 frame (see python_program.py), and the rich results in a frame are not decoded here. Invariants: whatever an input does,
 about two seconds after the input's time limit the shell takes the next input or has ended; a Python shell is reported
-as open only after its first frame.
+as open only after its first frame, and each program has OPEN_SECONDS to send this frame.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ TERMIOS_SIZE = 64
 FRAME_MAX = 10 << 20
 """Maximum bytes of a frame, more than any result needs. A longer frame was written to the descriptor by an input
 itself."""
+OPEN_SECONDS = 25.0
+"""Seconds after which a program that is not ready is killed, and the next command is tried. IPython takes long to load
+from a slow disk."""
 WHY_MAX = 2000
 """Maximum bytes kept of the output of an interpreter that did not start."""
 
@@ -122,6 +125,15 @@ class LiveShell:
             posix.set_blocking(fd, False)
         self.calls.loop.watch(self.output, POLL_READ, self._ready)
         self.calls.loop.exits[self.pid] = self._exited
+        if self.opening:
+            self.calls.loop.at(self, OPEN_SECONDS, self._not_ready)
+
+    def _not_ready(self) -> None:
+        self.drain()
+        self.why = self.capture.take() + b"[not ready after %d seconds]" % OPEN_SECONDS
+        self._kill()
+        del self.commands[0]
+        self._open_again()
 
     def _open_again(self) -> str:
         """Call `_open`, and return its error, "" for none. If the shell was not yet open, the error is also the reply
@@ -151,6 +163,7 @@ class LiveShell:
 
     def _answer_opening(self, fields: dict[str, Any]) -> None:
         call, self.opening = self.opening, 0
+        self.calls.loop.timers.pop(self, None)
         self.calls.running.pop(call, None)
         self.calls.reply(call, fields)
 
@@ -264,6 +277,7 @@ class LiveShell:
         self._release()
 
     def _release(self) -> None:
+        self.calls.loop.timers.pop(self, None)
         self.unsent.clear()
         self.blocked = False
         for fd in self.descriptors:
