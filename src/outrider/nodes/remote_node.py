@@ -23,9 +23,9 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
+from outrider.engines.pool.checks import MAX_COUNT
+from outrider.engines.pool.leader import PoolState, forwarded, note_uses, pool_state
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.reply_checks import MAX_COUNT
-from outrider.engines.pool.sharing import PoolState
 from outrider.errors import (
     Conflict,
     EngineUnavailable,
@@ -175,7 +175,7 @@ class RemoteNode:
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
-                self.send_pool_state(model, pool.state())
+                self.send_pool_state(model, pool_state(pool))
             try:
                 return await connection.run(ready, self._note_report)
             finally:
@@ -309,7 +309,7 @@ class NodeConnection:
         for slot in self._slots.values():
             slot.release()
         for pool in self._parts.pools.values():
-            pool.note_uses(self._name, {})
+            note_uses(pool, self._name, {})
             pool.policy.gate.forget(self._name)
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
@@ -422,7 +422,8 @@ class NodeConnection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    self._pool(used.model).note_uses(self._name, checked_uses(used.engines, stranger=self._dialled))
+                    uses = checked_uses(used.engines, stranger=self._dialled)
+                    note_uses(self._pool(used.model), self._name, uses)
             case Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # the node has only begun to follow the pool
@@ -432,7 +433,7 @@ class NodeConnection:
                 except ValueError as error:
                     raise Nonsense(f"it reports {error}") from error
             case CheckEngine():
-                self._pool(message.model).check_engine(message.engine)
+                self._pool(message.model).health.look(message.engine)
             case Leaving():
                 self.leaving = True
                 self._let_go()
@@ -587,7 +588,7 @@ class NodeConnection:
                     input_ids=np.frombuffer(asked.input_ids, dtype=np.int32),
                     sampling=asked.sampling,
                 )
-            async with aclosing(self._parts.pools[asked.model].forward(asked.engine, request)) as chunks:
+            async with aclosing(forwarded(self._parts.pools[asked.model], asked.engine, request)) as chunks:
                 async for chunk in chunks:
                     await self.link.room()
                     if isinstance(chunk, Chunk):

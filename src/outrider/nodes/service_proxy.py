@@ -21,7 +21,8 @@ import numpy as np
 from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
-from outrider.engines.pool.sharing import EngineState, GateReport
+from outrider.engines.pool.policy import GateReport
+from outrider.engines.pool.record import EngineState
 from outrider.errors import OutriderError, ServiceError, error_from, record_of
 from outrider.lifecycle import SessionState, StopReason
 from outrider.nodes.messages import (
@@ -277,7 +278,7 @@ class ServiceProxy:
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():
-                pools[message.model].pool.set_loads_elsewhere(message.loads)
+                pools[message.model].set_loads(message.loads)
             case NodeSetup() | Beat():
                 pass
 
@@ -328,7 +329,7 @@ class ServiceProxy:
         self._link.send_encoded(frame)
 
     def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
-        uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
+        uses = tuple(ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
         report = Report(stats=node.stats(), uses=uses, images=images)
         if report != self._reported:
             self._reported = report
@@ -428,7 +429,7 @@ class SharedResources(NodeResources):
 
 
 class ModelLeader:
-    """The `engines.pool.followed_policy.Leader` of one model's pool."""
+    """The `engines.pool.follower.Leader` of one model's pool."""
 
     def __init__(self, service: ServiceProxy, model: str | None) -> None:
         self._service = service
