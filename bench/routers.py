@@ -15,7 +15,8 @@ from typing import cast
 
 from bench.fleet import Call, Path, Session
 from outrider.engines.base import Engine, EngineHealth
-from outrider.engines.pool.affinity import Affinity, EngineRecord
+from outrider.engines.pool.placement import Placement
+from outrider.engines.pool.record import EngineRecord
 from outrider.trajectory import LogprobKind, TokenMode
 
 VIRTUAL_NODES = 160
@@ -28,7 +29,7 @@ class Outrider:
     """The placement of `EnginePool`, made with the pool's own classes, which need a running event loop."""
 
     def __init__(self) -> None:
-        self._affinity = Affinity()
+        self._placement = Placement()
         self._members: dict[str, EngineRecord] = {}
 
     def join(self, engine: str) -> None:
@@ -36,25 +37,25 @@ class Outrider:
             cast(Engine, _NamedEngine(engine)), EngineHealth(ok=True), kind="simulated", url=None, owned=False
         )
         self._members[engine] = member
-        self._affinity.refresh(member)
+        self._placement.refresh(member)
 
     def choose(self, call: Call) -> str:
-        self._affinity.rebalance(call.session.name)
-        member = self._affinity.pick(call.session.name, (True, False))
+        self._placement.rebalance(call.session.name)
+        member = self._placement.pick(call.session.name, (True, False))
         assert member is not None
         member.enter()
-        self._affinity.set_context(call.session.name, member, call.prompt)
-        self._affinity.refresh(member)
+        self._placement.set_context(call.session.name, member, call.prompt)
+        self._placement.refresh(member)
         return member.name
 
     def ended(self, call: Call, engine: str) -> None:
         member = self._members[engine]
         member.leave(call.reply)
-        self._affinity.set_context(call.session.name, member, call.prompt + call.reply)
-        self._affinity.refresh(member)
+        self._placement.set_context(call.session.name, member, call.prompt + call.reply)
+        self._placement.refresh(member)
 
     def over(self, session: Session) -> None:
-        self._affinity.release(session.name)
+        self._placement.release(session.name)
 
 
 class _NamedEngine:

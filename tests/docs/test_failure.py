@@ -6,9 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import outrider
 from docs.pages import ROOT, page
+from outrider.engines.pool.record import EngineTask
 from outrider.sessions.blame import ANY, RULES, Blame, BlameRule, Facts
 
 SOURCES = Path(outrider.__file__).parent
@@ -61,6 +63,7 @@ def test_all_background_work_is_listed() -> None:
     listed = {name for row in rows for name in re.findall("`([^`]+)`", row)}
     found = set(names())
     assert len(found) > 20
+    found |= {f"{what} …" for what in get_args(EngineTask)}
     assert found <= listed
     # These are variables where they are noted, or are started by an owner that the file does not make.
     others = {"process of node …", "use engine …", "checkpoints of the database", "start a sandbox for an evaluation"}

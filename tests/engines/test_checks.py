@@ -22,8 +22,10 @@ from outrider.engines.base import (
     SamplingParams,
 )
 from outrider.engines.http.client import MAX_ANSWER
-from outrider.engines.pool.pool import FAILOVERS, GOOD_REPLIES, EnginePool, PoolReply
-from outrider.engines.pool.reply_checks import FREE_CHARACTERS, ChatCheck, TokenCheck
+from outrider.engines.pool.call import FAILOVERS, PoolReply
+from outrider.engines.pool.checks import FREE_CHARACTERS, ChatCheck, TokenCheck
+from outrider.engines.pool.health import GOOD_REPLIES
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineMisbehaved
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Message, Role, ToolCall

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
-from outrider.engines.pool.followed_policy import FollowedPolicy
-from outrider.engines.pool.follower import PoolFollower
-from outrider.engines.pool.policy import PolicyGate
+from outrider.engines.pool.follower import FollowedPolicy, PoolFollower
+from outrider.engines.pool.leader import PoolState
+from outrider.engines.pool.policy import GateReport, PolicyGate
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
+from outrider.engines.pool.record import EngineState
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache

@@ -13,7 +13,8 @@ from engines.routers import SOON
 from engines.test_pool import IDS, engine_of, request
 from engines.upstream import Answer, upstream
 from outrider.concurrency.retries import RetryPolicy
-from outrider.engines.pool.pool import AnyEngine, EnginePool
+from outrider.engines.base import AnyEngine
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch, NotFound
 from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine

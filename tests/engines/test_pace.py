@@ -11,9 +11,11 @@ import pytest
 
 from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import EngineOptions
-from outrider.engines.pool.affinity import EngineUse
+from outrider.engines.pool.follower import apply_state
+from outrider.engines.pool.leader import note_uses, pool_state
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.record import EngineUse, use_of
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.nodes.claims import checked_uses
 from support.clock import pass_time
@@ -197,15 +199,15 @@ async def test_a_pool_learns_the_pace_of_its_followers_and_tells_it_to_the_other
         await pool.add_engine(engine())
         changes = list[None]()
         pool.changes.subscribe(changes.append)
-        pool.note_uses("one", {"a": EngineUse(pace=SLOW)})
+        note_uses(pool, "one", {"a": EngineUse(pace=SLOW)})
         assert pool.paces()["a"].pace == SLOW
         assert changes == [None]
-        [state] = pool.state().engines
+        [state] = pool_state(pool).engines
         assert state.pace == SLOW
         newer = msgspec.structs.replace(SLOW, per_token=2.0, calls=400)
-        pool.note_uses("one", {"a": EngineUse(pace=newer)})
+        note_uses(pool, "one", {"a": EngineUse(pace=newer)})
         assert pool.paces()["a"].pace == newer
-        pool.note_uses("one", {})
+        note_uses(pool, "one", {})
         assert pool.paces()["a"].pace == SLOW  # the pace that it reported first
 
 
@@ -240,12 +242,12 @@ async def test_what_the_consumer_does_is_no_pace_of_the_engines(way: str) -> Non
 async def test_a_follower_takes_the_pace_over_unless_it_knows_it() -> None:
     async with EnginePool() as leader, EnginePool() as follower:
         await leader.add_engine(engine())
-        [state] = leader.state().engines
+        [state] = pool_state(leader).engines
         await follower.adopt(state, engine())
-        follower.apply_state(msgspec.structs.replace(state, pace=SLOW))
-        assert follower.uses()["a"].pace == SLOW
-        follower.apply_state(msgspec.structs.replace(state, pace=msgspec.structs.replace(SLOW, per_token=2.0)))
-        assert follower.uses()["a"].pace == SLOW
+        apply_state(follower, msgspec.structs.replace(state, pace=SLOW))
+        assert use_of(follower.members["a"]).pace == SLOW
+        apply_state(follower, msgspec.structs.replace(state, pace=msgspec.structs.replace(SLOW, per_token=2.0)))
+        assert use_of(follower.members["a"]).pace == SLOW
 
 
 def test_the_pace_that_a_node_of_somebody_elses_reports_is_not_believed() -> None:

@@ -22,9 +22,10 @@ from outrider.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
-from outrider.engines.pool.affinity import TOKENS_PER_REQUEST
-from outrider.engines.pool.pool import FAILOVERS, EnginePool
-from outrider.engines.pool.reply_checks import overflow_fault
+from outrider.engines.pool.call import FAILOVERS
+from outrider.engines.pool.checks import overflow_fault
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.record import TOKENS_PER_REQUEST
 from outrider.errors import (
     Conflict,
     ContextOverflow,

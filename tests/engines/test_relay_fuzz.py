@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engines.contract import chunks_of
 from outrider.engines.base import EngineHealth, GenerateRequest
-from outrider.engines.pool.reply_checks import LOWEST, ROUNDING
+from outrider.engines.pool.checks import LOWEST, ROUNDING
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     TO_WORKER,

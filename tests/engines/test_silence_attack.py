@@ -13,9 +13,10 @@ import pytest
 
 from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
-from outrider.engines.pool.affinity import EngineRecord
+from outrider.engines.pool.leader import pool_state
 from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.record import EngineRecord
 from outrider.engines.pool.silence import Flight
 from outrider.errors import EngineSilent, EngineUnavailable
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -153,7 +154,7 @@ async def test_such_a_relay_keeps_the_calls_of_other_processes_too() -> None:
     service = Service()
     async with EnginePool() as leader, EnginePool(probing=SOON) as pool:
         await leader.add_engine(engine_of("a", Relay))
-        [state] = leader.state().engines
+        [state] = pool_state(leader).engines
         await pool.adopt(state, ForwardedEngine(cast(Any, service), None, state))
         call = Call(pool, "s")
         await answered(call, seconds=400)
@@ -361,7 +362,7 @@ async def test_a_follower_that_doubts_a_frozen_engine_does_not_keep_others_from_
         await pool.add_engine(a)
         await known(pool)
         a.hang()
-        pool.check_engine("a")
+        pool.health.look("a")
         await pool.add_engine(b)
         call = Call(pool, "s")
         await until(lambda: not pool.status()[0].ok, 60 + LIMITS.least + LIMITS.check + 10)

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
-from outrider.engines.pool.affinity import EngineUse
-from outrider.engines.pool.sharing import GateReport
+from outrider.engines.pool.policy import GateReport
+from outrider.engines.pool.record import EngineUse
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
@@ -549,11 +549,11 @@ async def test_a_claim_of_a_version_does_not_raise_the_policys(start: Starts) ->
         await running.service.pool.add_engine(Plain())
         uses = {"plain": EngineUse(version=(1 << 31) - 1)}
         await node.say(replace(report(), uses=(ModelUses(model=None, engines=uses),)))
-        member = running.service.pool._members["plain"]
+        member = running.service.pool.members["plain"]
         async with asyncio.timeout(30):
             while "bad" not in member.uses:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            while member.check is not None:  # noqa: ASYNC110
+            while member.runs("check"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert running.service.pool.policy.version == 0
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 import pytest
 
 from outrider.config import Config, LanesConfig, SandboxesConfig
+from outrider.engines.pool.leader import pool_state
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
@@ -145,9 +146,9 @@ async def test_a_machine_grades_again_what_another_has_kept(start: Starts, token
 async def test_engines_of_this_machine_are_reached_through_it(start: Starts, tokenizer: Path) -> None:
     async with start(processes=0) as running, served(StampingEngine(tokenizer)) as url:
         await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
-        (engine,) = running.service.pool.state().engines
+        (engine,) = pool_state(running.service.pool).engines
         assert engine.spec is not None
-        (elsewhere,) = _without_local(running.service.pool.state()).engines
+        (elsewhere,) = _without_local(pool_state(running.service.pool)).engines
         assert (elsewhere.spec, elsewhere.url) == (None, url)
 
 

@@ -100,7 +100,7 @@ async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(w
         submitted = await w.submit(**task_of(1 << 20))
         await first_answer(w, asked)
         silence = Silence(w, "engine is away")
-        w.service.pool.check_engine("scripted")
+        w.service.pool.health.look("scripted")
         await some_time(20)
         silence.heal()
         await settled(w, submitted.id, 400)

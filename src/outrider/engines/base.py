@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -127,7 +127,7 @@ class Engine(Protocol):
     """An inference backend that takes token ids.
 
     `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between chunks.
-    Closing the generator aborts the generation upstream. The pool checks every chunk (`pool.reply_checks`). `health`
+    Closing the generator aborts the generation upstream. The pool checks every chunk (`pool.checks`). `health`
     never raises. `start` and `close` are called once, by the owner of the engine.
     """
 
@@ -154,6 +154,16 @@ class ChatEngine(Protocol):
     async def close(self) -> None: ...
     def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]: ...
     async def health(self) -> EngineHealth: ...
+
+
+AnyEngine = Engine | ChatEngine
+
+
+def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
+    """Begin a generation, and return the engine's own stream of `Chunk` or `ChatChunk`."""
+    if isinstance(request, GenerateRequest):
+        return cast(Engine, engine).generate(request)
+    return cast(ChatEngine, engine).chat(request)
 
 
 @runtime_checkable

@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from outrider.engines.pool.affinity import EngineUse
-from outrider.engines.pool.reply_checks import LOWEST, MAX_COUNT, ROUNDING
+from outrider.engines.pool.checks import LOWEST, MAX_COUNT, ROUNDING
+from outrider.engines.pool.record import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
 from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD
@@ -256,7 +256,7 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
 
 
 def _could_be_sampled(call: AddTurn, given: Given) -> bool:
-    """Repeat the checks of `engines.pool.reply_checks`, because the service has not seen the engine's reply."""
+    """Repeat the checks of `engines.pool.checks`, because the service has not seen the engine's reply."""
     turn = call.turn
     prompt, output = unpack_ids(turn.prompt_delta), unpack_ids(turn.output_ids)
     if len(prompt) and prompt.min() < 0:

@@ -20,6 +20,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Feed
 from outrider.config import Config
+from outrider.engines.pool.leader import pool_state
 from outrider.errors import UNREADABLE, ErrorRecord, storable
 from outrider.nodes.joined_settings import host_id, settings_for_node
 from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, NodeHello, NodeWelcome
@@ -151,7 +152,7 @@ class JoinedNodes:
             member.begun = True
             self._publisher.nodes.append(node)
             for model, pool in self._parts.pools.items():  # the states may have changed since `serve` sent them
-                node.send_pool_state(model, pool.state())
+                node.send_pool_state(model, pool_state(pool))
             self.added.publish(node)
 
         async def ended() -> None:

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 import msgspec
 
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
-from outrider.engines.pool.affinity import EngineUse
-from outrider.engines.pool.sharing import GateReport, PoolState
+from outrider.engines.pool.leader import PoolState
+from outrider.engines.pool.policy import GateReport
+from outrider.engines.pool.record import EngineUse
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.sandbox.rootfs.store import RootImage

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.engines.pool.sharing import PoolState
+from outrider.engines.pool.leader import PoolState, loads_elsewhere, pool_state
 from outrider.nodes.remote_node import Pools, RemoteNode
 
 LOADS_SECONDS = 0.1
@@ -51,7 +51,7 @@ class PoolPublisher:
         failure: Exception | None = None
         for model, pool in self._pools.items():
             try:
-                state = pool.state()
+                state = pool_state(pool)
                 if state != self._published.get(model):
                     for node in self.nodes:
                         node.send_pool_state(model, state)
@@ -65,5 +65,5 @@ class PoolPublisher:
     async def _publish_loads(self) -> None:
         names = [node.name for node in self.nodes]
         for model, pool in self._pools.items():
-            for node, loads in zip(self.nodes, pool.loads(names), strict=True):
+            for node, loads in zip(self.nodes, loads_elsewhere(pool, names), strict=True):
                 node.send_loads(model, loads)

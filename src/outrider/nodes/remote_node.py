@@ -22,9 +22,9 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
+from outrider.engines.pool.checks import MAX_COUNT
+from outrider.engines.pool.leader import PoolState, forwarded, note_uses, pool_state
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.reply_checks import MAX_COUNT
-from outrider.engines.pool.sharing import PoolState
 from outrider.errors import (
     Conflict,
     EngineUnavailable,
@@ -168,7 +168,7 @@ class RemoteNode:
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
-                self.send_pool_state(model, pool.state())
+                self.send_pool_state(model, pool_state(pool))
             try:
                 return await connection.run(ready, self._note_report)
             finally:
@@ -277,7 +277,7 @@ class NodeConnection:
         for slot in self._left:
             slot.release()
         for pool in self._parts.pools.values():
-            pool.note_uses(self._name, {})
+            note_uses(pool, self._name, {})
             pool.policy.gate.forget(self._name)
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
@@ -342,7 +342,8 @@ class NodeConnection:
             case Report():
                 self._note_report(message)
                 for used in message.uses:
-                    self._pool(used.model).note_uses(self._name, checked_uses(used.engines, stranger=self._dialled))
+                    uses = checked_uses(used.engines, stranger=self._dialled)
+                    note_uses(self._pool(used.model), self._name, uses)
             case Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # the node has only begun to follow the pool
@@ -352,7 +353,7 @@ class NodeConnection:
                 except ValueError as error:
                     raise Nonsense(f"it reports {error}") from error
             case CheckEngine():
-                self._pool(message.model).check_engine(message.engine)
+                self._pool(message.model).health.look(message.engine)
             case Leaving():
                 self.leaving = True
                 self._let_go()
@@ -465,7 +466,7 @@ class NodeConnection:
         pool = self._pool(call.model)
         if not 0 < sampling.max_tokens <= MAX_COUNT:
             raise Nonsense(f"a generation of {sampling.max_tokens} tokens")
-        return self._forwarded(pool.forward(call.engine, request))
+        return self._forwarded(forwarded(pool, call.engine, request))
 
     async def _forwarded(self, chunks: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
         sizes = self.calls.streams(GenerateTokens, GenerateChat)

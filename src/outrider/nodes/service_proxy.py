@@ -20,7 +20,8 @@ import numpy as np
 from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
-from outrider.engines.pool.sharing import EngineState, GateReport
+from outrider.engines.pool.policy import GateReport
+from outrider.engines.pool.record import EngineState
 from outrider.errors import OutriderError
 from outrider.lifecycle import SessionState
 from outrider.nodes.calls import Handler, LinkCalls
@@ -194,7 +195,7 @@ class ServiceProxy:
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():
-                pools[message.model].pool.set_loads_elsewhere(message.loads)
+                pools[message.model].set_loads(message.loads)
             case NodeSetup() | Beat():
                 pass
 
@@ -222,7 +223,7 @@ class ServiceProxy:
         return await self._ready[0].pull_image(call.reference, call.name)
 
     def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
-        uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
+        uses = tuple(ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
         report = Report(stats=node.stats(), uses=uses, images=images)
         if report != self._reported:
             self._reported = report
@@ -293,7 +294,7 @@ class SharedResources(NodeResources):
 
 
 class ModelLeader:
-    """The `engines.pool.followed_policy.Leader` of one model's pool."""
+    """The `engines.pool.follower.Leader` of one model's pool."""
 
     def __init__(self, service: ServiceProxy, model: str | None) -> None:
         self._service = service

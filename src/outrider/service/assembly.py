@@ -18,7 +18,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.offload import OffloadThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
-from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
+from outrider.engines.pool.follower import FollowedPolicy, Leader
 from outrider.engines.pool.pace import RememberedPace
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool

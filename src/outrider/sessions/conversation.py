@@ -19,7 +19,7 @@ from outrider.concurrency.offload import Steps
 from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.affinity import ServingEngine
+from outrider.engines.pool.record import ServingEngine
 from outrider.errors import (
     ContextOverflow,
     EngineError,

@@ -31,7 +31,7 @@ from outrider.engines.adapters.server_api import (
 from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, encode
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.engines.pool.reply_checks import max_characters, too_long
+from outrider.engines.pool.checks import max_characters, too_long
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode

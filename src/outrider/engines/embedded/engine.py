@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Capability, Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError
@@ -56,7 +55,6 @@ class EmbeddedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.RAW
-    constraints = frozenset(ConstraintKind)
     capabilities = frozenset({Capability.VERSIONED_CACHE})
 
     def __init__(self, options: EngineOptions) -> None:
@@ -100,11 +98,7 @@ class EmbeddedEngine:
         thread = self._running()
         if len(self._outputs) >= MAX_REQUESTS:
             raise EngineUnavailable(f"engine {self.name} has {MAX_REQUESTS} requests already")
-        if request.sampling.constraint is None:
-            sequence = thread.checker.check(request)
-        else:  # compiling a schema may take a second
-            sequence = await asyncio.to_thread(thread.checker.check, request)
-            thread = self._running()  # the thread may have ended meanwhile
+        sequence = thread.checker.check(request)
         output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # max_tokens bounds the queue
         self._outputs[sequence] = output
         thread.post(lambda batch: batch.add(sequence))

@@ -1,7 +1,7 @@
 """Samples one token for each sequence from its logits, with the sequence's own parameters and random numbers.
 
-Invariant: the reported log-probability is computed from the raw logits (log-softmax before penalties, bias, grammar,
-temperature and truncation), whatever distribution the token was drawn from.
+Invariant: the reported log-probability is computed from the raw logits (log-softmax before penalties, bias, temperature
+and truncation), whatever distribution the token was drawn from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outrider.engines.base import SamplingParams
-from outrider.engines.embedded.structured_output import Grammar
 from outrider.errors import EngineRejected
 
 
@@ -26,12 +25,11 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class SamplingState:
-    """One sequence's sampling parameters, its random numbers, and the effects of earlier tokens on later ones (counts
-    for the penalties, the position in the grammar). The same seed gives the same tokens again."""
+    """One sequence's sampling parameters, its random numbers, and counts of earlier tokens for the penalties. The
+    same seed gives the same tokens again."""
 
-    def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = (), grammar: Grammar | None = None) -> None:
+    def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = ()) -> None:
         self.params = params
-        self.grammar = grammar
         self._prompt = frozenset(map(int, prompt)) if params.repetition_penalty != 1 else frozenset[int]()
         self._output: Counter[int] = Counter()
         self._generator = torch.Generator()
@@ -44,8 +42,6 @@ class SamplingState:
         """Record the token that was sampled."""
         if self.params.altered:
             self._output[token] += 1
-            if self.grammar is not None:
-                self.grammar.accept(token)
 
     def alter(self, logits: Tensor) -> None:
         """Change one row of logits (vocab,) in place: bias, penalties (as vLLM applies them), then forbidden tokens."""
@@ -59,15 +55,10 @@ class SamplingState:
             tokens = torch.tensor(list(self._output))
             counts = torch.tensor(list(self._output.values()), dtype=logits.dtype)
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-        allowed = torch.ones(len(logits), dtype=torch.bool)
-        if self.grammar is not None and not self.grammar.finished:
-            allowed = torch.from_numpy(self.grammar.allowed())
         if self._output.total() < params.min_tokens:
-            longer = allowed.clone()
-            longer[[token for token in params.stop_token_ids if token < len(longer)]] = False
-            # A complete grammar allows only stop ids. They stay allowed then, also before min_tokens.
-            allowed = longer if longer.any() else allowed
-        logits[~allowed] = -torch.inf
+            stops = {token for token in params.stop_token_ids if token < len(logits)}
+            if len(stops) < len(logits):  # one token must stay possible
+                logits[list(stops)] = -torch.inf
 
     def uniform(self) -> float:
         """Return the next random number in [0, 1). Greedy sampling consumes none."""

@@ -6,14 +6,11 @@ for a token, the sampling parameters are in range.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 
 from outrider.engines.base import GenerateRequest, SamplingParams
 from outrider.engines.embedded.sampler import SampledToken, SamplingState, check_sampling
-from outrider.engines.embedded.structured_output import GrammarCompiler
 from outrider.errors import ContextOverflow, EngineRejected, Overflow
 from outrider.tokens.rendering.tokenizer import TextStream, Tokenizer
 from outrider.trajectory import FinishReason, Ids, VersionSpan
@@ -77,11 +74,7 @@ class TokenSequence:
         self.last = sampled.token
         self._versions.append(version)
         self.sampling.accept(sampled.token)
-        stop = self._stops.push(sampled.token)
-        grammar = self.sampling.grammar
-        if stop is None and grammar is not None and grammar.finished:
-            return SequenceStop(FinishReason.ABORT if grammar.failed else FinishReason.STOP)
-        return stop
+        return self._stops.push(sampled.token)
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Return the policy versions of the output's tokens, as half-open spans over the output."""
@@ -97,25 +90,29 @@ class TokenSequence:
 class RequestChecker:
     """Turns a request that fits the model into a sequence, and refuses every other request.
 
-    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings and structured output need a
-    tokenizer.
+    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings need a tokenizer.
     """
 
     def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
         self.context = context
         self._vocab = vocab
         self._tokenizer = tokenizer
-        self._grammars = GrammarCompiler(Path(tokenizer.name_or_path), vocab) if tokenizer else None
 
     def encode(self, text: str) -> list[int] | None:
         """Return the model's ids of a text, including special tokens in the text; None without a tokenizer."""
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """Make the sequence for a request. The output ends at the latest where the context ends. A constraint is
-        compiled, which may take a second. Raises ContextOverflow or EngineRejected."""
+        """Make the sequence for a request. The output ends at the latest where the context ends. Raises
+        ContextOverflow or EngineRejected."""
         sampling = request.sampling
         check_sampling(sampling)
+        if sampling.constraint is not None:
+            raise EngineRejected(
+                "this engine cannot constrain a reply to a form",
+                field="constraint",
+                hint="engines that can: docs/engines.md, structured output",
+            )
         prompt: Ids = np.ascontiguousarray(request.input_ids, dtype=np.int32)
         if len(prompt) == 0:
             raise EngineRejected("the prompt is empty", field="input_ids")
@@ -131,11 +128,6 @@ class RequestChecker:
             raise EngineRejected("stop strings need a tokenizer.json in the model's folder", field="stop")
         if any(not 0 <= token < self._vocab for token in sampling.logit_bias):
             raise EngineRejected("logit_bias has ids outside the model's vocabulary", field="logit_bias")
-        grammar = None
-        if sampling.constraint is not None:
-            if self._grammars is None:
-                raise EngineRejected("structured output needs a tokenizer.json in the model's folder")
-            grammar = self._grammars.compile(sampling.constraint, sampling.stop_token_ids)
         text = self._tokenizer.stream() if sampling.stop and self._tokenizer else None
         stops = StopChecker(sampling, limit=min(sampling.max_tokens, room), text=text)
-        return TokenSequence(prompt, SamplingState(sampling, prompt=prompt, grammar=grammar), stops)
+        return TokenSequence(prompt, SamplingState(sampling, prompt=prompt), stops)

@@ -2,23 +2,26 @@
 
 The leading pool sends `PoolState`s. It has checked the engines, and only the leader orders engines to pause, to load
 weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to the
-leader, no generation begins here until the leader resumes. No generation begins on an engine that the leader does not
-use, by the last state applied here.
+leader, no generation begins here until the leader resumes; generations still in flight can be cut off, and continue
+after the pause as new requests. No generation begins on an engine that the leader does not use, by the last state
+applied here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, cast
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.engines.base import RemembersVersions
-from outrider.engines.pool.followed_policy import FollowedPolicy
-from outrider.engines.pool.pool import REMOVAL_SECONDS, AnyEngine, EnginePool
-from outrider.engines.pool.sharing import EngineState, PoolState
+from outrider.engines.base import AnyEngine, EngineHealth, HoldsBack, RemembersVersions
+from outrider.engines.pool.leader import PoolState
+from outrider.engines.pool.policy import GateReport, KnownPolicy, Policy
+from outrider.engines.pool.pool import REMOVAL_SECONDS, EnginePool
+from outrider.engines.pool.record import EngineRecord, EngineState, EngineUse, use_of
+from outrider.errors import EngineError, EngineUnavailable
 from outrider.spec import EngineSpec
 
 log = logging.getLogger("outrider.engine")
@@ -28,6 +31,78 @@ ADOPT_SECONDS = 30.0
 """Timeout for starting an engine here."""
 AGAIN_SECONDS = 1.0
 """Seconds after which an engine that failed to start is tried again."""
+
+
+class Leader(Protocol):
+    """The leading pool, for a following pool's reports: the state of its gate, and failures of engines in its
+    process."""
+
+    def settled(self, report: GateReport) -> None: ...
+    def engine_failed(self, engine: str) -> None: ...
+
+
+class FollowedPolicy(Policy):
+    """The leader's policy. It sends engines no orders. It reports its gate to the leader after each change of the gate,
+    and when a generation ends during a pause."""
+
+    def __init__(
+        self,
+        members: Mapping[str, EngineRecord],
+        *,
+        lost: Callable[[EngineRecord, EngineError], None],
+        found: Callable[[EngineRecord], None],
+        leader: Leader,
+    ) -> None:
+        super().__init__(members, lost=lost, found=found, changed=self._report)
+        self._leader = leader
+        self._engines: dict[str, EngineState] = {}
+        self._closings = 0
+        """The leader's `closings` in the last state that was followed."""
+        self._cut = 0
+        """The leader's `closings` at the latest pause that cut generations off here."""
+
+    def follow(self, state: PoolState) -> None:
+        self._closings = state.closings
+        self._engines = {engine.name: engine for engine in state.engines}
+        self._known = None if state.policy_version is None else KnownPolicy(state.policy_version)
+        if state.paused is None:
+            for engine in self._holding():
+                engine.release()
+            self.gate.open()
+        else:
+            self.gate.close(state.paused)
+        self._report()
+
+    def _report(self) -> None:
+        # Count the cut before the report: after the report the leader makes the engines cut off the generations in
+        # flight.
+        if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
+            self._cut = self._closings
+            self.gate.cuts += 1
+            for engine in self._holding():
+                engine.hold_back()
+        self._leader.settled(GateReport(closings=self._closings, in_flight=self.gate.in_flight, whole=self.gate.whole))
+
+    def _holding(self) -> list[HoldsBack]:
+        return [member.engine for member in self._members.values() if isinstance(member.engine, HoldsBack)]
+
+    def note_failure(self, member: EngineRecord) -> None:
+        self._leader.engine_failed(member.name)
+
+    async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
+        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
+        engine now, or if the engine's weights are outdated."""
+        engine = self._engines.get(member.name)
+        if engine is None or not engine.ok:
+            raise EngineUnavailable(
+                f"engine {member.name!r} is not used by the service: {engine.detail if engine else 'it was removed'}"
+            )
+        if (outdated := self.outdated(member.engine, health)) is not None:
+            raise outdated
+        return max(self.version_of(member.engine, health), engine.version)
+
+    async def leave(self, members: Sequence[EngineRecord]) -> None:
+        """Do nothing: only the leader resumes engines."""
 
 
 class Forwarded(Protocol):
@@ -65,6 +140,17 @@ class PoolFollower:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._tasks.__aexit__(None, None, None)
+
+    def uses(self) -> dict[str, EngineUse]:
+        """Return this process's use of each engine, by engine name."""
+        return {name: use_of(member) for name, member in self.pool.members.items()}
+
+    def set_loads(self, loads: Mapping[str, float]) -> None:
+        """Set the load that other processes put on each engine."""
+        for name, load in loads.items():
+            if (member := self.pool.members.get(name)) is not None:
+                member.load_elsewhere = load
+                self.pool.placement.refresh(member)
 
     def follow(self, state: PoolState) -> None:
         """Apply the leader's new state. A pause applies at once, the rest in the background."""
@@ -111,7 +197,7 @@ class PoolFollower:
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
                 own.versions = engine.versions
-        self.pool.apply_state(engine)
+        apply_state(self.pool, engine)
 
     def _leave_engine(self, name: str, state: PoolState) -> None:
         del self._followed[name]
@@ -125,3 +211,19 @@ class PoolFollower:
             self._work.set()  # the leader may have a new engine of that name, to be used here
 
         self._tasks.create_task(leave(), name=f"removal of {name}")
+
+
+def apply_state(pool: EnginePool, state: EngineState) -> None:
+    """Apply the leader's state of an engine to the engine of that name in a following pool."""
+    member = pool.members[state.name]
+    member.health, member.draining = state.health, state.draining
+    member.version = max(member.version, state.version)
+    member.read_constraints()
+    if state.pace is not None and not member.pace.known:
+        member.pace.take_over(state.pace)
+    if state.ok and not member.ok:
+        member.probe_now.set()
+    elif member.ok and not state.ok:
+        member.detail = state.detail
+        pool.health.keep_out(member)
+    pool.placement.refresh(member)

@@ -7,10 +7,10 @@ engine when a router restarts and its list is empty for a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from outrider.engines.base import ListsEngines
-from outrider.engines.pool.reply_checks import mistake_of
+from outrider.engines.pool.checks import mistake_of
 from outrider.errors import OutriderError
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
@@ -23,17 +23,14 @@ MISSES = 3
 
 
 class Listing:
-    """The engines of one list. `serves` is the frozen model of these engines, None for the policy. `engines` maps URLs
-    to the members' names. `leave` is called with the name of each engine that is to leave the pool. `urls` returns the
-    URLs of the pool's engines, so that no server is in the pool twice."""
+    """The engines of the list that `spec` describes. `engines` maps URLs to the members' names. `leave` is called with
+    the name of each engine that is to leave the pool. `urls` returns the URLs of the pool's engines, so that no server
+    is in the pool twice."""
 
     def __init__(
         self,
         source: ListsEngines,
-        *,
-        kind: str,
-        url: str | None,
-        serves: str | None,
+        spec: EngineSpec,
         add: Callable[[EngineSpec], Awaitable[EngineStatus]],
         leave: Callable[[str], None],
         urls: Callable[[], Collection[str | None]],
@@ -42,9 +39,8 @@ class Listing:
         self.engines: dict[str, str] = {}
         self.draining = False
         self.task: asyncio.Task[None] | None = None
-        self._kind = kind
-        self._url = url
-        self._serves = serves
+        """Runs `follow`."""
+        self._spec = spec
         self._add = add
         self._leave = leave
         self._urls = urls
@@ -70,14 +66,28 @@ class Listing:
             except Exception as error:  # a source's code may raise any error
                 self._answers, self._detail = False, mistake_of(self.source.name, error).message
 
-    def status(self, serving: Collection[str], version: int) -> EngineStatus:
+    def drain(self) -> None:
+        """Add no more engines."""
+        self.draining = True
+        if self.task is not None:
+            self.task.cancel()
+
+    async def end(self) -> Sequence[str]:
+        """Stop following the list. Returns the names of its engines."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        return tuple(self.engines.values())
+
+    def status(self, serving: Collection[str], serves: str | None, version: int) -> EngineStatus:
         """Return the list's own status row. The counts are in the engines' rows. The list is ok while its source
-        responds and at least one of its engines is in `serving`."""
+        responds and at least one of its engines is in `serving`. `serves` is the frozen model of the engines, None for
+        the policy."""
         return EngineStatus(
             name=self.source.name,
-            kind=self._kind,
-            serves=self._serves,
-            url=self._url and redacted(self._url),
+            kind=self._spec.kind,
+            serves=serves,
+            url=self._spec.url and redacted(self._spec.url),
             mode=TokenMode.TOKENS,
             ok=self._answers and any(name in serving for name in self.engines.values()),
             detail=redacted(self._detail),

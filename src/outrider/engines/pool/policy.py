@@ -12,15 +12,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import wait_for_event
 from outrider.engines.base import (
+    AnyEngine,
     Capability,
-    ChatEngine,
     Engine,
     EngineHealth,
     LoadsWeights,
@@ -28,7 +28,8 @@ from outrider.engines.base import (
     capabilities_of,
     weights_loader,
 )
-from outrider.engines.pool.reply_checks import mistake_of
+from outrider.engines.pool.checks import mistake_of
+from outrider.engines.pool.record import EngineRecord
 from outrider.errors import (
     Conflict,
     EngineError,
@@ -37,10 +38,6 @@ from outrider.errors import (
     InvalidField,
 )
 from outrider.schemas import PolicyEngine, PolicyPause, PolicyStatus
-
-if TYPE_CHECKING:
-    from outrider.engines.pool.affinity import EngineRecord
-    from outrider.engines.pool.sharing import GateReport
 
 log = logging.getLogger("outrider.engine")
 
@@ -51,6 +48,15 @@ ANSWER_SECONDS = 30.0
 SETTLE_SECONDS = 1800.0
 """Seconds for a follower's generations to end if a pause does not cut them off. The number is an agent's default time
 limit."""
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a follower's gate: the number of the leader's `closings` followed so far, and the follower's
+    generations in flight. `whole` counts those that no engine can continue, so that they run to their end."""
+
+    closings: Annotated[int, msgspec.Meta(ge=0)]
+    in_flight: Annotated[int, msgspec.Meta(ge=0)]
+    whole: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Follower:
@@ -280,13 +286,13 @@ class Policy:
         )
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
-    def version_of(self, engine: Engine | ChatEngine, health: EngineHealth) -> int:
+    def version_of(self, engine: AnyEngine, health: EngineHealth) -> int:
         """Return the version of an engine, from its latest health report. An engine whose version cannot be set is
         taken to have at least the policy's version."""
         known = 0 if self._known is None else self._known.version
         return health.version if isinstance(engine, SetsVersion) else max(health.version, known)
 
-    def outdated(self, engine: Engine | ChatEngine, health: EngineHealth) -> EngineUnavailable | None:
+    def outdated(self, engine: AnyEngine, health: EngineHealth) -> EngineUnavailable | None:
         """Return None if the engine may serve, else an error. An engine may not serve if, by its latest health report,
         its weights are older than the policy or have a version that was undone."""
         if self._known is None or not isinstance(engine, SetsVersion):
@@ -565,7 +571,7 @@ class _Failure(NamedTuple):
     error: EngineError
 
 
-async def _await_order(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
+async def _await_order(engine: AnyEngine, words: Awaitable[None]) -> None:
     """Await an order to an engine. Raises EngineError for any error of the engine."""
     try:
         await words

@@ -10,15 +10,16 @@ only while its consumer waits for the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from outrider.concurrency.overdue import Overdue, SessionWait, loop_time
 from outrider.engines.base import AnyRequest, ChatChunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.affinity import EngineRecord
+from outrider.engines.pool.health import HealthChecks
 from outrider.engines.pool.pace import (
     LIMITS,
     MUCH_SLOWER,
@@ -26,11 +27,9 @@ from outrider.engines.pool.pace import (
     SLOW_PREFILL_TOKENS_PER_SECOND,
     SilenceLimits,
 )
+from outrider.engines.pool.record import EngineRecord
 from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
-
-if TYPE_CHECKING:
-    from outrider.engines.pool.policy import PolicyGate
 
 UNANSWERED_SECONDS = 1.0
 """A client that gives a call up sooner has not waited for the engine."""
@@ -214,40 +213,21 @@ class Flight:
 
 
 class SilenceWatch:
-    """Checks all flights of a pool; `look` is one turn of its chore.
+    """Checks all flights of a pool; `look` is one turn of its chore."""
 
-    `check` requests one token from an engine within some seconds. It raises EngineError if no token comes, and returns
-    None if a pause of the policy came between. `ask` does the same, but never accepts a worker's connection in place of
-    the token. `failed` is called with an engine that sends no token in time. `elsewhere` returns whether another engine
-    could take an engine's calls. `start` runs a named coroutine in the background.
-    """
-
-    def __init__(
-        self,
-        limits: SilenceLimits,
-        gate: PolicyGate,
-        *,
-        check: Callable[[EngineRecord, AnyRequest, float], Awaitable[object | None]],
-        ask: Callable[[EngineRecord, AnyRequest, float], Awaitable[object | None]],
-        failed: Callable[[EngineRecord, EngineError], None],
-        elsewhere: Callable[[EngineRecord], bool],
-        start: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
-    ) -> None:
+    def __init__(self, limits: SilenceLimits, health: HealthChecks) -> None:
         self.limits = limits
-        self._gate = gate
-        self._check = check
-        self._token_of = ask
-        self._failed = failed
-        self._elsewhere = elsewhere
+        self._health = health
+        self._gate = health.policy.gate
         self._flights: set[Flight] = set()
         self._flying = asyncio.Event()
         self._deaf_until = 0.0
         """No chunk could arrive before this time: the policy was paused, or the event loop stood still."""
-        self._questions: dict[str, TokenProbe] = {}
-        """The probes in progress, by engine name."""
-        self._start = start
+        self._questions: dict[EngineRecord, TokenProbe] = {}
+        """The probes in progress."""
 
-    def begin(
+    @contextmanager
+    def flight(
         self,
         member: EngineRecord,
         request: AnyRequest,
@@ -255,39 +235,38 @@ class SilenceWatch:
         new_tokens: int,
         chunks: AsyncGenerator[Any, None],
         overdue: Overdue | None,
-    ) -> Flight:
+    ) -> Iterator[Flight]:
+        """Watch a generation for the length of the block, which reads the flight."""
         flight = Flight(member, request, prompt_tokens, new_tokens, chunks, self.limits, overdue)
         self._flights.add(flight)
         self._flying.set()
-        return flight
+        try:
+            yield flight
+        finally:
+            self._flights.discard(flight)
+            flight.land()
+            if overdue is not None and (given_up := flight.given_up) and given_up.waited >= UNANSWERED_SECONDS:
+                self._note_given_up(flight, given_up, overdue)
 
-    def end(self, flight: Flight, overdue: Overdue | None) -> None:
-        """End a flight. A wait of at least `UNANSWERED_SECONDS` that the client gave up adds a check to the session's
-        `pending_checks`. If the engine has sent no chunk since the wait began, it gets a request for one token now, not
-        when the run is judged: the length of the silence cannot be measured later."""
-        self._flights.discard(flight)
-        flight.land()
-        member, given_up = flight.member, flight.given_up
-        if overdue is None or given_up is None or given_up.waited < UNANSWERED_SECONDS:
-            return
+    def _note_given_up(self, flight: Flight, given_up: GivenUp, overdue: Overdue) -> None:
+        """Add a check of the wait to the session's `pending_checks`. If the engine has sent no chunk since the wait
+        began, it gets a request for one token now, not when the run is judged: the length of the silence cannot be
+        measured later."""
+        member = flight.member
         question: TokenProbe | None = None
         if member.last_sign <= given_up.began and not member.removed:
-            question = self._questions.get(member.name)
+            question = self._questions.get(member)
             if question is None and member.serves:
-                question = self._questions[member.name] = TokenProbe(member, loop_time())
+                question = self._questions[member] = TokenProbe(member, loop_time())
                 asking = self._request_token(question, member, probe_request(flight.request))
-                question.task = self._start(asking, f"look at {member.name}")
+                question.task = self._health.run(member, "question", asking)
+                question.task.add_done_callback(lambda _: self._questions.pop(member, None))
             elif question is None:
                 question = TokenProbe(member, loop_time())
                 question.error = EngineUnavailable(f"engine {member.name!r} failed during a call: {member.detail}")
         overdue.pending_checks.append(partial(_vouch, member.name, given_up, question, overdue.given_up_seconds))
         if given_up.usual is None or given_up.waited >= SLOWER * given_up.usual:
             overdue.given_up_seconds += given_up.waited
-
-    def stop(self, name: str) -> asyncio.Task[None] | None:
-        """Drop the probe of the engine of that name. Returns the probe's task, if any, for the caller to cancel."""
-        question = self._questions.pop(name, None)
-        return None if question is None else question.task
 
     async def look(self) -> None:
         """Wait for a flight, and check all flights once."""
@@ -324,16 +303,15 @@ class SilenceWatch:
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
             if not member.serves:
                 flight.cut(EngineSilent(f"engine {member.name!r} has failed during a call: {member.detail}"))
-            elif member.check is None:
-                request = probe_request(flight.request)
-                member.check = self._start(self._check_silent(member, request, since), f"look at {member.name}")
+            elif not member.runs("check"):
+                self._health.run(member, "check", self._check_silent(member, probe_request(flight.request), since))
         elif lost and overtaken:
             flight.cut(
                 EngineSilent(
                     f"engine {member.name!r} has given a call nothing for {silent:.0f} s, and later calls tokens"
                 )
             )
-        goes = (flight.begun or overtaken) and self._elsewhere(member)
+        goes = (flight.begun or overtaken) and self._health.has_another(member)
         if overdue > (self.limits.slow if goes else MUCH_SLOWER * self.limits.slow):
             flight.cut(
                 EngineSilent(f"engine {member.name!r} has kept a call waiting {overdue:.0f} s longer than usual")
@@ -343,7 +321,7 @@ class SilenceWatch:
         """Check an engine that sends no chunk to any call, or none to a call that may be lost."""
         requested_at = loop_time()
         try:
-            proof = await self._check(member, request, self._check_seconds(member))
+            proof = await self._health.prove(member, request, self._check_seconds(member))
         except EngineError as error:
             if member.last_sign > since:
                 return
@@ -353,7 +331,7 @@ class SilenceWatch:
                 hint="see whether it hangs, and whether the network to it drops packets",
             )
             member.silent = request
-            self._failed(member, failure)
+            self._health.mark_failed(member, failure)
             for flight in list(self._flights):
                 if flight.member is member:
                     flight.cut(failure)
@@ -362,8 +340,6 @@ class SilenceWatch:
                 member.last_sign = loop_time()
                 if not member.awaits_workers:
                     member.newest_answered = max(member.newest_answered, requested_at)
-        finally:
-            member.check = None
 
     def _check_seconds(self, member: EngineRecord) -> float:
         """Return the seconds in which an engine must give one token. The engine may have to read a prompt first. An
@@ -378,7 +354,7 @@ class SilenceWatch:
     async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
         """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
         try:
-            while await self._token_of(member, request, self._check_seconds(member)) is None:
+            while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
                 question.requested_at = loop_time()
             now = loop_time()
@@ -387,9 +363,6 @@ class SilenceWatch:
         except EngineError as error:
             question.note_sign()
             question.error = error
-        finally:
-            if self._questions.get(member.name) is question:
-                del self._questions[member.name]
 
 
 class TokenProbe:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator
 import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.engines.pool.reply_checks import TokenCheck, check_health
+from outrider.engines.pool.checks import TokenCheck, check_health
 from outrider.engines.relay.messages import (
     MAX_DETAIL,
     PROTOCOL,

@@ -10,7 +10,8 @@ import numpy as np
 from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import ChatChunk, Chunk, SamplingParams
-from outrider.engines.pool.pool import EnginePool, PoolReply
+from outrider.engines.pool.call import PoolReply
+from outrider.engines.pool.pool import EnginePool
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.token_allowance import TokenShare

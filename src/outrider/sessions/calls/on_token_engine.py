@@ -15,7 +15,7 @@ import numpy as np
 from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.pool import PoolReply
+from outrider.engines.pool.call import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded

@@ -13,7 +13,7 @@ import msgspec
 
 from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.affinity import ServingEngine
+from outrider.engines.pool.record import ServingEngine
 from outrider.errors import RequestError
 from outrider.spec import SamplingSpec
 from outrider.trajectory import TokenMode

@@ -1,0 +1,85 @@
+"""The leading pool's side of a pool in several processes: the service's pool leads, pools of other processes follow.
+
+The leading pool keeps the list of engines, probes them and changes their weights. Followers (`follower.py`) generate.
+`outrider.nodes` connects the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, chunks_of
+from outrider.engines.pool.checks import check_ids, mistake_of
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.record import EngineState, EngineUse, state_of
+from outrider.errors import EngineUnavailable, OutriderError
+from outrider.schemas import PolicyPause
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """The leading pool's state for its followers. `closings` counts the changes of its gate, and `paused` is the gate's
+    current mode. `policy_version` is None until a trainer has set a version. `leaving` maps each engine under removal
+    to the seconds left for its generations to end."""
+
+    closings: int
+    paused: PolicyPause | None
+    policy_version: int | None
+    engines: tuple[EngineState, ...]
+    leaving: dict[str, float] = {}
+
+
+def pool_state(pool: EnginePool) -> PoolState:
+    gate, members = pool.policy.gate, pool.members.values()
+    return PoolState(
+        closings=gate.closings,
+        paused=gate.mode,
+        policy_version=pool.policy.known_version,
+        engines=tuple(state_of(member) for member in members if not member.removed),
+        leaving={member.name: member.removal_seconds for member in members if member.removed},
+    )
+
+
+def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
+    """Record a follower's current use of the engines. An empty `uses` means that the follower is gone.
+
+    A newer version in `uses` is not adopted but triggers a check of the engine: versions do not go back, so a false
+    version would stay.
+    """
+    for name, member in pool.members.items():
+        use = uses.get(name)
+        member.note_use(follower, use)
+        if use is not None and use.version > max(member.version, member.looked_for):
+            member.looked_for = use.version
+            pool.health.look(name)
+        if use is not None and use.pace is not None and not member.pace.known:
+            member.pace.take_over(use.pace)
+            pool.changes.publish(None)
+
+
+def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str, float]]:
+    """Return, for each of these followers, the load on each engine by all other followers."""
+    loads = {
+        name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
+    }
+    totals = {name: sum(by_follower.values()) for name, by_follower in loads.items()}
+    return [{name: totals[name] - loads[name].get(follower, 0.0) for name in loads} for follower in followers]
+
+
+async def forwarded(pool: EnginePool, name: str, request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
+    """Run a generation for a follower on an engine that only this process has. The follower checks the reply. Raises
+    the engine's errors, and EngineUnavailable if the engine was removed."""
+    if (engine := pool.engine(name)) is None:
+        raise EngineUnavailable(f"engine {name!r} was removed")
+    if isinstance(request, GenerateRequest):  # a follower's process may send anything
+        check_ids(request, pool.vocabulary)
+    try:
+        async with aclosing(chunks_of(engine, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+    except OutriderError:
+        raise
+    except Exception as error:  # an engine's code may raise any error
+        raise mistake_of(engine.name, error) from error
