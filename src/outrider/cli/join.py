@@ -19,7 +19,6 @@ from outrider.client.client import DEFAULT_URL
 from outrider.config import OWN, Config
 from outrider.environment import environment
 from outrider.errors import InvalidField
-from outrider.nodes.messages import NAMING, NODE_NAME
 
 RAY = "Ray"
 
@@ -83,6 +82,9 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
+    # The import is here, because most commands do not need this module, which imports the renderers.
+    from outrider.nodes.messages import NAMING, NODE_NAME
+
     name = name or platform.node() or "node"
     if not NODE_NAME.fullmatch(name):
         raise InvalidField(f"{name!r}: {NAMING}", field="name", hint="give another one: --name NAME")
