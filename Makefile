@@ -69,10 +69,10 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 
 # Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
 test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/bridges/trl $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest tests/relay $(ARGS)
-	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/bridges/verl tests/fleet $(ARGS)
-	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/bridges/skyrl tests/bridges/openrlhf $(ARGS)
+	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl tests/trainers/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\

@@ -27,7 +27,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
     file.write_text("port = 1\nhost = '127.0.0.2'\n[lanes]\nrun = 2\ninit = 3\n")
     monkeypatch.setenv("OUTRIDER_PORT", "4")
     monkeypatch.setenv("OUTRIDER_LANES__RUN", "5")
-    config = load_config({"port": 6, "host": None, "lanes": {"run": None}}, file=file)
+    config = load_config({"port": 6, "host": None, "lanes.run": None}, file=file)
     assert (config.port, config.host, config.lanes.run, config.lanes.init) == (6, "127.0.0.2", 5, 3)
 
 

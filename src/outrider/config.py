@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from outrider.callbacks import check_secret
 from outrider.environment import variables
@@ -46,45 +47,53 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class LanesConfig(Section):
-    """Maximum number of sessions in each stage at once on this node.
+class DescribedSection(Section):
+    """A section that `all_settings` goes through. The docstring below a field is its text in docs/config.md and, with
+    plain text for links, the help of its option."""
 
-    `init`: sessions being prepared. `ready`: sessions being prepared, or prepared and waiting for a run slot (None:
-    twice `init`). `evaluation_share`: the fraction of the run slots that waiting evaluations get before all other
-    sessions.
-    """
-
-    init: Annotated[int, Field(ge=1)] = 16
-    ready: Annotated[int, Field(ge=1)] | None = None
-    run: Annotated[int, Field(ge=1)] = 64
-    eval: Annotated[int, Field(ge=1)] = 16
-    evaluation_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class QueueConfig(Section):
-    """`sessions`: maximum number of waiting sessions; while this many wait, new groups are refused. `expires_seconds`:
-    how long a session may wait to be started, if its group does not set a limit (None: for ever)."""
+class Setting(NamedTuple):
+    """`option` is the option of the command line, such as "--port PORT". `default` is the default in words, if the
+    value of the field does not show the default."""
 
+    option: str | None = None
+    default: str | None = None
+
+
+class LanesConfig(DescribedSection):
+    """Maximum number of sessions in each stage at once on this node."""
+
+    init: Annotated[int, Field(ge=1), Setting("--init-lane N")] = 16
+    """Sandboxes prepared at once."""
+    ready: Annotated[int | None, Field(ge=1), Setting("--ready-lane N", default="twice `lanes.init`")] = None
+    """Sandboxes being prepared, or prepared and waiting to run."""
+    run: Annotated[int, Field(ge=1), Setting("--run-lane N")] = 64
+    """Agents running at once."""
+    eval: Annotated[int, Field(ge=1), Setting("--eval-lane N")] = 16
+    """Outcomes graded at once."""
+    evaluation_share: Annotated[float, Field(ge=0, le=1), Setting("--evaluation-share SHARE")] = 0.0
+    """Fraction of the run slots, 0 to 1, that [evaluations](evaluation.md#beside-training) get before all other
+    sessions."""
+
+
+class QueueConfig(DescribedSection):
     sessions: Annotated[int, Field(ge=1)] = 100_000
-    expires_seconds: Seconds | None = None
+    """While this many sessions wait in the [queue](scheduling.md#a-full-queue), new groups are refused."""
+    expires_seconds: Annotated[Seconds | None, Setting(default="for ever")] = None
+    """Seconds that sessions may wait to be started, if their group [sets no
+    limit](scheduling.md#nothing-waits-for-ever)."""
 
 
 GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=256)]
 
 
-class SandboxesConfig(Section):
-    """Resources of this node that tasks may use.
+class SandboxesConfig(DescribedSection):
+    """Resources of this node that tasks may use. sandbox/host_paths.py has the paths that must not be in `allow`."""
 
-    `allow`: files and folders of the host for tasks, with everything below them (sandbox/host_paths.py has the paths
-    that must not be among these). `cpus` and `memory_mb`: maximum that all sandboxes together may reserve (None: all of
-    the machine's). `gpus`: names of the GPUs for sandboxes: an index or a UUID for NVIDIA's, `vendor/class=device` for
-    others (None: the machine's NVIDIA GPUs, or the GPUs in CUDA_VISIBLE_DEVICES if set). `warm`: number of sandboxes of
-    each recently used kind that are started ahead of time, within `warm_memory_mb` MiB in all. `runtimes`: the kinds
-    allowed for tokens of the role submit. `images`: prefixes of the names of images that tasks may use (None: all
-    images of this machine).
-    """
-
-    allow: tuple[Path, ...] = ()
+    allow: Annotated[tuple[Path, ...], Setting("--allow-path PATH")] = ()
+    """Files and folders of this machine that tasks [may name](#paths-of-the-host)."""
     runtimes: tuple[str, ...] = (
         "namespace",
         "docker",
@@ -94,12 +103,23 @@ class SandboxesConfig(Section):
         "process-landlock",
         "memory",
     )
-    images: tuple[str, ...] | None = None
-    cpus: Annotated[float, Field(gt=0)] | None = None
-    memory_mb: Annotated[int, Field(ge=16)] | None = None
-    gpus: tuple[GpuName, ...] | None = None
-    warm: Annotated[int, Field(ge=0, le=1024)] = 0
-    warm_memory_mb: Annotated[int, Field(ge=16)] = 4096
+    """Kinds of sandbox that tokens of the role `submit` may use; an admin may use any."""
+    images: Annotated[tuple[str, ...] | None, Setting(default="all images of this machine")] = None
+    """[Prefixes](security.md#what-tasks-may-name) of the names of images that tasks may use."""
+    cpus: Annotated[float | None, Field(gt=0), Setting("--sandbox-cpus N", default="the machine's")] = None
+    """Processors that all sandboxes together may [set aside](#what-is-set-aside)."""
+    memory_mb: Annotated[int | None, Field(ge=16), Setting("--sandbox-memory-mb MIB", default="the machine's")] = None
+    """MiB of memory that all sandboxes together may set aside."""
+    gpus: Annotated[
+        tuple[GpuName, ...] | None,
+        Setting("--sandbox-gpu NAME", default="the machine's, or those of `CUDA_VISIBLE_DEVICES`"),
+    ] = None
+    """Names of the [GPUs](gpus.md) that sandboxes may set aside: an index or a UUID for NVIDIA's,
+    `vendor/class=device` for others."""
+    warm: Annotated[int, Field(ge=0, le=1024), Setting("--warm N")] = 0
+    """Sandboxes of each recently used kind to [make ahead](runtimes.md#made-ahead)."""
+    warm_memory_mb: Annotated[int, Field(ge=16), Setting("--warm-memory-mb MIB")] = 4096
+    """MiB of memory that all sandboxes made ahead may take."""
 
     @field_validator("gpus")
     @classmethod
@@ -114,18 +134,19 @@ class SandboxesConfig(Section):
         return value
 
 
-class ModelConfig(Section):
-    """The policy model.
+class ModelConfig(DescribedSection):
+    """The policy model."""
 
-    `tokenizer`: folder with tokenizer.json and optionally chat_template.jinja. `renderer`: family of the renderer
-    (None: chosen by the model's name). `name`: the name under which the model is served to agents. `context_tokens`:
-    context length for engines that do not report theirs.
-    """
-
-    tokenizer: str | None = None
-    renderer: str | None = None
-    name: str = "policy"
-    context_tokens: Annotated[int, Field(ge=16)] | None = None
+    tokenizer: Annotated[str | None, Setting("--tokenizer DIR", default="that of the first embedded engine")] = None
+    """The model's folder, with `tokenizer.json`."""
+    renderer: Annotated[str | None, Setting("--renderer NAME", default="by the model's public name")] = None
+    """Model family of the [renderer](#the-renderer)."""
+    name: Annotated[str, Field(min_length=1), Setting("--model-name NAME")] = "policy"
+    """The model name that harnesses use."""
+    context_tokens: Annotated[
+        int | None, Field(ge=16), Setting("--context TOKENS", default="as the engines report it")
+    ] = None
+    """The model's context length."""
 
 
 class FrozenConfig(Section):
@@ -177,25 +198,24 @@ class GraderConfig(Section):
         return value
 
 
-class PluginsConfig(Section):
-    """Python objects that may be named as `package.module:attribute` and run inside the service.
+class PluginsConfig(DescribedSection):
+    """Python objects that run inside the service: packages or modules, each with all its contents, or single full
+    paths. "*" allows all importable Python."""
 
-    `allow`: packages or modules, each with all its contents, or single full paths. "*" allows all importable Python.
-    """
+    allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
+    """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
+    the service."""
 
-    allow: tuple[str, ...] = ("outrider.lab.demo.task",)
 
-
-class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key for signing them (see callbacks.py); without a key, callbacks are not signed.
-
-    `allow`: permitted destinations: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
+class CallbacksConfig(DescribedSection):
+    """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
-    addresses if other machines can reach the service.
-    """
+    addresses if other machines can reach the service."""
 
-    secret: SecretStr | None = None
-    allow: tuple[str, ...] = ()
+    secret: Annotated[SecretStr | None, Setting(default="callbacks are not signed")] = None
+    """Key of the [signatures](api.md#signatures) of callbacks, at least 16 characters."""
+    allow: Annotated[tuple[str, ...], Setting(default="most")] = ()
+    """Hosts and networks to which [callbacks](security.md#what-tasks-may-name) may be sent."""
 
     @field_validator("secret")
     @classmethod
@@ -216,51 +236,69 @@ class CallbacksConfig(Section):
         return value
 
 
-class RetentionConfig(Section):
-    """Bounds beyond which the service removes finished groups, the oldest first: `days` since the group's end, and
-    `size_mb`, the size of all finished groups in MiB."""
+class RetentionConfig(DescribedSection):
+    """Bounds beyond which the service removes finished groups, the oldest first."""
 
     days: Annotated[float, Field(gt=0)] | None = None
+    """Days after which finished groups are [removed](api.md#removal)."""
     size_mb: Annotated[int, Field(ge=1)] | None = None
+    """MiB of all finished groups above which the oldest are removed."""
 
 
-class TlsConfig(Section):
-    """TLS of the service's address.
+class TlsConfig(DescribedSection):
+    """TLS of the service's address."""
 
-    `certificate`: PEM file with the certificate and its intermediate certificates. `key`: PEM file of its private key
-    (None: the key is in the certificate's file). `insecure`: listen beyond this machine without TLS, because a proxy in
-    front terminates TLS, or because nobody else is on the network.
-    """
-
-    certificate: Path | None = None
-    key: Path | None = None
-    insecure: bool = False
+    certificate: Annotated[Path | None, Setting("--tls-certificate FILE")] = None
+    """PEM file to [serve with TLS](security.md#beyond-this-machine)."""
+    key: Annotated[Path | None, Setting("--tls-key FILE", default="in the certificate's file")] = None
+    """PEM file of the certificate's private key."""
+    insecure: Annotated[bool, Setting("--insecure")] = False
+    """Listen beyond this machine without TLS, because a proxy in front has TLS or nobody else is on the network."""
 
 
-class Config(Section):
-    """All settings of a service. `processes`: number of processes that run sessions. With 1, sessions run in the
-    service's own process; with more, in separate processes; with 0, only on nodes that join. `files`: the folder from
-    which tasks may upload files (None: no uploads). `stop_seconds`: how long running sessions may continue after a
-    signal to stop."""
+class Config(DescribedSection):
+    """All settings of a service. With one process, sessions run in the service's own process; with more, in separate
+    processes."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8700
-    token: Annotated[str, Field(min_length=1)] | None = None
+    host: Annotated[str, Setting("--host ADDRESS")] = "127.0.0.1"
+    """Address to listen on; an address that other machines can reach needs a token and TLS."""
+    port: Annotated[int, Field(ge=0, le=65535), Setting("--port PORT")] = 8700
+    """Port to listen on; 0 chooses a free port."""
+    token: Annotated[str | None, Field(min_length=1), Setting("--token TOKEN")] = None
+    """The operator's own [token](security.md#tokens), with the role of an admin; other users of the machine can see a
+    flag, so prefer the variable `OUTRIDER_TOKEN`."""
     tls: TlsConfig = TlsConfig()
-    stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
-    processes: Annotated[int, Field(ge=0, le=256)] = 1
-    data: Path = Path(".outrider")
-    store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
-    task_key: Annotated[str | None, Field(repr=False)] = None
-    files: Path | None = None
+    stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400), Setting("--stop-seconds SECONDS")] = 20.0
+    """Seconds for which sessions under way may continue after [SIGTERM](failure.md#stopping) or Ctrl-C."""
+    processes: Annotated[
+        int, Field(ge=0, le=256), Setting("--processes N", default="one for every four processors")
+    ] = 1
+    """[Processes](processes.md) that run sessions, 0 to 256; with 0 only [nodes that join](nodes.md) run sessions."""
+    data: Annotated[Path, Setting("--data DIR")] = Path(".outrider")
+    """Folder of the database; used by one service at a time."""
+    store: Annotated[
+        str | None,
+        Field(pattern="^postgres(ql)?://", repr=False),
+        Setting("--store URL", default="SQLite in the data folder"),
+    ] = None
+    """[PostgreSQL database](store.md#postgresql), `postgresql://USER@HOST/NAME`; a password is safer in the variable
+    `OUTRIDER_STORE`."""
+    task_key: Annotated[str | None, Field(repr=False), Setting(default="`task.key` in the data folder")] = None
+    """The [key](store.md#the-key-of-the-tasks) that encrypts tasks: 32 bytes in base64."""
+    files: Annotated[Path | None, Setting("--files DIR", default="tasks cannot upload files of this machine")] = None
+    """Folder from which `upload` steps take their files, and which contains [nothing
+    else](security.md#what-no-task-may-read)."""
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
     queue: QueueConfig = QueueConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
     plugins: PluginsConfig = PluginsConfig()
-    engines: tuple[EngineSpec, ...] = ()
+    engines: Annotated[tuple[EngineSpec, ...], Setting("--engine KIND=WHERE")] = ()
+    """Engines to [attach](engines.md#attaching-one) at the start."""
     frozen: tuple[FrozenConfig, ...] = ()
+    """Models that are served beside the policy and never trained: [fields](frozen-models.md)."""
     graders: tuple[GraderConfig, ...] = ()
+    """External judges and graders that tasks may name: [fields](evaluators/http.md#where-graders-are)."""
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
     _read_from: Path | None = PrivateAttr(default=None)
@@ -297,6 +335,10 @@ class Config(Section):
         return not is_local(self.host)
 
 
+OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
+"""Settings and sections that are a machine's own when the machine joins a service."""
+
+
 def is_local(host: str) -> bool:
     """True if a host name or address can only refer to this machine."""
     try:
@@ -305,31 +347,41 @@ def is_local(host: str) -> bool:
         return False
 
 
+def all_settings(section: type[Section] = Config, above: str = "") -> Iterator[tuple[str, FieldInfo, Setting]]:
+    """Yield the path of each setting, such as "lanes.run", with its field and its Setting."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from all_settings(field.annotation, f"{above}{name}.")
+        else:
+            found = next((each for each in field.metadata if isinstance(each, Setting)), Setting())
+            yield f"{above}{name}", field, found
+
+
+def variable_of(path: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + path.upper().replace(".", "__")
+
+
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
-    """Merge flags (None = not given; nested mappings allowed), environment, file and defaults.
+    """Merge flags (by path, such as "lanes.run"; None = not given), environment, file and defaults.
 
     Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
     because its errors do not name the source.)
     """
-    merged: dict[str, Any] = {}
-    sources: list[tuple[str, dict[str, Any]]] = []
+    # In this order of the variables, OUTRIDER_LANES__RUN overrides OUTRIDER_LANES. An empty variable counts as not set:
+    # in shells and compose files a variable is usually unset in this way.
+    environment = {
+        name.removeprefix(PREFIX).lower().replace("__", "."): _value(text)
+        for name, text in sorted(variables().items())
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower().split("__")[0] in Config.model_fields and text
+    }
+    sources = [
+        ("the environment", _tree(environment)),
+        ("flags", _tree({path: value for path, value in flags.items() if value is not None})),
+    ]
     if file is not None:
-        sources.append((str(file), read_toml_file(file, field="config", what="config file")))
-    from_environment: dict[str, Any] = {}
-    for name, text in sorted(variables().items()):  # this order lets OUTRIDER_LANES__RUN override OUTRIDER_LANES
-        levels = name.removeprefix(PREFIX).lower().split("__")
-        # An empty variable counts as not set: in shells and compose files a variable is usually unset in this way.
-        if not name.startswith(PREFIX) or levels[0] not in Config.model_fields or not text:
-            continue
-        setting: Any = text  # pydantic converts the text, except for lists and objects, which are JSON
-        if text[0] in "[{":
-            with suppress(ValueError, RecursionError):  # a text that is not JSON stays a text, which pydantic refuses
-                setting = json.loads(text)
-        for level in reversed(levels):
-            setting = {level: setting}
-        _merge(from_environment, setting)
-    sources.append(("the environment", from_environment))
-    sources.append(("flags", _without_none(flags)))
+        sources.insert(0, (str(file), read_toml_file(file, field="config", what="config file")))
+    merged: dict[str, Any] = {}
     for _, values in sources:
         _merge(merged, values)
     try:
@@ -341,16 +393,22 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
         raise InvalidField(f"setting {path!r} from {source}: {fault_text(first)}", field=path) from error
 
 
-def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that have a value."""
-    given: dict[str, Any] = {}
-    for name, value in flags.items():
-        if isinstance(value, Mapping):
-            if nested := _without_none(value):
-                given[name] = nested
-        elif value is not None:
-            given[name] = value
-    return given
+def _value(text: str) -> Any:
+    """Return a variable's value: lists and objects are JSON; pydantic converts other texts."""
+    if text[0] in "[{":
+        with suppress(ValueError, RecursionError):  # a text that is not JSON stays a text, which pydantic refuses
+            return json.loads(text)
+    return text
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by path as nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        for level in reversed(path.split(".")):
+            value = {level: value}
+        _merge(tree, value)
+    return tree
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -386,7 +444,7 @@ class UnknownVariable(NamedTuple):
 def unknown_variables() -> list[UnknownVariable]:
     """Return the OUTRIDER_* variables in the environment that nothing reads. (A wrong name within a section of settings
     is not returned, because `load_config` refuses it.)"""
-    known = [*_variables(Config), *OWN_VARIABLES]
+    known = [*(variable_of(path) for path, _, _ in all_settings()), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []
     for name in sorted(variables()):
@@ -394,10 +452,3 @@ def unknown_variables() -> list[UnknownVariable]:
             close = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1)
             found.append(UnknownVariable(name, PREFIX + close[0] if close else None))
     return found
-
-
-def _variables(section: type[BaseModel], above: str = PREFIX) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield f"{above}{name.upper()}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _variables(field.annotation, f"{above}{name.upper()}__")

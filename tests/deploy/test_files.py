@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from outrider.config import Config
 
@@ -18,45 +17,6 @@ DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "outrider"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-
-OWN = {
-    *("host", "port", "tls", "token", "store", "data", "files", "processes", "stop_seconds"),
-    *("callbacks.secret", "task_key"),
-}
-"""Settings that the chart sets itself, from other values; `task_key` stays on the data volume, or is a variable of
-`service.envFromSecret`."""
-OF_NODES = {"lanes", *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "warm", "warm_memory_mb"))}
-
-
-def settings_of(model: type[BaseModel], above: str = "") -> set[str]:
-    """The paths of all settings below a section."""
-    found: set[str] = set()
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found |= settings_of(inner, f"{above}{name}.")
-        else:
-            found.add(above + name)
-    return found
-
-
-def paths_of(schema: dict[str, Any], above: str = "") -> set[str]:
-    found: set[str] = set()
-    for name, each in schema["properties"].items():
-        found |= paths_of(each, f"{above}{name}.") if "properties" in each else {above + name}
-    return found
-
-
-def below(paths: set[str], tops: set[str]) -> set[str]:
-    return {path for path in paths if any(path == top or path.startswith(f"{top}.") for top in tops)}
-
-
-def test_the_values_take_every_setting_once() -> None:
-    properties = SCHEMA["properties"]
-    settings = settings_of(Config)
-    of_nodes = below(settings, OF_NODES)
-    assert paths_of(properties["settings"]) == settings - below(settings, OWN) - of_nodes
-    assert paths_of(properties["nodes"]["properties"]["settings"]) == of_nodes
 
 
 def test_engines_and_frozen_models_have_their_fields() -> None:

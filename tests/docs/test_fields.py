@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import PurePath
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 
 from outrider.api.server import ROLES, ROUTERS
 from outrider.cli.commands import commands
-from outrider.config import Config, FrozenConfig, GraderConfig
+from outrider.config import OWN, FrozenConfig, GraderConfig, all_settings
 from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
@@ -46,7 +47,10 @@ from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
 from outrider.wire.frames import Close
 
-from .pages import Table, code, page
+from .pages import ROOT, Table, code, page
+
+SETTINGS = runpy.run_path(str(ROOT / "scripts" / "settings_table.py"))
+CHART = ROOT / "deploy" / "helm" / "outrider"
 
 REQUIRED = "required"
 
@@ -74,7 +78,7 @@ def fields_of(model: type[BaseModel], above: str = "", *, lists: bool = True) ->
             continue
         found[path] = REQUIRED if field.is_required() else default(field.get_default(call_default_factory=True))
         for inner, within in models_in(field.annotation) if lists else ():
-            found |= fields_of(inner, f"{path}{within}.")
+            found |= fields_of(inner, f"{path}{within}.", lists=lists)
     return found
 
 
@@ -145,21 +149,22 @@ def test_relay_has_every_message_with_its_fields() -> None:
     }
 
 
-def test_config_has_every_setting_with_its_default_and_its_variable() -> None:
-    (table,) = page("docs/config.md").tables("Setting")
-    settings = dict(zip(listed(table), table.rows, strict=True))
-    expected = fields_of(Config, lists=False)
-    assert settings.keys() == expected.keys()
-    for name, (_, _, variable, given, _) in settings.items():
-        assert code(variable) == "OUTRIDER_" + name.upper().replace(".", "__")
-        assert (None if given == "none" else json.loads(code(given))) == expected[name], name
+def test_config_and_the_chart_have_every_setting() -> None:
+    for path, make in ((ROOT / "docs/config.md", "with_table"), (CHART / "values.schema.json", "with_settings")):
+        text = path.read_text()
+        assert text == SETTINGS[make](text), "run: python scripts/settings_table.py"
 
 
-def test_config_has_every_flag_of_serve() -> None:
-    (table,) = page("docs/config.md").tables("Setting")
-    serve: Any = typer.main.get_command(commands()).commands["serve"]  # type: ignore[attr-defined]  # a group of commands, typed as one
-    flags = {option for parameter in serve.params for option in parameter.opts if option.startswith("--")}
-    assert {code(cell) for cell in table.column("Flag") if cell != "none"} == flags - {"--config", "--verbose"}
+def test_serve_and_join_have_an_option_for_each_setting_that_is_theirs() -> None:
+    root: Any = typer.main.get_command(commands())
+    options = {setting.option.split()[0]: path for path, _, setting in all_settings() if setting.option}
+    of_serve, of_join = (
+        {option for parameter in command.params for option in parameter.opts}
+        for command in (root.commands["serve"], root.commands["nodes"].commands["join"])
+    )
+    assert options.keys() <= of_serve
+    own = {option for option, path in options.items() if path.partition(".")[0] in OWN}
+    assert options.keys() & of_join - {"--token"} == own - {"--data"}
 
 
 def test_config_has_every_streamed_family() -> None:

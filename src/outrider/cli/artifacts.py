@@ -9,9 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import table
-from outrider.cli.terminal import printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
 from outrider.errors import InvalidField, ServiceError
 
 
@@ -23,8 +24,10 @@ class Fetched(msgspec.Struct, frozen=True):
     output: str
 
 
+@command
 def artifacts(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
     path: Annotated[
         str | None,
@@ -37,10 +40,6 @@ def artifacts(
     attempt: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Attempt of the session.", show_default="the newest")
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """List the files kept from a session's sandbox, or get one of them.
 
@@ -52,24 +51,22 @@ def artifacts(
 
         outrider artifacts s-0019a4e2b6c1f3d2-0 /work/out.log -o out.log
     """
-    terminal = terminal_of(ctx)
     if path is None and output is not None:
         raise InvalidField("-o is for one file", field="output", hint="give the PATH of the file too")
-    if path is not None and output is None and json:
+    if path is not None and output is None and terminal.json:
         raise InvalidField("--json needs a file to write to", field="output", hint="add -o FILE")
-    with client(url, token, ca) as service:
-        if path is None:
-            listed = service.artifacts(session, attempt=attempt)
-            if terminal.json:
-                terminal.write_json(listed)
-                return
-            rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
-            terminal.out.print(table(("bytes>", "sha256", "path"), rows))
-            if listed.left_out:
-                left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
-                terminal.out.print(table(("left out", "reason"), left_out))
+    if path is None:
+        listed = service.artifacts(session, attempt=attempt)
+        if terminal.json:
+            terminal.write_json(listed)
             return
-        data = service.artifact(session, path, attempt=attempt)
+        rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
+        terminal.out.print(table(("bytes>", "sha256", "path"), rows))
+        if listed.left_out:
+            left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
+            terminal.out.print(table(("left out", "reason"), left_out))
+        return
+    data = service.artifact(session, path, attempt=attempt)
     if output is None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

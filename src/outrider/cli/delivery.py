@@ -8,9 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import callback_table, consumer_table
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal
+from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import CallbackList, CallbackView, ConsumerList, ConsumerView, GcReport, Redelivered
 
@@ -39,7 +40,8 @@ def callback_commands() -> typer.Typer:
     return app
 
 
-def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def list_consumers(terminal: Terminal, service: Client) -> None:
     """List the consumers with their positions.
 
     Groups that a consumer has not acknowledged are not removed: look for
@@ -49,22 +51,19 @@ def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, ca:
 
         outrider consumers list
     """
-    with client(url, token, ca) as service:
-        _show_consumers(terminal_of(ctx), service.consumers())
+    _show_consumers(terminal, service.consumers())
 
 
+@command
 def acknowledge(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     name: Consumer,
     cursor: Annotated[
         int, typer.Argument(metavar="CURSOR", min=0, help="Cursor of the last group that it is done with.")
     ],
     rewind: Annotated[bool, typer.Option("--rewind", help="Also move it back: it gets groups again.")] = False,
     tenant: Tenant = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Move a consumer to a cursor.
 
@@ -74,18 +73,15 @@ def acknowledge(
 
         outrider consumers ack trainer 0 --rewind
     """
-    with client(url, token, ca) as service:
-        _show_consumers(terminal_of(ctx), (service.ack(name, cursor, rewind=rewind, tenant=tenant),))
+    _show_consumers(terminal, (service.ack(name, cursor, rewind=rewind, tenant=tenant),))
 
 
+@command
 def remove_consumer(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     name: Consumer,
     tenant: Tenant = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Remove a consumer.
 
@@ -97,29 +93,26 @@ def remove_consumer(
 
         outrider consumers rm trainer --tenant team-a
     """
-    with client(url, token, ca) as service:
-        _show_consumers(terminal_of(ctx), service.remove_consumer(name, tenant=tenant))
+    _show_consumers(terminal, service.remove_consumer(name, tenant=tenant))
 
 
-def list_callbacks(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def list_callbacks(terminal: Terminal, service: Client) -> None:
     """List the callbacks that were given up, the newest first.
 
     Example:
 
         outrider callbacks list
     """
-    with client(url, token, ca) as service:
-        _show_callbacks(terminal_of(ctx), service.dead_callbacks(limit=LISTED))
+    _show_callbacks(terminal, service.dead_callbacks(limit=LISTED))
 
 
+@command
 def redeliver(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="The group whose callback it is.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All callbacks that were given up.")] = False,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Try again to deliver callbacks that were given up.
 
@@ -129,24 +122,20 @@ def redeliver(
 
         outrider callbacks redeliver --all
     """
-    terminal = terminal_of(ctx)
     if (group is None) is not everything:
         raise InvalidField("give either a GROUP or --all", field="group", hint="see outrider callbacks list")
-    with client(url, token, ca) as service:
-        count = service.redeliver(group)
+    count = service.redeliver(group)
     if terminal.json:
         terminal.write_json(Redelivered(callbacks=count))
     else:
         terminal.out.print(f"{count} callbacks are tried anew")
 
 
+@command
 def discard(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     group: Annotated[str, typer.Argument(metavar="GROUP", help="The group whose callback it is.")],
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Discard a callback that was given up.
 
@@ -156,12 +145,13 @@ def discard(
 
         outrider callbacks discard g-0019a4e2b6c1f3d2
     """
-    with client(url, token, ca) as service:
-        _show_callbacks(terminal_of(ctx), service.discard_callback(group))
+    _show_callbacks(terminal, service.discard_callback(group))
 
 
+@command
 def gc(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     days: Annotated[
         float | None,
         typer.Option(
@@ -174,10 +164,6 @@ def gc(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also what some consumer has not acknowledged.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
 
@@ -189,14 +175,12 @@ def gc(
 
         outrider gc --size-mb 20000
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        report = service.gc(days=days, size_mb=size_mb, force=force, dry_run=dry_run)
-        while report.more:
-            terminal.note(f"removed {report.groups} groups, {report.bytes / (1 << 20):,.1f} MiB")
-            rest = service.gc(days=days, size_mb=size_mb, force=force)
-            done = {name: getattr(report, name) + getattr(rest, name) for name in ("groups", "sessions", "bytes")}
-            report = msgspec.structs.replace(rest, **done)
+    report = service.gc(days=days, size_mb=size_mb, force=force, dry_run=dry_run)
+    while report.more:
+        terminal.note(f"removed {report.groups} groups, {report.bytes / (1 << 20):,.1f} MiB")
+        rest = service.gc(days=days, size_mb=size_mb, force=force)
+        done = {name: getattr(report, name) + getattr(rest, name) for name in ("groups", "sessions", "bytes")}
+        report = msgspec.structs.replace(rest, **done)
     if terminal.json:
         terminal.write_json(report)
     else:

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.event_loop import run_service
-from outrider.cli.options import Json
+from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import STAGES, number, table
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
     from outrider.lab.demo.summary import RolloutSummary, Summary
 
 
+@command
 def demo(
-    ctx: typer.Context,
+    terminal: Terminal,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the samples.")] = Path("outrider-demo"),
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the service's database here.", show_default="deleted")
@@ -37,7 +38,6 @@ def demo(
     seeds: Annotated[
         int, typer.Option(metavar="N", min=1, help="With --train: how many times, from the start and a seed.")
     ] = 5,
-    json: Json = False,
 ) -> None:
     """Run 32 sandboxed sessions with a tiny model.
 
@@ -65,7 +65,6 @@ def demo(
     from outrider.lab.demo.summary import sample_faults, write_files
     from outrider.tokens.rendering.tokenizer import Tokenizer
 
-    terminal = terminal_of(ctx)
     runtime, can = default_runtime()
     if not can.ok:
         terminal.note(f"sessions run as plain processes, because namespaces do not work here: {can.detail}")

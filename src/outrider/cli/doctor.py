@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from outrider.cli.options import Json
+from outrider.cli.options import command
 from outrider.cli.tables import table, word
-from outrider.cli.terminal import printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
 from outrider.doctor import Finding, diagnose
 
 
-def doctor(ctx: typer.Context, json: Json = False) -> None:
+@command
+def doctor(terminal: Terminal) -> None:
     """Show what works on this machine, and how to get what does not.
 
     Looks at runtimes, harnesses, engines, file formats, stores, the service's
@@ -24,7 +25,6 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
 
         outrider doctor --json | jq .runtimes
     """
-    terminal = terminal_of(ctx)
     diagnosis = diagnose()
     exit_code = 0 if diagnosis.ok else 1
     if terminal.json:

@@ -1,49 +1,19 @@
-"""`outrider engines`: the engines of a running service. `parse_engine` reads KIND=WHERE on any command line."""
+"""`outrider engines`: the engines of a running service."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
+from outrider.cli.setting_options import KIND, KIND_HELP, parse_engine
 from outrider.cli.tables import engine_table
-from outrider.cli.terminal import Terminal, terminal_of
-from outrider.errors import InvalidField
+from outrider.cli.terminal import Terminal
+from outrider.client.client import Client
 from outrider.schemas import EngineList, EngineStatus
 
-KIND = "KIND=WHERE"
-KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
-    "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
-    "or scripted=FILE.json (fixed replies)."
-)
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
-
-
-def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
-    kind, given, where = text.partition("=")
-    if not (kind and given and where):
-        raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
-    match kind:
-        case "embedded":
-            return {"kind": kind, "model": where}
-        case "relay":
-            return {"kind": kind, "name": where}
-        case "scripted":
-            try:
-                options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])
-            except OSError as error:
-                raise InvalidField(f"cannot read {where}: {error.strerror}", field=field) from error
-            except msgspec.MsgspecError as error:
-                raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
-            return {"kind": kind, "options": options}
-        case _:
-            return {"kind": kind, "url": where}
 
 
 def engine_commands() -> typer.Typer:
@@ -55,7 +25,8 @@ def engine_commands() -> typer.Typer:
     return app
 
 
-def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
 
     Load: requests in flight, sessions, and tokens generated since the service
@@ -65,12 +36,13 @@ def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, ca: C
 
         outrider engines list --json
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.engines())
+    _show(terminal, service.engines())
 
 
+@command
 def add(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     engine: Annotated[str, typer.Argument(metavar=KIND, help=KIND_HELP)],
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the engine; by default its kind and a number.")
@@ -79,10 +51,6 @@ def add(
     serves: Annotated[
         str | None, typer.Option(metavar="FROZEN", help="The frozen model that it serves; without it, the policy.")
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Add an engine.
 
@@ -99,13 +67,11 @@ def add(
     """
     given = {"name": name, "model": model, "serves": serves}
     named = {key: value for key, value in given.items() if value is not None}
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), (service.add_engine(parse_engine(engine) | named),))
+    _show(terminal, (service.add_engine(parse_engine(engine) | named),))
 
 
-def drain(
-    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
-) -> None:
+@command
+def drain(terminal: Terminal, service: Client, name: Name) -> None:
     """Give an engine no new sessions.
 
     Its present sessions stay with it until they end.
@@ -114,13 +80,11 @@ def drain(
 
         outrider engines drain vllm-0
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.drain_engine(name))
+    _show(terminal, service.drain_engine(name))
 
 
-def remove(
-    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
-) -> None:
+@command
+def remove(terminal: Terminal, service: Client, name: Name) -> None:
     """Remove an engine from the pool.
 
     Its sessions continue on other engines.
@@ -129,8 +93,7 @@ def remove(
 
         outrider engines rm vllm-0
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.remove_engine(name))
+    _show(terminal, service.remove_engine(name))
 
 
 def _show(terminal: Terminal, engines: tuple[EngineStatus, ...]) -> None:

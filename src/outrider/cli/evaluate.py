@@ -8,19 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.options import Ca, Json, Offline, Token, Url, async_client
+from outrider.cli.options import Offline, command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
 from outrider.cli.task_sources import examples_in
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal
 from outrider.client.client import AsyncClient
 from outrider.client.pass_rate import Evaluation, Score, evaluate
 
 BUILT_IN = "tools"
 
 
+@command
 def eval_(
-    ctx: typer.Context,
+    terminal: Terminal,
+    client: AsyncClient,
     sources: Annotated[
         list[str],
         typer.Argument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
@@ -38,10 +40,6 @@ def eval_(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, with the same options.")
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Run the tasks of a source, and score the policy.
 
@@ -54,7 +52,6 @@ def eval_(
 
         outrider eval harbor-tasks --harness mini-swe-agent -n 4 --json
     """
-    terminal = terminal_of(ctx)
     tasks = [
         {"harness": {"agent": agent}, **example.task} | ({"harness": {"preset": harness}} if harness else {})
         for source in sources
@@ -62,7 +59,7 @@ def eval_(
     ]
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
-    found = asyncio.run(_evaluate(terminal, async_client(url, token, ca), tasks, run=run, samples=n, seed=seed))
+    found = asyncio.run(_evaluate(terminal, client, tasks, run=run, samples=n, seed=seed))
     if terminal.json:
         terminal.write_json(found)
         return

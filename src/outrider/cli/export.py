@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
-from outrider.cli.terminal import terminal_of
+from outrider.cli.options import command
+from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
 from outrider.client.client import Client
 from outrider.client.sample_files import (
@@ -53,8 +53,10 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     image_files: str | None
 
 
+@command
 def export(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     format: Annotated[
         SampleFormat,
         typer.Option(
@@ -75,10 +77,6 @@ def export(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Write the training samples of done groups.
 
@@ -98,13 +96,12 @@ def export(
 
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
-    terminal = terminal_of(ctx)
-    if output is None and (json or format is SampleFormat.PARQUET):
-        asked = "--json" if json else "parquet"
+    if output is None and (terminal.json or format is SampleFormat.PARQUET):
+        asked = "--json" if terminal.json else "parquet"
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
-    with client(url, token, ca) as service, _writer(output, format) as writer:
+    with _writer(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
             cursor = max(cursor, done.cursor or 0)
             if group is None and EVALUATION_LABEL in done.labels:
@@ -144,7 +141,7 @@ def export(
         images=len(images.shown),
         image_files=images.where,
     )
-    if json:
+    if terminal.json:
         terminal.write_json(exported)
         return
     terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")

@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json
+from outrider.cli.options import command
 from outrider.cli.tables import table, word
-from outrider.cli.terminal import terminal_of
+from outrider.cli.terminal import Terminal
 from outrider.harnesses.install import install, installed
 from outrider.harnesses.presets import load_preset, preset_names
 
@@ -43,7 +43,8 @@ def harness_commands() -> typer.Typer:
     return app
 
 
-def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
+@command
+def list_harnesses(terminal: Terminal) -> None:
     """List the presets and whether their programs are installed here.
 
     A preset defines how one agent program is installed, started and pointed at
@@ -53,7 +54,6 @@ def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
 
         outrider harness list --json
     """
-    terminal = terminal_of(ctx)
     rows = [_row(name) for name in preset_names()]
     if terminal.json:
         terminal.write_json(Harnesses(tuple(rows)))
@@ -63,7 +63,8 @@ def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
     terminal.out.print(table(columns, cells))
 
 
-def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> None:
+@command
+def install_harness(terminal: Terminal, name: Preset) -> None:
     """Install a preset's program for this user.
 
     The program comes from PyPI or npm, in the version that the preset pins.
@@ -73,7 +74,6 @@ def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> Non
 
         outrider harness install mini-swe-agent
     """
-    terminal = terminal_of(ctx)
     path = install(name, terminal.note)
     if terminal.json:
         terminal.write_json(_row(name))
@@ -81,8 +81,9 @@ def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> Non
         terminal.out.print(f"{name} is installed in {path}", soft_wrap=True)
 
 
+@command
 def check_harness(
-    ctx: typer.Context,
+    terminal: Terminal,
     name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help=PRESET_HELP)] = None,
     command: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="Check this program instead, written as a task's `command`.")
@@ -103,7 +104,6 @@ def check_harness(
     ] = None,
     row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="Try only this row. May be repeated.")] = None,
     seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one row.")] = 180,
-    json: Json = False,
 ) -> None:
     """Certify that a harness works with this version of Outrider.
 
@@ -128,7 +128,7 @@ def check_harness(
     from outrider.cli.harness_check import check_and_print, find_subject
 
     subject = find_subject(preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime)
-    raise typer.Exit(check_and_print(terminal_of(ctx), subject, names=tuple(row or ()), seconds=seconds))
+    raise typer.Exit(check_and_print(terminal, subject, names=tuple(row or ()), seconds=seconds))
 
 
 def _row(name: str) -> HarnessRow:

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json
+from outrider.cli.options import command
 from outrider.cli.tables import table
-from outrider.cli.terminal import terminal_of
+from outrider.cli.terminal import Terminal
 from outrider.errors import InvalidField
 from outrider.sandbox.image_build import RUN_SECONDS
 from outrider.sandbox.image_build import build_image as build_dockerfile
@@ -51,11 +51,11 @@ def image_commands() -> typer.Typer:
     return app
 
 
+@command
 def import_image(
-    ctx: typer.Context,
+    terminal: Terminal,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file, or a folder with an OCI layout.")],
     name: Name,
-    json: Json = False,
 ) -> None:
     """Make an image from an archive.
 
@@ -67,14 +67,14 @@ def import_image(
         outrider image import python.tar python:3.12
     """
     store = ImageStore()
-    _told(ctx, ImageRow(name=name, image=store.import_(source, name), path=str(store.root(store.image(name)))))
+    _told(terminal, ImageRow(name=name, image=store.import_(source, name), path=str(store.root(store.image(name)))))
 
 
+@command
 def pull_image(
-    ctx: typer.Context,
+    terminal: Terminal,
     reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
     name: Name,
-    json: Json = False,
 ) -> None:
     """Get an image from a container registry.
 
@@ -85,13 +85,14 @@ def pull_image(
         outrider image pull docker.io/library/python:3.12-slim python
     """
     store = ImageStore()
-    terminal_of(ctx).note(f"pulling {reference}")
+    terminal.note(f"pulling {reference}")
     image = asyncio.run(pull(reference, name, store))
-    _told(ctx, ImageRow(name=name, image=image, path=str(store.root(image))))
+    _told(terminal, ImageRow(name=name, image=image, path=str(store.root(image))))
 
 
+@command
 def build_image(
-    ctx: typer.Context,
+    terminal: Terminal,
     recipe: Annotated[
         Path,
         typer.Argument(
@@ -111,7 +112,6 @@ def build_image(
         Reuse, typer.Option(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
     ] = Reuse.VERSIONED,
     seconds: Annotated[float, typer.Option(metavar="N", help="Time limit of each RUN of a Dockerfile.")] = RUN_SECONDS,
-    json: Json = False,
 ) -> None:
     """Build an image from a recipe or a Dockerfile.
 
@@ -127,7 +127,7 @@ def build_image(
 
         outrider image build harbor-tasks
     """
-    terminal, store = terminal_of(ctx), ImageStore()
+    store = ImageStore()
     if recipe.is_dir():
         folders = [recipe]
         if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile has Harbor tasks
@@ -145,16 +145,17 @@ def build_image(
             terminal.write_json(Images(tuple(rows)))
             return
         for row in rows:
-            _told(ctx, row)
+            _told(terminal, row)
         return
     if name is None:
         raise InvalidField("the image of a recipe needs a name", field="name")
     sif = Builder(store, note=terminal.note).build(load_recipe(recipe), reuse)
     terminal.note(f"importing {sif}")
-    _told(ctx, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
+    _told(terminal, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
 
 
-def list_images(ctx: typer.Context, json: Json = False) -> None:
+@command
+def list_images(terminal: Terminal) -> None:
     """List the images of this user.
 
     The images are kept below ~/.cache/outrider (or $OUTRIDER_HOME).
@@ -163,7 +164,7 @@ def list_images(ctx: typer.Context, json: Json = False) -> None:
 
         outrider image list --json
     """
-    terminal, store = terminal_of(ctx), ImageStore()
+    store = ImageStore()
     rows = [ImageRow(name=name, image=image, path=str(store.root(image))) for name, image in store.images().items()]
     if terminal.json:
         terminal.write_json(Images(tuple(rows)))
@@ -180,7 +181,8 @@ def list_images(ctx: typer.Context, json: Json = False) -> None:
     terminal.out.print(table(("image", "digest", "size", "imported"), cells))
 
 
-def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
+@command
+def remove_image(terminal: Terminal, name: Name) -> None:
     """Remove a name of an image.
 
     The image is deleted with its last name.
@@ -189,7 +191,6 @@ def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
 
         outrider image rm python
     """
-    terminal = terminal_of(ctx)
     gone = ImageStore().remove(name)
     if terminal.json:
         terminal.write_json({"name": name, "removed": gone})
@@ -197,8 +198,7 @@ def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
         terminal.out.print(f"{name} is removed" if gone else f"{name} is removed; the image has another name")
 
 
-def _told(ctx: typer.Context, row: ImageRow) -> None:
-    terminal = terminal_of(ctx)
+def _told(terminal: Terminal, row: ImageRow) -> None:
     if terminal.json:
         terminal.write_json(row)
         return

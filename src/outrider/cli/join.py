@@ -12,29 +12,13 @@ import typer
 
 from outrider.cli.event_loop import run_service
 from outrider.cli.long_running import StopSignals, start_log
-from outrider.cli.machine_options import (
-    ConfigFile,
-    EvalLane,
-    Files,
-    InitLane,
-    Processes,
-    ReadyLane,
-    RunLane,
-    SandboxCpus,
-    SandboxGpu,
-    SandboxMemory,
-    StopSeconds,
-    Verbose,
-    Warm,
-    WarmMemory,
-)
-from outrider.cli.options import Ca, Token
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.options import Ca, Token, command
+from outrider.cli.setting_options import MachineConfig, Verbose
+from outrider.cli.terminal import Terminal
 from outrider.client.client import DEFAULT_URL
-from outrider.config import Config, load_config
+from outrider.config import OWN, Config
 from outrider.environment import environment
 from outrider.errors import InvalidField
-from outrider.nodes.messages import NAMING, NODE_NAME
 
 RAY = "Ray"
 
@@ -43,8 +27,10 @@ Stop = Callable[[], Coroutine[Any, Any, None]]
 Work = Callable[[Stop], Coroutine[Any, Any, None]]
 
 
+@command
 def join(
-    ctx: typer.Context,
+    terminal: Terminal,
+    settings: MachineConfig,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="The service's address.", show_default="$OUTRIDER_URL")
     ] = None,
@@ -54,19 +40,6 @@ def join(
     ] = None,
     token: Token = None,
     ca: Ca = None,
-    config: ConfigFile = None,
-    processes: Processes = None,
-    stop_seconds: StopSeconds = None,
-    files: Files = None,
-    init_lane: InitLane = None,
-    ready_lane: ReadyLane = None,
-    run_lane: RunLane = None,
-    eval_lane: EvalLane = None,
-    sandbox_cpus: SandboxCpus = None,
-    sandbox_memory_mb: SandboxMemory = None,
-    sandbox_gpu: SandboxGpu = None,
-    warm: Warm = None,
-    warm_memory_mb: WarmMemory = None,
     ray: Annotated[
         str | None,
         typer.Option(
@@ -109,28 +82,16 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
+    # The import is here, because most commands do not need this module, which imports the renderers.
+    from outrider.nodes.messages import NAMING, NODE_NAME
+
     name = name or platform.node() or "node"
     if not NODE_NAME.fullmatch(name):
         raise InvalidField(f"{name!r}: {NAMING}", field="name", hint="give another one: --name NAME")
     if ray is None and ray_resource is not None:
         raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
-    flags: dict[str, Any] = {
-        "processes": processes,
-        "stop_seconds": stop_seconds,
-        "files": files,
-        "lanes": {"init": init_lane, "ready": ready_lane, "run": run_lane, "eval": eval_lane},
-        "sandboxes": {
-            "cpus": sandbox_cpus,
-            "memory_mb": sandbox_memory_mb,
-            "gpus": sandbox_gpu or None,
-            "warm": warm,
-            "warm_memory_mb": warm_memory_mb,
-        },
-    }
-    settings = load_config(flags, file=config)
     token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
     start_log(token, verbose=verbose)
-    terminal = terminal_of(ctx)
     if ray is not None:
         work = _cluster(terminal, settings, address, ray, ray_resource, token, ca)
     else:
@@ -168,7 +129,6 @@ def _cluster(
     """Return the work that joins with all machines of a Ray cluster."""
 
     async def work(stop: Stop) -> None:
-        from outrider.nodes.joined_settings import OWN
         from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
         fleet = RayFleet(
@@ -177,7 +137,7 @@ def _cluster(
                 url=url,
                 token=token,
                 ca=ca,
-                config=config.model_dump_json(include=OWN, exclude_unset=True).encode(),
+                config=config.model_dump_json(include=set(OWN), exclude_unset=True).encode(),
                 file="" if config.read_from is None else str(config.read_from.absolute()),
             ),
             address=ray,

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from outrider.cli.join import join
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import node_table, table
-from outrider.cli.terminal import Terminal, printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
 from outrider.schemas import NodeList, NodeStats
 
 MEGABYTE = 1_000_000
@@ -29,25 +30,23 @@ def node_commands() -> typer.Typer:
     return app
 
 
-def list_nodes(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def list_nodes(terminal: Terminal, service: Client) -> None:
     """List the nodes with their lanes and resources.
 
     Example:
 
         outrider nodes list --json
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.nodes())
+    _show(terminal, service.nodes())
 
 
+@command
 def pull(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The image's name in a task's `runtime.image`.")],
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Get an image from a container registry, on every machine that runs sessions.
 
@@ -60,10 +59,8 @@ def pull(
 
         outrider nodes pull docker.io/library/python:3.12-slim python
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        terminal.note(f"pulling {reference} on every machine")
-        pulled = service.pull_image(reference, name)
+    terminal.note(f"pulling {reference} on every machine")
+    pulled = service.pull_image(reference, name)
     if terminal.json:
         terminal.write_json(pulled)
     else:
@@ -80,9 +77,8 @@ def pull(
         raise typer.Exit(1)
 
 
-def drain(
-    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
-) -> None:
+@command
+def drain(terminal: Terminal, service: Client, name: Name) -> None:
     """Give a node no new sessions.
 
     Its present sessions go on until they end. The node stays drained until it
@@ -92,21 +88,18 @@ def drain(
 
         outrider nodes drain local
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.drain_node(name))
+    _show(terminal, service.drain_node(name))
 
 
-def resume(
-    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
-) -> None:
+@command
+def resume(terminal: Terminal, service: Client, name: Name) -> None:
     """Give a drained node sessions again.
 
     Example:
 
         outrider nodes resume local
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.resume_node(name))
+    _show(terminal, service.resume_node(name))
 
 
 def _show(terminal: Terminal, nodes: tuple[NodeStats, ...]) -> None:

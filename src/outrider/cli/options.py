@@ -1,13 +1,20 @@
-"""Options that several commands share, and the client made from them."""
+"""Makes commands of functions. `command` adds the options that several commands share, and passes what they stand
+for."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.terminal import terminal_of
+from outrider.cli.setting_options import MACHINE, MachineConfig, read_settings, setting_options
+from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client.client import DEFAULT_URL, AsyncClient, Client
+from outrider.config import Config
 from outrider.environment import environment
 
 
@@ -44,15 +51,60 @@ Json = Annotated[
 ]
 
 
-def client(url: str | None, token: str | None, ca: str | None) -> Client:
-    """Return a client of the service that the options name, or else the environment."""
-    return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function as Typer takes it. Some parameters of the function get what shared options stand for, by type:
+
+    - `Terminal`: the command's output.
+    - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.
+    - `Config`, `MachineConfig`: the settings, from an option for each and --config.
+
+    A command has --json, too, unless it takes settings: such a command runs until a signal.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    made = {name: hint for name, hint in hints.items() if hint in _MADE}
+    options: list[Parameter] = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for name, parameter in signature(function).parameters.items():
+        if hints[name] in _SETTINGS:
+            options += setting_options(_SETTINGS[hints[name]])
+        elif name not in made:
+            options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+    if {Client, AsyncClient} & {*made.values()}:
+        options += [_shared("url", Url), _shared("token", Token), _shared("ca", Ca)]
+    if not _SETTINGS.keys() & {*made.values()}:
+        options.append(_shared("json", Json))
+
+    @wraps(function)
+    def run(ctx: typer.Context, **given: Any) -> None:
+        passed = {name: value for name, value in given.items() if name in hints}
+        with ExitStack() as stack:
+            for name, kind in made.items():
+                passed[name] = _MADE[kind](ctx, given)
+                if kind is Client:
+                    stack.enter_context(passed[name])
+            function(**passed)
+
+    run.__dict__["__signature__"] = Signature(options)
+    return run
 
 
-def async_client(url: str | None, token: str | None, ca: str | None) -> AsyncClient:
-    """Return a client like `client` does, for asynchronous commands."""
-    return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
+def _shared(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _url(url: str | None) -> str:
-    return url or environment("OUTRIDER_URL") or DEFAULT_URL
+def _service(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a client, from the options and the environment."""
+    return {
+        "url": given["url"] or environment("OUTRIDER_URL") or DEFAULT_URL,
+        "token": given["token"] or environment("OUTRIDER_TOKEN"),
+        "ca": given["ca"] or environment("OUTRIDER_CA"),
+    }
+
+
+_SETTINGS: dict[Any, frozenset[str] | None] = {Config: None, MachineConfig: MACHINE}
+_MADE: dict[Any, Callable[[typer.Context, Mapping[str, Any]], Any]] = {
+    Terminal: lambda ctx, _: terminal_of(ctx),
+    Client: lambda _, given: Client(**_service(given)),
+    AsyncClient: lambda _, given: AsyncClient(**_service(given)),
+    Config: lambda _, given: read_settings(given),
+    MachineConfig: lambda _, given: read_settings(given),
+}

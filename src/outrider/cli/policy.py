@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import policy_line, policy_table
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal
+from outrider.client.client import Client
 from outrider.schemas import PolicyStatus
 
 
@@ -33,29 +34,27 @@ GoBack = Annotated[
 
 def policy_commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Show, pause, resume and update the policy that the engines serve.")
-    for command in (show, pause, resume, update):
-        app.command()(command)
+    for each in (show, pause, resume, update):
+        app.command()(each)
     return app
 
 
-def show(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def show(terminal: Terminal, service: Client) -> None:
     """Show the policy's version, and the version of each engine.
 
     Example:
 
         outrider policy show
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.policy())
+    _show(terminal, service.policy())
 
 
+@command
 def pause(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     mode: InFlight = Mode.FINISH,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Hold new generations back, and wait until no generation is in flight.
 
@@ -65,21 +64,18 @@ def pause(
 
         outrider policy pause --mode abort
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.pause_policy(mode.value))
+    _show(terminal, service.pause_policy(mode.value))
 
 
+@command
 def resume(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     version: Annotated[
         int | None,
         typer.Argument(metavar="[N]", help="Version of the weights that the engines have now; by default the old one."),
     ] = None,
     go_back: GoBack = False,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Resume generation.
 
@@ -89,12 +85,13 @@ def resume(
 
         outrider policy resume 12
     """
-    with client(url, token, ca) as service:
-        _show(terminal_of(ctx), service.resume_policy(version, go_back=go_back))
+    _show(terminal, service.resume_policy(version, go_back=go_back))
 
 
+@command
 def update(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     version: Annotated[int, typer.Argument(metavar="N", help="The new version.")],
     weights: Annotated[
         str | None,
@@ -107,10 +104,6 @@ def update(
         int | None, typer.Option(metavar="M", help="Cancel groups whose first session began at a version below this.")
     ] = None,
     go_back: GoBack = False,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Raise the policy's version, with weights that the engines load in place.
 
@@ -121,13 +114,12 @@ def update(
         outrider policy update 12 --weights checkpoints/12 --mode abort
     """
     path = None if weights is None else str(Path(weights).absolute()) if Path(weights).exists() else weights
-    with client(url, token, ca) as service:
-        _show(
-            terminal_of(ctx),
-            service.update_policy(
-                version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than, go_back=go_back
-            ),
-        )
+    _show(
+        terminal,
+        service.update_policy(
+            version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than, go_back=go_back
+        ),
+    )
 
 
 def _show(terminal: Terminal, policy: PolicyStatus) -> None:

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import number, table
 from outrider.cli.task_sources import load_example
-from outrider.cli.terminal import printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView
 from outrider.trajectory import Verdict
@@ -20,17 +21,15 @@ from outrider.trajectory import Verdict
 NOT_GRADED = 1
 
 
+@command
 def regrade(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Groups, or single sessions.")],
     task: Annotated[
         Path | None,
         typer.Option(metavar="TASK.toml", help="A task whose [evaluator] grades them.", show_default="their own"),
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
 
@@ -48,19 +47,17 @@ def regrade(
 
         outrider regrade s-0019a4e2b6c1f3d2-0 --json
     """
-    terminal = terminal_of(ctx)
     asked = {} if task is None else {"evaluator": _evaluator(task)}
-    with client(url, token, ca) as service:
-        old: dict[str, Verdict | None] = {}
-        new: list[str] = []
-        for id in ids:
-            named = (service.session(id),) if id.startswith("s-") else service.group(id).sessions
-            old |= {_graded(session): _verdict(session) for session in named}
-            group = service.regrade(id, asked)
-            new.append(group.id)
-            terminal.note(f"{id} is graded again as group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
-        with session_progress(terminal) as watch:
-            groups = service.wait(new, watch)
+    old: dict[str, Verdict | None] = {}
+    new: list[str] = []
+    for id in ids:
+        named = (service.session(id),) if id.startswith("s-") else service.group(id).sessions
+        old |= {_graded(session): _verdict(session) for session in named}
+        group = service.regrade(id, asked)
+        new.append(group.id)
+        terminal.note(f"{id} is graded again as group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
+    with session_progress(terminal) as watch:
+        groups = service.wait(new, watch)
     sessions = [session for group in groups for session in group.sessions]
     regraded = Regraded(
         sessions=tuple(

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, async_client
+from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
 from outrider.cli.task_sources import load_group
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal
 from outrider.client.client import AsyncClient
 from outrider.concurrency.cancellation import shielded
 from outrider.schemas import GroupView
@@ -25,15 +25,13 @@ ANSWER_SECONDS = 10.0
 time is bounded, because no reply comes while the service's queue is full."""
 
 
+@command
 def run(
-    ctx: typer.Context,
+    terminal: Terminal,
+    client: AsyncClient,
     task: Annotated[Path, typer.Argument(metavar="TASK.toml", help="The task, as docs/tasks.md describes it.")],
     n: Annotated[int, typer.Option("-n", metavar="N", help="Number of sessions.")] = 1,
     priority: Annotated[int, typer.Option(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Run a task and wait for it.
 
@@ -48,9 +46,8 @@ def run(
 
         outrider run task.toml --json | jq '.sessions[].result.verdict.reward'
     """
-    terminal = terminal_of(ctx)
     group = load_group(task, n=n, priority=priority)
-    raise typer.Exit(asyncio.run(_run(terminal, async_client(url, token, ca), group)))
+    raise typer.Exit(asyncio.run(_run(terminal, client, group)))
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:

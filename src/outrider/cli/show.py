@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import number
-from outrider.cli.terminal import printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
 from outrider.errors import ErrorRecord
 from outrider.schemas import SessionView, TurnView
 from outrider.trajectory import SessionResult
@@ -32,13 +33,11 @@ class Record(msgspec.Struct, frozen=True):
     turns: tuple[TurnView, ...]
 
 
+@command
 def show(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
@@ -48,9 +47,7 @@ def show(
 
         outrider show s-0019a4e2b6c1f3d2-0
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        record = Record(service.session(session), service.turns(session))
+    record = Record(service.session(session), service.turns(session))
     if terminal.json:
         terminal.write_json(record)
     else:

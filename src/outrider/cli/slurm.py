@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from outrider.cli.engines import parse_engine
 from outrider.cli.join import join
-from outrider.cli.options import Json
+from outrider.cli.options import command
 from outrider.cli.serve import serve
-from outrider.cli.terminal import Terminal, terminal_of
-from outrider.config import Config, is_local, load_config
+from outrider.cli.setting_options import read_settings
+from outrider.cli.terminal import Terminal
+from outrider.config import Config, is_local
 from outrider.errors import InvalidField, ServiceError
 from outrider.slurm.batch_script import TOKEN_FILE, URL_FILE, BatchJob, script_of
 
@@ -42,8 +42,9 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     logs: str
 
 
+@command
 def slurm(
-    ctx: typer.Context,
+    terminal: Terminal,
     flags: Annotated[
         list[str] | None,
         typer.Argument(
@@ -101,7 +102,6 @@ def slurm(
             "--output", "-o", metavar="FILE", help="Write the batch script there, - for here, and submit nothing."
         ),
     ] = None,
-    json: Json = False,
 ) -> None:
     """Submit a job that runs a service and its nodes on a Slurm cluster.
 
@@ -115,12 +115,11 @@ def slurm(
 
         outrider slurm --nodes 2 -o job.sh -- --engine vllm=http://gpu7:8000 --tokenizer models/Qwen3-8B --insecure
     """
-    terminal = terminal_of(ctx)
     if output == STANDARD_OUTPUT and terminal.json:
         raise InvalidField(
             "both would be on standard output", field="output", hint="give --output a file, or no --json"
         )
-    given, settings = _serve_parameters(flags or ()), settings_of(flags or ())
+    given, settings = _serve_options(flags or ()), settings_of(flags or ())
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
@@ -173,21 +172,12 @@ def slurm(
 
 
 def settings_of(flags: Sequence[str]) -> Config:
-    """Return the settings of a service with these flags of `outrider serve`, as far as a job needs them: without the
-    flags' lanes, sandboxes and model."""
-    given = _serve_parameters(flags)
-    names = ("host", "port", "stop_seconds", "processes", "data", "store")
-    tls = {"certificate": given["tls_certificate"], "key": given["tls_key"], "insecure": given["insecure"]}
-    engines = [parse_engine(text) for text in given["engine"] or ()]
-    file = given["config"]
-    return load_config(
-        {name: given[name] for name in names} | {"tls": tls, "engines": engines or None},
-        file=None if file is None else Path(file),
-    )
+    """Return the settings of a service with these flags of `outrider serve`. Raises UsageError for an unknown flag."""
+    return read_settings(_serve_options(flags))
 
 
-def _serve_parameters(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Return the values of the flags, as text and numbers, by parameter name. Raises UsageError for an unknown flag."""
+def _serve_options(flags: Sequence[str]) -> Mapping[str, Any]:
+    """Return the values of the flags by parameter name."""
     params: dict[str, Any] = _command(serve).make_context("outrider serve", list(flags), obj=Terminal()).params
     return params
 

@@ -7,9 +7,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import engine_table, failing_table, group_table, node_table, policy_line, session_table
-from outrider.cli.terminal import Terminal, printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
@@ -23,13 +24,11 @@ class Overview(msgspec.Struct, frozen=True):
     groups: tuple[GroupSummary, ...]
 
 
+@command
 def status(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="A group's id: show its sessions.")] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Show the state of the service, or of one group.
 
@@ -42,12 +41,10 @@ def status(
 
         outrider status g-0019a4e2b6c1f3d2
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        if group is not None:
-            _show_group(terminal, service.group(group))
-            return
-        overview = Overview(service.status(), service.groups(limit=RECENT))
+    if group is not None:
+        _show_group(terminal, service.group(group))
+        return
+    overview = Overview(service.status(), service.groups(limit=RECENT))
     if terminal.json:
         terminal.write_json(overview)
         return
@@ -66,15 +63,13 @@ def status(
         terminal.out.print(group_table(overview.groups))
 
 
+@command
 def cancel(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     id: Annotated[
         str, typer.Argument(metavar="GROUP|SESSION", help="The id of a group (g-…) or of one session (s-…).")
     ],
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Cancel a group, or one session of it.
 
@@ -86,9 +81,8 @@ def cancel(
 
         outrider cancel s-0019a4e2b6c1f3d2-0
     """
-    with client(url, token, ca) as service:
-        group = service.group(service.cancel_session(id).group_id) if id.startswith("s-") else service.cancel(id)
-        _show_group(terminal_of(ctx), group)
+    group = service.group(service.cancel_session(id).group_id) if id.startswith("s-") else service.cancel(id)
+    _show_group(terminal, group)
 
 
 def _show_group(terminal: Terminal, group: GroupView) -> None:

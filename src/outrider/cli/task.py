@@ -11,10 +11,10 @@ import typer
 from rich.text import Text
 
 from outrider.cli.event_loop import run_service
-from outrider.cli.options import Json, Offline
+from outrider.cli.options import Offline, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
-from outrider.cli.terminal import printable, terminal_of
+from outrider.cli.terminal import Terminal, printable
 from outrider.config import load_config
 from outrider.errors import InvalidField
 from outrider.tasks.examples import Example
@@ -59,13 +59,13 @@ class Listed(msgspec.Struct, frozen=True):
     instruction: str
 
 
+@command
 def list_(
-    ctx: typer.Context,
+    terminal: Terminal,
     sources: Sources,
     limit: Limit = None,
     image: Image = None,
     offline: Offline = False,
-    json: Json = False,
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
@@ -75,7 +75,6 @@ def list_(
 
         outrider task list examples/ --json
     """
-    terminal = terminal_of(ctx)
     listed = [
         Listed(example.id, evaluator_of(example), example.gold is not None, str(example.task.get("instruction", "")))
         for source in sources
@@ -88,13 +87,13 @@ def list_(
     terminal.out.print(table(("task", "evaluator", "solution", "instruction"), rows))
 
 
+@command
 def show(
-    ctx: typer.Context,
+    terminal: Terminal,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="As of `outrider task list`.")],
     task: Annotated[str | None, typer.Argument(metavar="ID", help="As listed.", show_default="the first")] = None,
     image: Image = None,
     offline: Offline = False,
-    json: Json = False,
 ) -> None:
     """Show one task: its instruction, all its other fields, and its solution.
 
@@ -107,7 +106,6 @@ def show(
 
         outrider task show human-eval HumanEval/0 --json
     """
-    terminal = terminal_of(ctx)
     example = chosen(examples_in(source, limit=None, image=image, offline=offline), task, source)
     if terminal.json:
         terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold})
@@ -121,14 +119,14 @@ def show(
     terminal.out.print(table(("field", "value"), [(name, shortened(value)) for name, value in leaves(fields)]))
 
 
+@command
 def import_(
-    ctx: typer.Context,
+    terminal: Terminal,
     sources: Sources,
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
     limit: Limit = None,
     image: Image = None,
     offline: Offline = False,
-    json: Json = False,
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
 
@@ -141,7 +139,6 @@ def import_(
 
         outrider eval tasks.jsonl -n 4
     """
-    terminal = terminal_of(ctx)
     if not out.name.endswith(".jsonl"):
         raise InvalidField(f"{out} does not end in .jsonl", field="out")
     examples = [
@@ -207,8 +204,9 @@ class CheckedTasks(msgspec.Struct, frozen=True):
     bad: tuple[Bad, ...]
 
 
+@command
 def check(
-    ctx: typer.Context,
+    terminal: Terminal,
     sources: Sources,
     limit: Limit = None,
     image: Image = None,
@@ -217,7 +215,6 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,
     at_once: Annotated[int, typer.Option(metavar="N", help="Sandboxes at once.")] = 4,
-    json: Json = False,
 ) -> None:
     """Try the known solution of each task, and doing nothing, twice each.
 
@@ -236,7 +233,6 @@ def check(
     """
     from outrider.lab.certify.task_check import TaskReport, check_tasks
 
-    terminal = terminal_of(ctx)
     examples = [
         example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.options import command
 from outrider.cli.tables import token_table
-from outrider.cli.terminal import terminal_of
+from outrider.cli.terminal import Terminal
+from outrider.client.client import Client
 from outrider.config import Config, load_config
 from outrider.errors import InvalidField
 from outrider.schemas import NewToken, TokenList
@@ -28,8 +29,10 @@ def token_commands() -> typer.Typer:
     return app
 
 
+@command
 def create(
-    ctx: typer.Context,
+    terminal: Terminal,
+    service: Client,
     role: Annotated[
         Role, typer.Option(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
     ],
@@ -51,10 +54,6 @@ def create(
         Path | None,
         typer.Option(metavar="DIR", help="Data folder of a service that is stopped, for its first token."),
     ] = None,
-    url: Url = None,
-    token: Token = None,
-    ca: Ca = None,
-    json: Json = False,
 ) -> None:
     """Make a token, and print it. It cannot be printed again.
 
@@ -66,10 +65,8 @@ def create(
 
         outrider token create --role read --name alices-dashboard --tenant alice
     """
-    terminal = terminal_of(ctx)
     if data is None:
-        with client(url, token, ca) as service:
-            new = service.create_token(name, role, tenant=tenant, max_queued=max_queued, expires_days=expires)
+        new = service.create_token(name, role, tenant=tenant, max_queued=max_queued, expires_days=expires)
     else:
         if not data.is_dir():
             raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
@@ -106,34 +103,30 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     return new
 
 
-def list_tokens(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+@command
+def list_tokens(terminal: Terminal, service: Client) -> None:
     """List the tokens by name, including expired and revoked ones.
 
     Example:
 
         outrider token list
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        tokens = service.tokens()
+    tokens = service.tokens()
     if terminal.json:
         terminal.write_json(TokenList(tokens=tokens))
     else:
         terminal.out.print(token_table(tokens))
 
 
-def revoke(
-    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
-) -> None:
+@command
+def revoke(terminal: Terminal, service: Client, name: Name) -> None:
     """Revoke a token. Calls under way with the token are cut off.
 
     Example:
 
         outrider token revoke alice
     """
-    terminal = terminal_of(ctx)
-    with client(url, token, ca) as service:
-        revoked = service.revoke_token(name)
+    revoked = service.revoke_token(name)
     if terminal.json:
         terminal.write_json(revoked)
     else:

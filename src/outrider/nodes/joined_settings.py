@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.config import Config, FrozenConfig, ModelConfig
+from outrider.config import OWN, Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import NodeSetup
 from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
@@ -31,9 +31,6 @@ M = TypeVar("M", ModelConfig, FrozenConfig)
 
 PREFIX = "outrider-joined-"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
-"""Settings that are the machine's own."""
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:

@@ -15,11 +15,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_class_from_fqn
 
-from bridges.verl import world
-from bridges.verl.world import write_model
 from outrider.errors import InvalidField
 from outrider.tasks.datasets import examples_of, read_rows, verl_parquet
 from outrider.trainers.verl import OutriderAgentLoopManager, settings_of
+from trainers.verl import world
+from trainers.verl.world import write_model
 
 pytestmark = pytest.mark.trainers
 

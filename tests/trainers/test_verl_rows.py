@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from bridges.sample import group, row
 from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
 from outrider.lifecycle import StopReason
 from outrider.service.admission import validate_group
@@ -28,6 +27,7 @@ from outrider.trainers.verl_rows import (
     verl_task,
 )
 from outrider.trajectory import BranchKind, LogprobKind
+from trainers.sample import group, row
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"
 TASK = {"harness": {"agent": "tools"}, "runtime": {"kind": "memory"}, "evaluator": {"run": "true"}}

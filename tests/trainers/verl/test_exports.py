@@ -6,8 +6,8 @@ import pytest
 from tinker import types
 from verifiers.v1.graph import MessageNode
 
-from bridges.sample import row
 from outrider.trainers.exports import tinker_datum, verifiers_nodes
+from trainers.sample import row
 
 pytestmark = pytest.mark.trainers
 

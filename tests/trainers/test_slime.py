@@ -34,7 +34,7 @@ from .slime_world import (
     slime_modules,
 )
 
-FILTER = "bridges.slime_world.nonzero_std"
+FILTER = "trainers.slime_world.nonzero_std"
 
 
 @pytest.fixture(autouse=True)
@@ -427,7 +427,7 @@ async def test_an_evaluation_that_cannot_be_followed_is_named(
 async def test_a_filter_may_keep_what_it_cannot_spare(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         args = slime_args(
-            url, over_sampling_batch_size=3, dynamic_sampling_filter_path="bridges.slime_world.spares_few"
+            url, over_sampling_batch_size=3, dynamic_sampling_filter_path="trainers.slime_world.spares_few"
         )
         source = DataSource(args, [prompt(f"slime spared {number}") for number in range(9)])
         for rollout_id in range(2):

@@ -75,13 +75,13 @@ def grade(outcome: Outcome) -> Verdict:
 def task(instruction: str, **options: Any) -> str:
     """A dataset row's task, as JSON."""
     return json.dumps(
-        {"instruction": instruction, "harness": {"agent": "bridges.verl.world:Caller", "options": options}}
+        {"instruction": instruction, "harness": {"agent": "trainers.verl.world:Caller", "options": options}}
     )
 
 
 BASE = {
     "runtime": {"kind": "memory"},
-    "evaluator": {"kind": "callable", "path": "bridges.verl.world:grade"},
+    "evaluator": {"kind": "callable", "path": "trainers.verl.world:grade"},
     "max_attempts": 1,
     "branches": {"main": "train", "subagent": "train", "compaction": "train", "auxiliary": "train"},
 }

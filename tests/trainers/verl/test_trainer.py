@@ -25,10 +25,10 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 
-from bridges.verl import world
 from outrider.client.client import AsyncClient
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.trainers.verl import OutriderAgentLoopManager, start_service
+from trainers.verl import world
 
 pytestmark = [pytest.mark.trainers, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -15,10 +15,10 @@ from skyrl.train.generators.utils import concatenate_generator_outputs, merge_st
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from bridges.skyrl_world import VLLM_PARAMS
 from outrider.trainers.skyrl import OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
+from trainers.skyrl_world import VLLM_PARAMS
 
 pytestmark = pytest.mark.trainers
 

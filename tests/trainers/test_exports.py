@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges.sample import row
 from outrider.errors import InvalidField
 from outrider.trainers.exports import nemo_gym_reply, prime_rl_sample, spans_of, tinker_datum, verifiers_nodes
 from outrider.trajectory import Sample
+from trainers.sample import row
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """The SkyRL bridge against a real service, without SkyRL: order, columns, placeholders, rows of a trajectory.
 
-The tests in `tests/bridges/skyrl` give the same outputs to SkyRL's own code.
+The tests in `tests/trainers/skyrl` give the same outputs to SkyRL's own code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The OpenRLHF bridge against a real service, without OpenRLHF: what a call gives, and how it fails.
 
-The tests in `tests/bridges/openrlhf` give the same rows to OpenRLHF's own code.
+The tests in `tests/trainers/openrlhf` give the same rows to OpenRLHF's own code.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import AgentExecutorBase
 
-from bridges.test_openrlhf import VLLM_PARAMS
 from outrider.errors import HarnessError
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.trainers.openrlhf import VARIABLE
 from support.scribe import scribe_task
 from support.service import running_service, say
+from trainers.test_openrlhf import VLLM_PARAMS
 
 pytestmark = pytest.mark.trainers
 

@@ -1,0 +1,110 @@
+"""The options of a service's settings, made from config.py; `parse_engine` reads KIND=WHERE on any command line.
+
+An option's value is a text, or a list of texts. As for a text of the environment, `load_config` converts and checks it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+import typer
+
+from outrider.config import OWN, Config, all_settings, load_config
+from outrider.errors import InvalidField
+
+KIND = "KIND=WHERE"
+KIND_HELP = (
+    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
+    "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
+    "or scripted=FILE.json (fixed replies)."
+)
+REPEATED = "May be repeated."
+
+ConfigFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
+MACHINE = OWN - {"data"}
+"""Settings of a machine that joins. Its data folder is not among them, because a node has no store."""
+MachineConfig = Annotated[Config, MACHINE]
+"""Type of a parameter with options for `MACHINE`; a `Config` has options for all settings."""
+
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+
+def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
+    """Yield the options of all settings, or of the settings and sections `only`, as parameters of a command."""
+    yield _option("config", ConfigFile)
+    for path, field, setting in all_settings():
+        section, dot, _ = path.partition(".")
+        if setting.option is None or (only is not None and section not in only):
+            continue
+        option, _, metavar = setting.option.partition(" ")
+        many = any(get_origin(each) is tuple for each in (field.annotation, *get_args(field.annotation)))
+        help = (_plain(field.description or ""), KIND_HELP if path == "engines" else "", REPEATED if many else "")
+        info = typer.Option(
+            option,
+            metavar=metavar or None,
+            help=" ".join(filter(None, help)),
+            show_default=_plain(setting.default) if setting.default else _shown(field.default),
+            rich_help_panel=(section.upper() if section == "tls" else section.capitalize()) if dot else None,
+        )
+        kind = list[str] if many else str if metavar else bool
+        yield _option(_parameter(path), Annotated[kind | None, info])
+
+
+def read_settings(options: Mapping[str, Any]) -> Config:
+    """Return the settings that the options give, with the environment and the file `config`. Raises InvalidField."""
+    flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
+    if engines := flags["engines"]:
+        flags["engines"] = [parse_engine(text) for text in engines]
+    return load_config(flags, file=options["config"])
+
+
+def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
+    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
+    kind, given, where = text.partition("=")
+    if not (kind and given and where):
+        raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
+    match kind:
+        case "embedded":
+            return {"kind": kind, "model": where}
+        case "relay":
+            return {"kind": kind, "name": where}
+        case "scripted":
+            try:
+                options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])
+            except OSError as error:
+                raise InvalidField(f"cannot read {where}: {error.strerror}", field=field) from error
+            except msgspec.MsgspecError as error:
+                raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
+            return {"kind": kind, "options": options}
+        case _:
+            return {"kind": kind, "url": where}
+
+
+def _parameter(path: str) -> str:
+    return path.replace(".", "__")
+
+
+def _option(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain(markdown: str) -> str:
+    """Return the text of Markdown without its links, marks and line breaks."""
+    return " ".join(_LINK.sub(r"\1", markdown.replace("\n", " ")).replace("`", "").split())
+
+
+def _shown(default: Any) -> str | bool:
+    """Return a setting's default for the help. False if there is nothing to show."""
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default)) or False
+    if isinstance(default, float):
+        return f"{default:g}"
+    return False if default is None or default is False else str(default)
