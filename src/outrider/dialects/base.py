@@ -210,10 +210,18 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
+        # Most calls have one exact route, which is looked up. An exact route that fits an earlier one is not listed here.
+        self._exact: dict[str, Routed] = {}
+        for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
+            fits, header, routed = self._routes[number]
+            if header is None and fits(route.calls) and not any(one[0](route.calls) for one in self._routes[:number]):
+                self._exact[route.calls] = routed
 
     def find(self, call: WireCall) -> Routed | None:
         """Return the dialect and the operation of a call; None if no dialect has the route."""
         named = f"{call.method} {call.path}"
+        if (exact := self._exact.get(named)) is not None:
+            return exact
         for fits, header, routed in self._routes:
             if fits(named) and (header is None or call.header(header) is not None):
                 return routed
