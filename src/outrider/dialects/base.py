@@ -210,7 +210,7 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most calls have one exact route, which is looked up. An exact route that fits an earlier one is not listed here.
+        # Most calls have an exact route, which is looked up. A route that also fits an earlier one is not among these.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
