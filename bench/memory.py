@@ -21,7 +21,7 @@ from bench.corpus import Corpus
 from bench.dialogue import Dialogue
 from bench.parked import CONTEXT_TOKENS
 from outrider.dialects.base import Completion, WireCall
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -105,7 +105,7 @@ async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, n
         history="recorded",
         record=_not_stored,
     )
-    dialect = ChatDialect()
+    dialect = CHAT_DIALECT
     dialogue = Dialogue(max_tokens=REPLY_TOKENS)
     for _ in range(calls):
         body = dialogue.ask(corpus.tokens(MESSAGE_TOKENS), corpus.tokens(MESSAGE_TOKENS))

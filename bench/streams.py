@@ -17,7 +17,7 @@ import msgspec
 
 from bench.corpus import Corpus
 from bench.speakers import DIALECTS, MODEL, Speaker
-from outrider.dialects import dialects
+from outrider import dialects
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
 from outrider.messages import Delta, Message, ToolSpec
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
@@ -77,7 +77,7 @@ class Writing(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, speaker: Speaker, text: str) -> Writing:
-        dialect = next(one for one in dialects() if one.name == speaker.dialect)
+        dialect = next(one for one in dialects.DIALECTS if one.name == speaker.dialect)
         body = speaker.talk(max_tokens=1 << 16, stream=True).ask(text)
         return cls(dialect, dialect.parse(speaker.streamed, body, {}))
 

@@ -27,7 +27,7 @@ from bench.parked import parked
 from bench.processes import World, a_round_trip, world
 from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.engines.adapters.ids_json import body_with_ids, ids_json
 from outrider.spec import EngineSpec
 from outrider.wire.http_server import DISCONNECT, Disconnect
@@ -111,7 +111,7 @@ async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], s
 def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
     ids = np.arange(len(body) * NEW_TOKENS // len(text), dtype=np.int32) % VOCABULARY
     return {
-        "parse_ms": _cpu_ms(lambda: ChatDialect().parse(CALL, body, {})),
+        "parse_ms": _cpu_ms(lambda: CHAT_DIALECT.parse(CALL, body, {})),
         "tokenizer_ms": _cpu_ms(lambda: corpus.tokenizer.encode(text)),
         "engine_body_ms": _cpu_ms(lambda: ids_json(ids)),
     }

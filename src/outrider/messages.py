@@ -81,6 +81,27 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     parts: tuple[Part, ...] = ()
 
 
+def joined_text(parts: Sequence[Part]) -> str:
+    """Concatenate the texts of the parts."""
+    return "".join([part.text for part in parts if isinstance(part, Text)])
+
+
+def message_of_parts(
+    role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
+) -> Message:
+    """Build a message from texts and images. The message has `parts` only if there is an image. Adjacent texts are then
+    joined and empty texts dropped, so the message does not depend on how the client splits the text."""
+    text = joined_text(parts)
+    kept: list[Part] = []
+    if any(isinstance(part, Image) for part in parts):
+        for part in parts:
+            if isinstance(part, Text) and kept and isinstance(kept[-1], Text):
+                kept[-1] = Text(kept[-1].text + part.text)
+            elif part != Text(""):
+                kept.append(part)
+    return Message(role=role, content=text, tool_call_id=tool_call_id, name=name, parts=tuple(kept))
+
+
 IMAGE_EXTENSIONS = {
     "image/png": "png",
     "image/jpeg": "jpg",

@@ -17,13 +17,13 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, StreamWriter, WireCall
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.errors import ContextOverflow, EngineUnavailable, OutriderError, RequestError, Unauthorized
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
 from support.wire import CALL
 
-DIALECT = ChatDialect()
+DIALECT = CHAT_DIALECT
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STEPS = (
     Delta(reasoning="Let me ", ids=[1], logprobs=[-0.5]),
@@ -59,7 +59,7 @@ def whole(request: ModelRequest, writer: StreamWriter) -> list[bytes]:
     """A reply from its opening to its end, with a ping while the prompt is read."""
     opening = writer.open(Opening(id=DONE.id, created=DONE.created, model=DONE.model, prompt_ids=DONE.prompt_ids))
     deltas = [writer.delta(step, pieces) for step, pieces in zip(STEPS, PIECES, strict=True)]
-    return [writer.ping(), opening, *deltas, writer.close(DONE)]
+    return [writer.ping, opening, *deltas, writer.close(DONE)]
 
 
 def broken(request: ModelRequest, writer: StreamWriter) -> list[bytes]:
@@ -76,8 +76,7 @@ async def served(play: Play = whole, refusal: OutriderError | None = None) -> As
             if refusal is not None:
                 raise refusal
         except OutriderError as error:
-            status, body = DIALECT.error(error)
-            return web.Response(status=status, body=body, content_type="application/json")
+            return web.json_response(DIALECT.error(error), status=error.http_status)
         if not request.stream:
             return web.Response(body=DIALECT.reply(request, DONE), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.dialects.base import Completion, Opening
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.dialects.chat.request import parse_message
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
@@ -74,7 +74,7 @@ ALMOST = st.builds(
 
 def read_whole(body: bytes) -> list[Message]:
     """Everything that can be read from a body, each part of which must survive being encoded again."""
-    request = ChatDialect().parse(CALL, body, {})
+    request = CHAT_DIALECT.parse(CALL, body, {})
     msgspec.json.encode([request.model, request.tools, request.sampling])
     messages = []
     for index in range(len(request.messages)):
@@ -138,7 +138,7 @@ def test_raw_and_parse_agree_with_what_was_sent(messages: list[Message], indent:
     body = json.dumps(
         {"messages": [as_sent(message) for message in messages], "model": "m"}, indent=indent, ensure_ascii=ascii_only
     )
-    read = ChatDialect().parse(CALL, body.encode(), {}).messages
+    read = CHAT_DIALECT.parse(CALL, body.encode(), {}).messages
     assert [read.parse(index) for index in range(len(read))] == messages
     assert [parse_message(read.raw(index), "") for index in range(len(read))] == messages
 
@@ -198,9 +198,9 @@ def test_a_stream_says_what_the_one_piece_reply_says(
     steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason, flags: dict[str, bool]
 ) -> None:
     asked = {"model": "m", "messages": [{}], "stream_options": {"include_usage": flags.pop("usage")}, **flags}
-    request = ChatDialect().parse(CALL, json.dumps(asked).encode(), {})
+    request = CHAT_DIALECT.parse(CALL, json.dumps(asked).encode(), {})
     done = completion(steps, calls, finish)
-    whole = json.loads(ChatDialect().reply(request, done))
+    whole = json.loads(CHAT_DIALECT.reply(request, done))
     ChatCompletion.model_validate(whole, strict=True)
     added = Accumulated(streamed(request, steps, done))
     choice = whole["choices"][0]
@@ -237,7 +237,7 @@ def completion(steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishRe
 
 
 def streamed(request: Any, steps: list[Delta], done: Completion) -> bytes:
-    writer = ChatDialect().stream(request)
+    writer = CHAT_DIALECT.stream(request)
     written = writer.open(Opening(id=done.id, created=done.created, model=done.model, prompt_ids=done.prompt_ids))
     for step in steps:
         written += writer.delta(step, tuple(b"%x" % number for number in step.ids))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Caller, ModelRequest, WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.json import MAX_DEPTH
+from outrider.dialects.chat import CHAT_DIALECT
+from outrider.dialects.reading import MAX_DEPTH
 from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
@@ -28,17 +28,17 @@ def said(*parts: Any) -> dict[str, Any]:
 
 
 def read(data: bytes) -> list[Message]:
-    request = ChatDialect().parse(CALL, data, {})
+    request = CHAT_DIALECT.parse(CALL, data, {})
     return [request.messages.parse(index) for index in range(len(request.messages))]
 
 
 def parse(**fields: Any) -> ModelRequest:
-    return ChatDialect().parse(CALL, body(**fields), {})
+    return CHAT_DIALECT.parse(CALL, body(**fields), {})
 
 
 def test_the_caller_is_read_from_opencodes_headers() -> None:
     def caller(*headers: tuple[bytes, bytes]) -> Caller:
-        return ChatDialect().parse(WireCall("POST", CALL.path, b"", headers), body(), {}).caller
+        return CHAT_DIALECT.parse(WireCall("POST", CALL.path, b"", headers), body(), {}).caller
 
     own, parent = (b"x-session-id", b"s"), (b"x-parent-session-id", b"p")
     assert caller() == caller(own) == caller(own, (parent[0], b"")) == Caller()
@@ -177,7 +177,7 @@ def test_a_body_that_is_not_a_request_is_refused(data: bytes) -> None:
 def test_missing_fields_are_named() -> None:
     for missing, data in (("messages", b'{"model":"m"}'), ("model", b'{"messages":[]}')):
         with pytest.raises(RequestError) as caught:
-            ChatDialect().parse(CALL, data, {})
+            CHAT_DIALECT.parse(CALL, data, {})
         assert caught.value.field == missing
 
 
@@ -185,7 +185,7 @@ def test_missing_fields_are_named() -> None:
 def test_an_unpaired_surrogate_is_refused_by_name(escape: str) -> None:
     data = body(messages=[USER, {"role": "tool", "content": "@"}]).replace(b"@", escape.encode())
     with pytest.raises(RequestError) as caught:
-        ChatDialect().parse(CALL, data, {})
+        CHAT_DIALECT.parse(CALL, data, {})
     assert caught.value.field == "messages[1].content"
 
 
@@ -195,14 +195,14 @@ def test_a_surrogate_pair_is_one_character() -> None:
 
 def test_an_error_names_a_key_with_a_surrogate_in_printable_form() -> None:
     with pytest.raises(RequestError) as caught:
-        ChatDialect().parse(CALL, rb'{"model":"m","messages":[],"\ud800":"\ud800"}', {})
+        CHAT_DIALECT.parse(CALL, rb'{"model":"m","messages":[],"\ud800":"\ud800"}', {})
     assert caught.value.field is not None
     assert caught.value.field.encode("ascii") == rb"\ud800"
 
 
 def test_invalid_utf8_is_found_in_the_message_that_holds_it() -> None:
     data = body(messages=[USER, {"role": "user", "content": "@"}]).replace(b"@", b"\xff")
-    request = ChatDialect().parse(CALL, data, {})
+    request = CHAT_DIALECT.parse(CALL, data, {})
     assert request.messages.parse(0).content == "hi"
     with pytest.raises(RequestError) as caught:
         request.messages.parse(1)

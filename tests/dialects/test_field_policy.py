@@ -9,12 +9,11 @@ import pytest
 
 from outrider.constraint import ConstraintKind
 from outrider.dialects.base import ModelRequest, RequestedSampling, WireCall
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.dialects.field_policy import TABLES, FieldRule, Treatment
-from outrider.dialects.gemini import GeminiDialect
-from outrider.dialects.messages import MESSAGES as MESSAGES_ROUTE
-from outrider.dialects.messages import MessagesDialect
-from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.gemini import GEMINI_DIALECT
+from outrider.dialects.messages import MESSAGES_DIALECT
+from outrider.dialects.responses import RESPONSES_DIALECT
 from outrider.errors import RequestError
 from support import gemini, responses, wire
 
@@ -110,16 +109,16 @@ def read(dialect: str, **fields: Any) -> ModelRequest:
     match dialect:
         case "chat":
             body, call = {"model": "m", "messages": [HI], **fields}, wire.CALL
-            return ChatDialect().parse(call, json.dumps(body).encode(), {})
+            return CHAT_DIALECT.parse(call, json.dumps(body).encode(), {})
         case "responses":
             body, call = {"model": "m", "input": "hi", **fields}, responses.CALL
-            return ResponsesDialect().parse(call, json.dumps(body).encode(), {})
+            return RESPONSES_DIALECT.parse(call, json.dumps(body).encode(), {})
         case "messages":
-            body, call = {"model": "m", "messages": [HI], **fields}, WireCall("POST", MESSAGES_ROUTE)
-            return MessagesDialect().parse(call, json.dumps(body).encode(), {})
+            body, call = {"model": "m", "messages": [HI], **fields}, WireCall("POST", "/v1/messages")
+            return MESSAGES_DIALECT.parse(call, json.dumps(body).encode(), {})
         case _:
             body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}], **fields}
-            return GeminiDialect().parse(gemini.GENERATE, json.dumps(body).encode(), {})
+            return GEMINI_DIALECT.parse(gemini.GENERATE, json.dumps(body).encode(), {})
 
 
 def sent(row: FieldRule, value: Any) -> dict[str, Any]:
@@ -490,5 +489,5 @@ def test_what_hosted_tools_did_is_noted_of_a_history_that_was_read_before() -> N
     memory: dict[str, Any] = {}
     _, fields, notes = CALLED[2]
     for _ in range(2):
-        request = GeminiDialect().parse(gemini.GENERATE, json.dumps(fields).encode(), memory)
+        request = GEMINI_DIALECT.parse(gemini.GENERATE, json.dumps(fields).encode(), memory)
         assert request.ignored == notes

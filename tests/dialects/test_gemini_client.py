@@ -34,7 +34,7 @@ THOUGHTS = types.GenerateContentConfig(thinking_config=types.ThinkingConfig(incl
 def broken(request: ModelRequest) -> bytes:
     writer = DIALECT.stream(request)
     written = writer.open(Opening(id=DONE.id, created=DONE.created, model=DONE.model)) + writer.delta(STEPS[1])
-    return written + writer.ping() + writer.error(EngineUnavailable("the engine went away"))
+    return written + writer.ping + writer.error(EngineUnavailable("the engine went away"))
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Raw
 
 from outrider.dialects.gemini.contents import arguments_from_wire, arguments_on_wire
-from outrider.dialects.tools import INVALID_JSON
+from outrider.dialects.reading import INVALID_JSON
 from support.gemini import DIALECT, GENERATE, messages
 
 BODY = (

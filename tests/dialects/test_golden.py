@@ -31,10 +31,10 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening, WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.gemini import GeminiDialect
-from outrider.dialects.messages import MESSAGES, MessagesDialect
-from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.chat import CHAT_DIALECT
+from outrider.dialects.gemini import GEMINI_DIALECT
+from outrider.dialects.messages import MESSAGES_DIALECT
+from outrider.dialects.responses import RESPONSES_DIALECT
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message
 from outrider.trajectory import FinishReason
@@ -97,10 +97,10 @@ class Golden:
 
 
 DIALECTS = {
-    "chat": Golden(ChatDialect(), wire.CALL, chat_client_accepts),
-    "responses": Golden(ResponsesDialect(), responses.CALL, responses_client_accepts),
-    "messages": Golden(MessagesDialect(), WireCall("POST", MESSAGES, b"beta=true"), messages_client_accepts),
-    "gemini": Golden(GeminiDialect(), gemini.GENERATE, gemini_client_accepts),
+    "chat": Golden(CHAT_DIALECT, wire.CALL, chat_client_accepts),
+    "responses": Golden(RESPONSES_DIALECT, responses.CALL, responses_client_accepts),
+    "messages": Golden(MESSAGES_DIALECT, WireCall("POST", "/v1/messages", b"beta=true"), messages_client_accepts),
+    "gemini": Golden(GEMINI_DIALECT, gemini.GENERATE, gemini_client_accepts),
 }
 TRANSCRIPTS = [
     pytest.param(golden, path, id=f"{name}-{path.stem}")
@@ -157,9 +157,9 @@ def streamed(dialect: Dialect, request: ModelRequest, completion: Completion, st
             pieces = tuple(piece.encode() for piece in step.get("pieces", ()))
             written += writer.delta(msgspec.convert(step["delta"], Delta), pieces)
         elif "ping" in step:
-            written += writer.ping()
+            written += writer.ping
         else:
-            written += writer.error(EngineUnavailable(step["error"]))
+            return written + writer.error(EngineUnavailable(step["error"]))
     return written + writer.close(completion)
 
 

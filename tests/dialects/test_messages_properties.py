@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages import MESSAGES, MessagesDialect
+from outrider.dialects.messages import MESSAGES_DIALECT
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
 
-DIALECT = MessagesDialect()
-CALL = WireCall("POST", MESSAGES)
+DIALECT = MESSAGES_DIALECT
+CALL = WireCall("POST", "/v1/messages")
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = {"role": "user", "content": "hi"}
 TEXT = st.text(max_size=12)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import WireCall
-from outrider.dialects.messages import MESSAGES, MessagesDialect
+from outrider.dialects.messages import MESSAGES_DIALECT
 from outrider.errors import RequestError
 from outrider.messages import Message
 
@@ -23,7 +23,7 @@ def body(**fields: Any) -> bytes:
 
 
 def read_all(data: bytes) -> list[Message]:
-    read_as = MessagesDialect().parse(WireCall("POST", MESSAGES), data, {}).messages
+    read_as = MESSAGES_DIALECT.parse(WireCall("POST", "/v1/messages"), data, {}).messages
     return [read_as.parse(index) for index in range(len(read_as))]
 
 

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from outrider.dialects.base import Memory, Opening
@@ -172,14 +173,14 @@ def outcome(body: bytes, memory: Memory) -> str:
     try:
         request = DIALECT.parse(CALL, body, memory)
     except RequestError as error:
-        json.loads(DIALECT.error(error)[1])
+        msgspec.json.encode(DIALECT.error(error))
         return "refused"
     try:
         for index in range(len(request.messages)):
             request.messages.raw(index)
             request.messages.parse(index)
     except RequestError as error:
-        json.loads(DIALECT.error(error)[1])
+        msgspec.json.encode(DIALECT.error(error))
         return "unreadable"
     name = request.tools[0]["function"]["name"] if request.tools else "bash"
     done = completion("text", ToolCall("call_1", name, '{"input": "x"}'), reasoning="why", id="fuzz")

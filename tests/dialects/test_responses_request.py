@@ -13,6 +13,7 @@ from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
 from outrider.messages import Message, Role
 from support.responses import CALL, DIALECT, USER, body, completion, messages_of, parse, read, replied
+from support.wire import action_of
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from support.responses import CALL, DIALECT, USER, body, completion, messages_of
     ],
 )
 def test_routes(method: str, path: str, action: Action | None) -> None:
-    assert DIALECT.action(WireCall(method, path)) is action
+    assert action_of(DIALECT, WireCall(method, path)) is action
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,7 @@ def test_routes(method: str, path: str, action: Action | None) -> None:
     ],
 )
 def test_a_route_of_the_api_that_is_not_served(method: str, path: str) -> None:
-    with pytest.raises(NotFound):
-        DIALECT.action(WireCall(method, path))
+    assert action_of(DIALECT, WireCall(method, path)) == "not served"
 
 
 def test_models_are_not_listed_here() -> None:
@@ -52,7 +52,7 @@ def test_tokens_are_counted_without_a_model_being_named() -> None:
     call = WireCall("POST", "/v1/responses/input_tokens")
     request = DIALECT.parse(call, b'{"input": "hi"}', {})
     assert messages_of(request) == [Message(role=Role.USER, content="hi")]
-    assert json.loads(DIALECT.count(request, 12)) == {"object": "response.input_tokens", "input_tokens": 12}
+    assert DIALECT.count(12) == {"object": "response.input_tokens", "input_tokens": 12}
 
 
 def test_text_is_a_user_message() -> None:
@@ -270,14 +270,14 @@ def test_a_response_is_stored_for_its_session_only_and_only_when_it_may_be() -> 
     for elsewhere, id in (({}, kept["id"]), (memory, dropped["id"])):
         with pytest.raises(PreviousResponseNotFound) as caught:
             parse(elsewhere, previous_response_id=id)
-        error = json.loads(DIALECT.error(caught.value)[1])["error"]
+        error = DIALECT.error(caught.value)["error"]
         assert error == {
             "message": f"Previous response with id '{id}' not found.",
             "type": "invalid_request_error",
             "param": "previous_response_id",
             "code": "previous_response_not_found",
         }
-        assert DIALECT.error(caught.value)[0] == 400
+        assert caught.value.http_status == 400
 
 
 def test_an_item_of_a_response_that_was_not_stored_cannot_be_referred_to() -> None:

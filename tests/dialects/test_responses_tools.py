@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.json import MAX_DEPTH
+from outrider.dialects.reading import MAX_DEPTH
 from outrider.errors import RequestError
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, completion, parse, replied
 

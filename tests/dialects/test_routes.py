@@ -1,11 +1,13 @@
-"""Which dialect answers a route that several could."""
+"""The dialect of a route that several dialects have."""
 
 from __future__ import annotations
 
 import pytest
 
-from outrider.dialects import dialect_of_unknown_routes, dialects
-from outrider.dialects.base import WireCall
+from outrider.dialects import DIALECTS, UNKNOWN_ROUTES
+from outrider.dialects.base import RouteTable, WireCall
+
+ROUTES = RouteTable(DIALECTS)
 
 
 @pytest.mark.parametrize(
@@ -16,10 +18,12 @@ from outrider.dialects.base import WireCall
 def test_models_are_listed_in_the_dialect_of_the_clients_headers(
     path: str, header: tuple[bytes, bytes] | None, dialect: str
 ) -> None:
-    call = WireCall("GET", path, headers=[header] if header else [])
-    assert next(one.name for one in dialects() if one.action(call) is not None) == dialect
+    routed = ROUTES.find(WireCall("GET", path, headers=[header] if header else []))
+    assert routed is not None
+    assert routed.dialect.name == dialect
 
 
-def test_unknown_routes_are_refused_by_a_dialect_that_is_served() -> None:
-    assert dialect_of_unknown_routes().name in [one.name for one in dialects()]
-    assert all(one.action(WireCall("GET", "/elsewhere")) is None for one in dialects())
+@pytest.mark.parametrize("path", ["/elsewhere", "/v1/messages\n", "/v1/models\nx", "/v1/chat/completions/"])
+def test_unknown_routes_are_refused_by_a_dialect_that_is_served(path: str) -> None:
+    assert UNKNOWN_ROUTES in DIALECTS
+    assert ROUTES.find(WireCall("GET", path)) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects import dialects
+from outrider.dialects import DIALECTS
 from outrider.dialects.base import Memory, ModelRequest, WireCall
 
 HI = {"role": "user", "content": "hi"}
@@ -34,7 +34,7 @@ def tools(dialect: str, name: str) -> list[dict[str, Any]]:
 
 def parse(name: str, memory: Memory, **fields: Any) -> ModelRequest:
     path, body = BODIES[name]
-    dialect = next(one for one in dialects() if one.name == name)
+    dialect = next(one for one in DIALECTS if one.name == name)
     return dialect.parse(WireCall("POST", path), json.dumps({**body, **fields}).encode(), memory)
 
 

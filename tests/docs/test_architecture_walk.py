@@ -35,17 +35,15 @@ def defined(tree: ast.AST, name: str) -> bool:
 
 
 def calls(path: Path, name: str) -> bool:
-    """Whether a file, or one of a folder, calls something by the last part of this name."""
+    """Whether a file, or one of a folder, calls something by the last part of this name, or gives it to a call by
+    keyword, as `Dialect(parse=parse_request)`."""
     last = name.rpartition(".")[2]
     for file in path.rglob("*.py") if path.is_dir() else [path]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
-                called = node.func
-                if isinstance(called, ast.Name | ast.Attribute) and last in (
-                    getattr(called, "id", ""),
-                    getattr(called, "attr", ""),
-                ):
-                    return True
+                for named in (node.func, *(given.value for given in node.keywords)):
+                    if last in (getattr(named, "id", ""), getattr(named, "attr", "")):
+                        return True
     return False
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
@@ -65,7 +65,7 @@ class World:
 
 
 def chat_request(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
-    return ChatDialect().parse(CALL, msgspec.json.encode({"model": "any", "messages": messages, **fields}), {})
+    return CHAT_DIALECT.parse(CALL, msgspec.json.encode({"model": "any", "messages": messages, **fields}), {})
 
 
 def picture(data: bytes) -> dict[str, Any]:

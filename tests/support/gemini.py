@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from outrider.dialects.base import Completion, Memory, ModelRequest, Opening, WireCall
-from outrider.dialects.gemini import GeminiDialect
+from outrider.dialects.gemini import GEMINI_DIALECT
 from outrider.messages import Delta, Message, Role
 from outrider.trajectory import FinishReason
 
@@ -15,7 +15,7 @@ GENERATE = WireCall("POST", f"{MODEL}:generateContent")
 EVENTS = WireCall("POST", f"{MODEL}:streamGenerateContent", b"alt=sse")
 ARRAY = WireCall("POST", f"{MODEL}:streamGenerateContent")
 COUNT = WireCall("POST", f"{MODEL}:countTokens")
-DIALECT = GeminiDialect()
+DIALECT = GEMINI_DIALECT
 
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -60,10 +60,10 @@ def said(content: str = "", **fields: Any) -> Message:
 
 def stream(request: ModelRequest, steps: list[Delta], done: Completion) -> bytes:
     writer = DIALECT.stream(request)
-    written = writer.ping() + writer.open(Opening(id=done.id, created=done.created, model=done.model))
+    written = writer.ping + writer.open(Opening(id=done.id, created=done.created, model=done.model))
     for step in steps:
-        written += writer.ping() + writer.delta(step)
-    return written + writer.close(done) + writer.ping()
+        written += writer.ping + writer.delta(step)
+    return written + writer.close(done)
 
 
 def chunks(written: bytes, *, events: bool) -> list[Any]:

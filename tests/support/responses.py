@@ -10,11 +10,11 @@ import msgspec
 from openai.types.responses import Response, ResponseStreamEvent
 
 from outrider.dialects.base import Completion, Memory, ModelRequest, Opening, WireCall
-from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.responses import RESPONSES_DIALECT
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
 
-DIALECT = ResponsesDialect()
+DIALECT = RESPONSES_DIALECT
 CALL = WireCall("POST", "/v1/responses")
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 FUNCTION: dict[str, Any] = {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import renderers as library
 
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat import CHAT_DIALECT
 from outrider.messages import Image, Message, Role, ToolCall, WireMessages, image_from_bytes
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ RECORDED: dict[str, Change] = {
 
 
 def read(messages: list[Wire]) -> WireMessages:
-    return ChatDialect().parse(CALL, json.dumps({"model": "m", "messages": messages}).encode(), {}).messages
+    return CHAT_DIALECT.parse(CALL, json.dumps({"model": "m", "messages": messages}).encode(), {}).messages
 
 
 def keeps(renderer: Renderer, recorded: list[Wire], sent: list[Wire]) -> bool:

@@ -15,8 +15,16 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from outrider.dialects import dialect_of_unknown_routes, dialects
-from outrider.dialects.base import Action, Completion, Dialect, Opening, StreamWriter, WireCall
+from outrider.dialects import DIALECTS, UNKNOWN_ROUTES
+from outrider.dialects.base import (
+    Action,
+    Completion,
+    Opening,
+    Routed,
+    RouteTable,
+    StreamWriter,
+    WireCall,
+)
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
@@ -47,17 +55,12 @@ class Gateway:
         """`calls` is the maximum number of calls of a session under way."""
         self._sessions = sessions
         self._calls = calls
-        self._dialects = dialects()
-        self._fallback = dialect_of_unknown_routes()
+        self._routes = RouteTable(DIALECTS)
 
     def serves(self, scope: Scope) -> bool:
         """Return True if a call is for the gateway, also if the gateway will refuse the call."""
-        if scope["path"].startswith(PREFIX):
-            return True
-        try:
-            return self._route(_wire_call(scope, scope["path"])) is not None
-        except _Refused:
-            return True
+        path = scope["path"]
+        return path.startswith(PREFIX) or self._routes.find(_wire_call(scope, path)) is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,12 +71,10 @@ class Gateway:
             path = slash + rest
         call = _wire_call(scope, path)
         reply = _ClientReply(send)
-        dialect = self._fallback
+        routed = self._routes.find(call)
         try:
-            routed = self._route(call)
-            if routed is None:
-                raise NotFound(f"{call.method} {call.path} is not served here")
-            dialect = routed.dialect
+            if routed is None or routed.action is None:
+                raise NotFound(f"{call.method} {call.path} is not served here{routed.hint if routed else ''}")
             key = _api_key(call) if key is None else key
             models = self._sessions.models(key)
             if models is None:
@@ -86,26 +87,13 @@ class Gateway:
                 await self._serve(routed, call, models, scope, receive, reply)
             finally:
                 models.under_way -= 1
-        except _Refused as refused:
-            await reply.failed(refused.dialect, refused.error)
         except OutriderError as error:
-            await reply.failed(dialect, error)
-
-    def _route(self, call: WireCall) -> _Routed | None:
-        """Return the dialect and action of a call, or None if no dialect has the route. Raises _Refused for a route
-        that its dialect does not serve."""
-        for dialect in self._dialects:
-            try:
-                action = dialect.action(call)
-            except OutriderError as error:
-                raise _Refused(dialect, error) from error
-            if action is not None:
-                return _Routed(dialect, action)
-        return None
+            dialect = routed.dialect if routed else UNKNOWN_ROUTES
+            await reply.whole(error.http_status, msgspec.json.encode(dialect.error(error)))
 
     async def _serve(
         self,
-        routed: _Routed,
+        routed: Routed,
         call: WireCall,
         models: SessionModels,
         scope: Scope,
@@ -126,7 +114,7 @@ class Gateway:
 
     async def _answer(
         self,
-        routed: _Routed,
+        routed: Routed,
         call: WireCall,
         models: SessionModels,
         body: Body,
@@ -139,7 +127,7 @@ class Gateway:
         conversation = await models.called(dialect, call, received)
         request = await conversation.read(received, dialect, call)
         if routed.action is Action.COUNT_TOKENS:
-            await reply.whole(200, dialect.count(request, await conversation.count(request)))
+            await reply.whole(200, msgspec.json.encode(dialect.count(await conversation.count(request))))
             return
         async with aclosing(conversation.call(request, dialect=dialect.name)) as batches:
             if request.stream:
@@ -152,26 +140,13 @@ class Gateway:
                         await reply.whole(200, dialect.reply(request, steps[-1]))
 
 
-class _Routed(msgspec.Struct, frozen=True):
-    dialect: Dialect
-    action: Action
-
-
-class _Refused(Exception):
-    """A refusal, with the dialect of the reply."""
-
-    def __init__(self, dialect: Dialect, error: OutriderError) -> None:
-        super().__init__(error.message)
-        self.dialect = dialect
-        self.error = error
-
-
 class _ClientReply:
     """One HTTP response, sent whole or in parts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self._ended = False
         self._quiet = True
 
     async def whole(self, status: int, body: bytes) -> None:
@@ -187,20 +162,18 @@ class _ClientReply:
         """Send a ping of the dialect if nothing was sent since the previous call of this method."""
         if self._quiet:
             await self.begin(writer.content_type)
-            await self.more(writer.ping())
+            await self.more(writer.ping)
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        if body:
+        """Send a part, unless the reply has ended: a ping may come late."""
+        if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes) -> None:
+        self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def failed(self, dialect: Dialect, error: OutriderError) -> None:
-        status, body = dialect.error(error)
-        await self.whole(status, body)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True

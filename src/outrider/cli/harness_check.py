@@ -19,7 +19,7 @@ from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
 from outrider.cli.task_sources import load_group
 from outrider.cli.terminal import Terminal, printable
-from outrider.dialects import dialects
+from outrider.dialects import DIALECTS
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, installed
@@ -51,7 +51,7 @@ def find_subject(
     not installed.
     """
     dialect = VENDORS.get(dialect or "", dialect)
-    known = [each.name for each in dialects()]
+    known = [each.name for each in DIALECTS]
     if dialect is not None and dialect not in known:
         raise InvalidField(f"unknown dialect {dialect!r}", field=DIALECT, hint=f"known: {', '.join(known)}")
     if sum(each is not None for each in (preset, command, task)) != 1:

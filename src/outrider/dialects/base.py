@@ -2,19 +2,23 @@
 
 A dialect is pure: it turns bytes into bytes, without a clock, I/O or a tokenizer. Unknown request fields are tolerated
 and noted (`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with the
-field's name. Invariant: a streamed reply and a whole reply carry the same message.
+field's name. Invariants: a streamed reply and a whole reply carry the same message; the data of a server-sent event is
+one line for every client, also for clients that split at Unicode line ends.
+
+Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
 import msgspec
 
 from outrider.constraint import Constraint
-from outrider.errors import OutriderError, storable
+from outrider.errors import NotFound, OutriderError, storable
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
 
@@ -131,48 +135,121 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamWriter(Protocol):
-    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`.
+    """Writer of one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`, and nothing
+    afterwards. `error` may be called without `open`.
 
     Each method returns the bytes to send, possibly none. `delta` receives `pieces`, the decoded new tokens, when the
-    request has logprobs on. `ping` may be called at any time before the end; the gateway calls it after a long
-    silence. `error` may be called without `open`. After `close` or `error`, all methods but `open` return b"".
+    request has logprobs on. `ping` are bytes that keep a silent connection open; they may be sent between any two
+    results of the methods, and before the first.
     """
 
     content_type: str
+    ping: bytes
 
     def open(self, opening: Opening) -> bytes: ...
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes: ...
     def close(self, completion: Completion) -> bytes: ...
     def error(self, error: OutriderError) -> bytes: ...
-    def ping(self) -> bytes: ...
 
 
-class Dialect(Protocol):
+class Route(msgspec.Struct, frozen=True):
+    """A kind of calls of a dialect. `calls` is a regular expression for a call's whole method and path, such as
+    "POST /v1/messages". With `header`, only calls with the header of this name are meant. `action` is None for calls of
+    the dialect's API that are not served here; `hint` is then added to the error."""
+
+    calls: str
+    action: Action | None = None
+    header: bytes | None = None
+    hint: str = ""
+
+
+def _uncounted(tokens: int) -> dict[str, Any]:
+    raise NotFound("this dialect has no route that counts tokens")
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """One wire format. A dialect is stateless: its state for a session is in that session's `Memory`.
 
-    - `action` returns the operation of a call. It returns None for a route outside this dialect, and raises NotFound
-      for a route of the dialect's API that is not served here.
+    - `routes` are tried in order; the first that fits a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the call. It returns None if the call
       names no model or the body is unreadable; `parse` then refuses the body.
     - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError with the name of the wrong
       field.
-    - `reply` writes a whole reply, `stream` makes the writer of a streamed reply, `count` writes the reply to
-      COUNT_TOKENS.
-    - `error` returns the HTTP status and the body in the dialect's own error shape.
-    - `models` writes the reply to MODELS and MODEL. `contexts` maps the name of each model to its context in tokens,
-      None where the size is unknown. Raises NotFound for a model missing from `contexts`.
+    - `reply` writes a whole reply, `stream` makes the writer of a streamed reply.
+    - `models` writes the reply to MODELS and MODEL. Its second argument maps the name of each model to its context in
+      tokens, None where the size is unknown. Raises NotFound for a model missing from the mapping.
+    - `error` returns the JSON object of an error in the dialect's own shape.
+    - `count` returns the JSON object of the reply to COUNT_TOKENS, for a dialect that has such a route.
     """
 
     name: str
+    routes: tuple[Route, ...]
+    model: Callable[[WireCall, bytes], str | None]
+    parse: Callable[[WireCall, bytes, Memory], ModelRequest]
+    reply: Callable[[ModelRequest, Completion], bytes]
+    stream: Callable[[ModelRequest], StreamWriter]
+    models: Callable[[WireCall, Mapping[str, int | None]], bytes]
+    error: Callable[[OutriderError], dict[str, Any]]
+    count: Callable[[int], dict[str, Any]] = _uncounted
 
-    def action(self, call: WireCall) -> Action | None: ...
-    def model(self, call: WireCall, body: bytes) -> str | None: ...
-    def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest: ...
-    def reply(self, request: ModelRequest, completion: Completion) -> bytes: ...
-    def stream(self, request: ModelRequest) -> StreamWriter: ...
-    def count(self, request: ModelRequest, tokens: int) -> bytes: ...
-    def error(self, error: OutriderError) -> tuple[int, bytes]: ...
-    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes: ...
+
+class Routed(msgspec.Struct, frozen=True):
+    """The dialect of a call. `action` is None for a call that the dialect does not serve."""
+
+    dialect: Dialect
+    action: Action | None
+    hint: str
+
+
+class RouteTable:
+    """The routes of several dialects. The order of the dialects matters for calls that fit routes of several."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        self._routes = [
+            (re.compile(route.calls, re.DOTALL).fullmatch, route.header, Routed(dialect, route.action, route.hint))
+            for dialect in dialects
+            for route in dialect.routes
+        ]
+        # Most calls have an exact route, which is looked up. A route that also fits an earlier one is not among these.
+        self._exact: dict[str, Routed] = {}
+        for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
+            fits, header, routed = self._routes[number]
+            if header is None and fits(route.calls) and not any(one[0](route.calls) for one in self._routes[:number]):
+                self._exact[route.calls] = routed
+
+    def find(self, call: WireCall) -> Routed | None:
+        """Return the dialect and the operation of a call; None if no dialect has the route."""
+        named = f"{call.method} {call.path}"
+        if (exact := self._exact.get(named)) is not None:
+            return exact
+        for fits, header, routed in self._routes:
+            if fits(named) and (header is None or call.header(header) is not None):
+                return routed
+        return None
+
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+"""The media type of a stream of server-sent events."""
+COMMENT = b": ping\n\n"
+"""An event that clients skip."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(fields: Any, name: bytes | None = None) -> bytes:
+    """One server-sent event with JSON data. `name` is the event's type; None for the default type, "message"."""
+    return b"data: %b\n\n" % line(fields) if name is None else b"event: %b\ndata: %b\n\n" % (name, line(fields))
+
+
+def line(value: Any) -> bytes:
+    """The value as JSON without raw U+0085, U+2028 and U+2029, at which Python's str.splitlines splits. Some clients
+    read streams with it, although the format does not end lines there."""
+    data = _encode(value)
+    if data.isascii():
+        return data
+    return (
+        data.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
 
 
 def opencode_caller(call: WireCall) -> Caller:

@@ -1,34 +1,17 @@
 """The treatment of every field that a client may send besides its messages: one table for each dialect.
 
 Each field has one of four treatments: passed on, without effect and noted with the turn, refused, or not about the
-reply at all. This module does not interpret the values. Invariant: a field in no table is noted and not dropped
-silently, up to MAX_NOTES. docs/dialects.md has the same tables.
+reply at all. The tables are applied in `reading.py`. Invariant: a field in no table is noted and not dropped silently.
+docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import re
 from enum import StrEnum
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import Raw
-
-from outrider.dialects.json import camel_case, decode, is_absent, refuse
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-MAX_NOTES = 32
-"""Maximum notes of one request. Further notes are dropped."""
-MAX_NOTE = 64
-"""Maximum characters of a note, which may hold a name from the client."""
-UNKNOWN = "unknown."
-"""The prefix of the note for a field in no table."""
-TOOL = "tools."
-"""The prefix of the note for a tool that the model does not see."""
-HISTORY = "history."
-"""The prefix of the note for a part of the history that the model does not see."""
 
 
 class Treatment(StrEnum):
@@ -171,6 +154,14 @@ MESSAGES: Table = (
     *_other("session_id", "user", "request_id", "priority", "cache_salt"),
 )
 
+_UNDERSCORE_LETTER = re.compile(r"_([a-z])")
+
+
+def camel_case(key: str) -> str:
+    """A snake_case key in Google's spelling; any other key unchanged."""
+    return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
+
+
 _GOOGLE_SAMPLERS: Table = tuple(
     msgspec.structs.replace(row, name=camel_case(row.name))
     for row in (
@@ -216,84 +207,3 @@ TABLES: dict[str, Table] = {
     "gemini": GEMINI_BODY
     + tuple(msgspec.structs.replace(row, name=f"generationConfig.{row.name}") for row in GEMINI_GENERATION),
 }
-
-
-_ABSENT = Raw()
-"""Stands for a missing field. The comparison is by identity, so no value from a client counts as missing."""
-_LONGEST_NEUTRAL = 16
-"""Maximum bytes of a value that is decoded to test for neutrality: no table has a longer neutral value."""
-_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
-_NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-
-
-class BodyReader(Generic[T]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table has the treatment
-    of all other fields."""
-
-    def __init__(self, kind: type[T], table: Table) -> None:
-        own = {field.encode_name for field in msgspec.structs.fields(kind)}
-        self._rules = tuple(rule for rule in table if "." not in rule.name and rule.name not in own)
-        self._known = own | {rule.name for rule in self._rules}
-        self._values = attrgetter(*(rule.name for rule in self._rules))
-        added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
-        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. To find the names of
-        # unknown fields takes further passes over the body.
-        strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
-        tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
-        self._strict: msgspec.json.Decoder[T] = msgspec.json.Decoder(strict)
-        self._tolerant: msgspec.json.Decoder[T] = msgspec.json.Decoder(tolerant)
-
-    def read(self, body: bytes, notes: list[str]) -> T:
-        """Parse the body. Fields without effect are added to `notes`. Raises RequestError."""
-        try:
-            wire = self._strict.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has unknown fields, or an error that the tolerant decoder then reports.
-            wire = decode(self._tolerant, body)
-            notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
-        for rule, raw in zip(self._rules, self._values(wire), strict=True):
-            if raw is not _ABSENT:
-                _apply(rule, raw, "", notes)
-        return wire
-
-
-def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
-    """The rules of a table for `apply_rules`, without the fields that the dialect itself handles (`own`)."""
-    return {rule.name: rule for rule in table if rule.name not in own}
-
-
-def apply_rules(
-    sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
-) -> None:
-    """Apply the rules to the fields of an object. `where` is the object's path with a final dot. Fields without effect
-    are added to `notes`. Raises RequestError for a refused field."""
-    for name, raw in sent.items():
-        if name in rules:
-            _apply(rules[name], raw, where, notes)
-        elif name not in own and not is_absent(raw):
-            notes.append(f"{UNKNOWN}{where}{name}")
-
-
-def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Printable notes without repetition, limited in length and number, because names of fields and tools come from
-    the client."""
-    shortened = (note[:MAX_NOTE] for note in notes)
-    printable = (
-        note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
-        for note in shortened
-    )
-    return tuple(dict.fromkeys(printable))[:MAX_NOTES]
-
-
-def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
-    if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or is_absent(raw):
-        return
-    if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
-        value = _ANY.decode(raw)
-        # `in` compares by value: 1.0 and True are as neutral as 1.
-        if value in _ASKS_NOTHING or value in rule.neutral:
-            return
-    if rule.treatment is Treatment.REFUSED:
-        refuse(where + rule.name, f"is not supported: {rule.reason}")
-    notes.append(where + rule.name)

@@ -15,8 +15,7 @@ from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import RequestedSampling
-from outrider.dialects.field_policy import UNKNOWN
-from outrider.dialects.json import check_depth, decode, quoted, refuse
+from outrider.dialects.reading import UNKNOWN, check_depth, decode, quoted, refuse
 
 MAX_TOKENS = 1 << 24
 """Output limits above this number of tokens are lowered to it. No context is this long, but clients send huge numbers

@@ -1,15 +1,16 @@
-"""A finished model call and the model list in the JSON shapes of Chat Completions.
+"""The replies of Chat Completions: whole, as a stream of server-sent events, and the list of models.
 
-Invariant: `return_token_ids` and `logprobs` report the engine's own numbers, position by position.
+Invariants: a streamed reply and a whole reply carry the same message; `return_token_ids` and `logprobs` report the
+engine's own numbers, position by position.
 
-Source: OpenAI API reference, "The chat completion object"; `prompt_token_ids`, `token_ids` and `max_model_len` as vLLM
-serves them.
+Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; `prompt_token_ids`,
+`token_ids` and `max_model_len` as vLLM serves them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -17,17 +18,23 @@ import msgspec
 import numpy as np
 import orjson
 
-from outrider.dialects.base import Completion, ModelRequest
-from outrider.messages import ToolCall
+from outrider.dialects.base import COMMENT, EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, event, line
+from outrider.dialects.openai_errors import openai_error
+from outrider.dialects.reading import quoted
+from outrider.errors import NotFound, OutriderError
+from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason, Ids
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream."""
+MODEL = "/v1/models/"
 
 OWNER = "outrider"
 UNKNOWN_LOGPROB = -9999.0
 """Stands for a log-probability without a JSON form, such as minus infinity; vLLM sends the same number."""
 
 
-def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
-    """The whole reply, ready to encode."""
+def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
     said = completion.reply
     message: dict[str, Any] = {
         "role": "assistant",
@@ -59,7 +66,7 @@ def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any
     if request.return_token_ids:
         choice["token_ids"] = ids_json(completion.output_ids)
         reply["prompt_token_ids"] = ids_json(completion.prompt_ids)
-    return reply
+    return msgspec.json.encode(reply)
 
 
 def finish_reason(completion: Completion) -> str:
@@ -113,6 +120,104 @@ def ids_json(ids: Ids | None) -> msgspec.Raw | None:
     # orjson writes the array itself: a prompt has too many ids for an intermediate list of Python integers.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+class ChatStream:
+    """`StreamWriter` of Chat Completions. A call of `delta` before `open` raises AttributeError."""
+
+    content_type = EVENT_STREAM
+    ping = COMMENT
+
+    # The bytes around a delta's text are the same within a stream. `open` makes them once, which saves encoding a
+    # dictionary for every token.
+    _head: bytes
+    _content_head: bytes
+    _reasoning_head: bytes
+    _content_tail: bytes
+    _tail: bytes
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._logprobs = request.logprobs
+        self._token_ids = request.return_token_ids
+        self._usage = request.include_usage
+
+    def open(self, opening: Opening) -> bytes:
+        head = {
+            "id": opening.id,
+            "object": "chat.completion.chunk",
+            "created": opening.created,
+            "model": opening.model,
+        }
+        self._head = b"data: " + line(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if self._usage else b"}\n\n"
+        self._content_head = self._head + b'{"index":0,"delta":{"content":'
+        self._reasoning_head = self._head + b'{"index":0,"delta":{"reasoning_content":'
+        self._content_tail = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+        prompt = b""
+        if self._token_ids:
+            prompt = b',"prompt_token_ids":' + line(ids_json(opening.prompt_ids))
+        return self._chunk({"role": "assistant", "content": "", "refusal": None}, after=prompt)
+
+    def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
+        if not (self._logprobs or self._token_ids):
+            written = b""
+            if delta.reasoning:
+                written = self._reasoning_head + line(delta.reasoning) + self._content_tail
+            if delta.text:
+                written += self._content_head + line(delta.text) + self._content_tail
+            return written
+        # With log-probabilities or ids, one chunk has all tokens of the step, also if they add no text yet.
+        fields: dict[str, Any] = {}
+        if delta.reasoning:
+            fields["reasoning_content"] = delta.reasoning
+        if delta.text:
+            fields["content"] = delta.text
+        if not fields and not delta.ids:
+            return b""
+        logprobs = None
+        if self._logprobs and delta.logprobs:
+            logprobs = {"content": logprob_entries(delta.ids, delta.logprobs, pieces)}
+        return self._chunk(fields, logprobs=logprobs, ids=delta.ids if self._token_ids else None)
+
+    def close(self, completion: Completion) -> bytes:
+        chunks = [
+            self._chunk({"tool_calls": [{"index": index, **tool_call_object(call)}]})
+            for index, call in enumerate(completion.reply.tool_calls)
+        ]
+        chunks.append(self._chunk({}, finish=finish_reason(completion)))
+        if self._usage:  # a chunk of its own without choices, as the API documents `stream_options`
+            chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
+        chunks.append(DONE)
+        return b"".join(chunks)
+
+    def error(self, error: OutriderError) -> bytes:
+        return event(openai_error(error)) + DONE
+
+    def _chunk(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+        ids: list[int] | None = None,
+        after: bytes = b"",
+    ) -> bytes:
+        """One chunk event; `after` is encoded JSON after its choices."""
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if ids is not None:
+            choice["token_ids"] = ids
+        return b"".join((self._head, line(choice), b"]", after, self._tail))
+
+
+def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
+    """The list of models, or the model that the path names. Raises NotFound."""
+    if not call.path.startswith(MODEL):
+        listed = [model_object(*named) for named in contexts.items()]
+        return msgspec.json.encode({"object": "list", "data": listed})
+    wanted = call.path.removeprefix(MODEL)
+    if wanted not in contexts:
+        raise NotFound(f"the model {quoted(wanted)} does not exist", field="model")
+    return msgspec.json.encode(model_object(wanted, contexts[wanted]))
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:

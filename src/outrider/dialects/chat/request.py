@@ -18,9 +18,21 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from outrider.dialects.base import Memory, ModelRequest, WireCall, opencode_caller
-from outrider.dialects.field_policy import CHAT, TOOL, BodyReader, bounded_notes
-from outrider.dialects.json import check_depth, decode, quoted, refuse
-from outrider.dialects.parts import image_from_address, joined_text, message_of_parts
+from outrider.dialects.field_policy import CHAT
+from outrider.dialects.reading import (
+    TOOL,
+    BodyReader,
+    DeclaredTools,
+    arguments_from_text,
+    bounded_notes,
+    cached_tools,
+    check_depth,
+    check_function,
+    decode,
+    image_from_address,
+    quoted,
+    refuse,
+)
 from outrider.dialects.sampling import (
     JsonObject,
     OutputLimit,
@@ -32,8 +44,7 @@ from outrider.dialects.sampling import (
     read_thinking,
     response_format,
 )
-from outrider.dialects.tools import DeclaredTools, arguments_from_text, cached_tools, check_function
-from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec
+from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joined_text, message_of_parts
 
 
 class _StreamOptions(msgspec.Struct):

@@ -24,10 +24,16 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.gemini.proto_json import fields, has_escaped_letters, is_text, items
-from outrider.dialects.json import decode, is_absent, quoted, refuse
-from outrider.dialects.parts import image_from_base64, message_of_parts
-from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url
+from outrider.dialects.reading import (
+    INVALID_JSON,
+    decode,
+    image_from_base64,
+    is_absent,
+    is_invalid_json_object,
+    quoted,
+    refuse,
+)
+from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
 """The prefix of our thought signatures, before the id of the call with the signature."""

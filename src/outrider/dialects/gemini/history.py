@@ -47,7 +47,7 @@ from outrider.dialects.gemini.contents import (
     tool_message,
     user_message,
 )
-from outrider.dialects.json import decode, is_absent, refuse
+from outrider.dialects.reading import decode, is_absent, refuse
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53

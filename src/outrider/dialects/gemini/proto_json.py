@@ -14,7 +14,8 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.json import camel_case, decode, is_absent
+from outrider.dialects.field_policy import camel_case
+from outrider.dialects.reading import decode, is_absent
 
 T = TypeVar("T")
 Fields = dict[str, Raw]

@@ -1,25 +1,27 @@
-"""A finished model call, an error and a model in the JSON shapes of Google's API.
+"""The replies of Google's API: whole, streamed, errors, and models.
 
-Invariant: a reply has at least one part, and no part is an empty object, because clients discard a turn without parts
-or with an empty part.
+Invariants: a streamed reply and a whole reply carry the same message; a reply has at least one part, and no part is an
+empty object, because clients discard a turn without parts or with an empty part.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import Completion, error_text
+from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, error_text, line
 from outrider.dialects.gemini.contents import arguments_on_wire, signature
-from outrider.errors import ContextOverflow, OutriderError, storable
-from outrider.messages import ToolCall
+from outrider.dialects.gemini.request import GeminiContext, resource_of
+from outrider.dialects.reading import quoted
+from outrider.errors import ContextOverflow, NotFound, OutriderError, storable
+from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
 
 DOMAIN = "outrider"
-RESOURCE = "models/"
 TYPES = "type.googleapis.com/google.rpc."
 
 _STATUS = {
@@ -37,16 +39,17 @@ _STATUS = {
 """Status words by HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, from 500 on `INTERNAL`."""
 
 
-def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
-    """The whole reply, ready to encode."""
+def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
+    context: GeminiContext = request.reply_context
     reply = completion.reply
+    context.history.answered(reply)
     parts: list[dict[str, Any]] = []
-    if thoughts and reply.reasoning:
+    if context.thoughts and reply.reasoning:
         parts.append({"text": reply.reasoning, "thought": True})
     if reply.content:
         parts.append({"text": reply.content})
     parts += [call_part(call) for call in reply.tool_calls]
-    return chunk_object(completion, parts)
+    return msgspec.json.encode(chunk_object(completion, parts))
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,11 +106,76 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     return {"error": {"code": status, "message": message, "status": word, "details": details}}
 
 
+class GeminiStream:
+    """`StreamWriter` of streamGenerateContent: server-sent events for `alt=sse`, else one JSON array that grows. A call
+    of `delta` before `open` raises AttributeError."""
+
+    # An empty line is white space in an array. The other dialects' ping, a comment of the event stream, does not work
+    # here: Google's Python client parses it as JSON and fails.
+    ping = b"\n"
+
+    _text_head: bytes
+    _text_tail: bytes
+    _thought_tail: bytes
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._context: GeminiContext = request.reply_context
+        self.content_type = EVENT_STREAM if self._context.events else "application/json; charset=utf-8"
+        self._begun = False
+
+    def open(self, opening: Opening) -> bytes:
+        # The bytes around a delta's text are the same within a stream, and are made once.
+        about = line({"modelVersion": opening.model, "responseId": opening.id})
+        tail = b'}],"role":"model"},"index":0}],' + about[1:]
+        self._text_head = b'{"candidates":[{"content":{"parts":[{"text":'
+        self._text_tail = tail
+        self._thought_tail = b',"thought":true' + tail
+        return b""
+
+    def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
+        written = b""
+        if delta.reasoning and self._context.thoughts:
+            written = self._framed(self._text_head + line(delta.reasoning) + self._thought_tail)
+        if delta.text:
+            written += self._framed(self._text_head + line(delta.text) + self._text_tail)
+        return written
+
+    def close(self, completion: Completion) -> bytes:
+        self._context.history.answered(completion.reply)
+        parts = [call_part(call) for call in completion.reply.tool_calls]
+        return self._last(chunk_object(completion, parts))
+
+    def error(self, error: OutriderError) -> bytes:
+        return self._last(error_object(error))
+
+    def _last(self, chunk: dict[str, Any]) -> bytes:
+        written = self._framed(line(chunk))
+        return written if self._context.events else written + b"]"
+
+    def _framed(self, chunk: bytes) -> bytes:
+        """A chunk, already one line, as an event or as the array's next item."""
+        if self._context.events:
+            return b"data: " + chunk + b"\n\n"
+        before = b",\n" if self._begun else b"["
+        self._begun = True
+        return before + chunk + b"\n"
+
+
+def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
+    """The list of models, or the model that the path names. Raises NotFound."""
+    if "/models/" not in call.path:
+        return msgspec.json.encode({"models": [model_object(*named) for named in contexts.items()]})
+    wanted = resource_of(call)
+    if wanted not in contexts:
+        raise NotFound(f"the model {quoted(wanted)} does not exist", field="name")
+    return msgspec.json.encode(model_object(wanted, contexts[wanted]))
+
+
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
     """One model. Its limits are absent if the size of the context is unknown."""
     limits = {} if context_tokens is None else {"inputTokenLimit": context_tokens, "outputTokenLimit": context_tokens}
     return {
-        "name": RESOURCE + name,
+        "name": f"models/{name}",
         "baseModelId": name,
         "version": "1",  # the API requires a version; models have none here
         "displayName": name,

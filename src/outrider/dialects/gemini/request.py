@@ -19,19 +19,20 @@ from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint
 from outrider.dialects.base import Memory, ModelRequest, RequestedSampling, WireCall, opencode_caller
-from outrider.dialects.field_policy import (
-    GEMINI_BODY,
-    GEMINI_GENERATION,
-    HISTORY,
-    apply_rules,
-    bounded_notes,
-    rules_by_name,
-)
+from outrider.dialects.field_policy import GEMINI_BODY, GEMINI_GENERATION
 from outrider.dialects.gemini.contents import role_of
 from outrider.dialects.gemini.history import GeminiHistory
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
 from outrider.dialects.gemini.tools import from_google_schema, read_tools
-from outrider.dialects.json import check_depth, is_absent, refuse
+from outrider.dialects.reading import (
+    HISTORY,
+    apply_rules,
+    bounded_notes,
+    check_depth,
+    is_absent,
+    refuse,
+    rules_by_name,
+)
 from outrider.dialects.sampling import (
     JSON_OBJECT,
     MAX_TOKENS,
@@ -91,8 +92,20 @@ _GENERATION = msgspec.json.Decoder(_Generation)
 _THINKING = msgspec.json.Decoder(_Thinking)
 
 
-def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, stream: bool) -> ModelRequest:
-    """Parse a request to generate. Raises RequestError."""
+def resource_of(call: WireCall) -> str:
+    """The model in the path of a call, and the method behind a colon. Some clients write `models/` twice."""
+    resource = call.path.partition("/models/")[2]
+    return resource.removeprefix("models/")
+
+
+def model_of(call: WireCall) -> str:
+    return resource_of(call).rpartition(":")[0]
+
+
+def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
+    """Parse a request to generate or to count tokens. Raises RequestError."""
+    if call.path.endswith(":countTokens"):
+        return _parse_count(call, body, memory)
     notes: list[str] = []
     wire = fields(body)
     contents = _contents(wire)
@@ -118,13 +131,13 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
         thinking=_thinking_switch(thinking),
     )
     return ModelRequest(
-        model=model,
+        model=model_of(call),
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,
         sampling=sampling,
         ignored=bounded_notes(notes),
-        stream=stream,
+        stream=call.path.endswith(":streamGenerateContent"),
         caller=opencode_caller(call),
         reply_context=GeminiContext(
             history,
@@ -134,7 +147,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     )
 
 
-def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> ModelRequest:
+def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     """Parse a request to count tokens: contents alone, or a whole request to generate. Raises RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
@@ -144,7 +157,7 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
     tools = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
-        model=model,
+        model=model_of(call),
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,

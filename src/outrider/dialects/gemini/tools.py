@@ -20,10 +20,9 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.base import Memory
-from outrider.dialects.field_policy import TOOL
+from outrider.dialects.field_policy import camel_case
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
-from outrider.dialects.json import camel_case, check_depth, is_absent, quoted, refuse
-from outrider.dialects.tools import DeclaredTools, cached_tools
+from outrider.dialects.reading import TOOL, DeclaredTools, cached_tools, check_depth, is_absent, quoted, refuse
 from outrider.messages import ToolSpec
 
 _DECLARATIONS = "functionDeclarations"

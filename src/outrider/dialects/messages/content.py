@@ -23,10 +23,18 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.json import decode, is_absent, quoted, refuse
-from outrider.dialects.parts import image_from_base64, joined_text, message_of_parts
-from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
-from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url
+from outrider.dialects.reading import (
+    INVALID_JSON,
+    decode,
+    image_from_base64,
+    is_absent,
+    is_invalid_json_object,
+    optional,
+    quoted,
+    refuse,
+    string,
+)
+from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url, joined_text, message_of_parts
 
 TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
@@ -119,7 +127,6 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
 as the kind has relevant fields."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
-_STRING = msgspec.json.Decoder(str)
 _NULLABLE = msgspec.json.Decoder(str | None)
 _FLAG = msgspec.json.Decoder(bool | None)
 _CONTENT: msgspec.json.Decoder[Content | None] = msgspec.json.Decoder(Content | None)
@@ -229,7 +236,7 @@ def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
     for at in blocks:
         if at.block.type != "text":
             _refuse_block(at, "a system prompt is text")
-        text = _string(at.block.text, f"{at.where}.text")
+        text = string(at.block.text, f"{at.where}.text")
         texts.append(text.partition("\n")[2] if text.startswith(BILLING) else text)
     return "\n".join(filter(None, texts))
 
@@ -243,11 +250,11 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
         block, where = at.block, at.where
         match block.type:
             case "text":
-                texts.append(_string(block.text, f"{where}.text"))
+                texts.append(string(block.text, f"{where}.text"))
             case "thinking":
-                thoughts.append(_string(block.thinking, f"{where}.thinking"))
+                thoughts.append(string(block.thinking, f"{where}.thinking"))
             case "tool_use":
-                name, call_id = _string(block.name, f"{where}.name"), _string(block.id, f"{where}.id")
+                name, call_id = string(block.name, f"{where}.name"), string(block.id, f"{where}.id")
                 calls.append(ToolCall(call_id, name, _arguments(block.input, f"{where}.input")))
             case "redacted_thinking":
                 pass
@@ -278,12 +285,12 @@ def _arguments(raw: Raw, where: str) -> str:
 def _tool_message(at: _PlacedBlock) -> Message:
     """The message of one `tool_result`."""
     block, where = at.block, at.where
-    content = _optional(_CONTENT, block.content, f"{where}.content")
+    content = optional(_CONTENT, block.content, f"{where}.content")
     parts = [_part(inner) for inner in _placed(content, f"{where}.content")]
-    if _optional(_FLAG, block.is_error, f"{where}.is_error"):
+    if optional(_FLAG, block.is_error, f"{where}.is_error"):
         said = joined_text(parts)
         parts.append(Text(TOOL_ERROR if not said or said.endswith("\n") else f"\n{TOOL_ERROR}"))
-    return message_of_parts(Role.TOOL, parts, tool_call_id=_string(block.tool_use_id, f"{where}.tool_use_id"))
+    return message_of_parts(Role.TOOL, parts, tool_call_id=string(block.tool_use_id, f"{where}.tool_use_id"))
 
 
 def _part(at: _PlacedBlock) -> Part:
@@ -291,7 +298,7 @@ def _part(at: _PlacedBlock) -> Part:
     block, where = at.block, at.where
     match block.type:
         case "text":
-            return Text(_string(block.text, f"{where}.text"))
+            return Text(string(block.text, f"{where}.text"))
         case "image":
             source, at_source = _source(block, where), f"{where}.source"
             if source.type == "base64":
@@ -309,7 +316,7 @@ def _part(at: _PlacedBlock) -> Part:
         case "document":
             return Text(_document(block, where))
         case "tool_reference":  # the client's own search found the tool; the model sees all tools anyway
-            return Text(_string(block.tool_name, f"{where}.tool_name"))
+            return Text(string(block.tool_name, f"{where}.tool_name"))
         case _:
             return _refuse_block(at, "the model reads text, images and documents of text")
 
@@ -326,11 +333,11 @@ def _document(block: Block, where: str) -> str:
         for part in inner:
             if part.block.type != "text":
                 _refuse_block(part, "the model reads documents of text only")
-        text = "".join(_string(part.block.text, f"{part.where}.text") for part in inner)
+        text = "".join(string(part.block.text, f"{part.where}.text") for part in inner)
     else:
         refuse(f"{at}.type", f"a source of type {quoted(source.type)} is not supported; supported: text, content")
-    title = _optional(_NULLABLE, block.title, f"{where}.title")
-    context = _optional(_NULLABLE, block.context, f"{where}.context")
+    title = optional(_NULLABLE, block.title, f"{where}.title")
+    context = optional(_NULLABLE, block.context, f"{where}.context")
     lines = "\n".join(line for line in (title, context, text) if line)
     return f"<document>\n{lines}\n</document>\n"
 
@@ -339,16 +346,6 @@ def _source(block: Block, where: str) -> _Source:
     if not block.source:
         refuse(f"{where}.source", "is missing")
     return decode(_SOURCE, block.source, f"{where}.source")
-
-
-def _string(raw: Raw, where: str) -> str:
-    if not raw:
-        refuse(where, "is missing")
-    return decode(_STRING, raw, where)
-
-
-def _optional(decoder: msgspec.json.Decoder[Any], raw: Raw, where: str) -> Any:
-    return decode(decoder, raw, where) if raw else None
 
 
 def _refuse_block(at: _PlacedBlock, known: str) -> NoReturn:

@@ -1,9 +1,10 @@
-"""A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
+"""The replies of Anthropic Messages: whole, as a stream of server-sent events, errors, and the list of models.
 
-Invariant: a reply that a client sends back is parsed as the same reply, whatever text the model wrote as tool
-arguments.
+Invariants: a streamed reply and a whole reply carry the same message; a reply that a client sends back is parsed as the
+same reply, whatever text the model wrote as tool arguments; at most one block of a stream is open, and block indexes
+rise.
 
-Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
+Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import Completion, ModelRequest, error_text
-from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
-from outrider.errors import ContextOverflow, OutriderError
-from outrider.messages import ToolCall
+from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, error_text, event, line
+from outrider.dialects.reading import INVALID_JSON, is_invalid_json_object, quoted
+from outrider.errors import ContextOverflow, NotFound, OutriderError
+from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
+
+MODELS = "/v1/models"
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 """The `created_at` that the API documents for a model with an unknown release date."""
@@ -38,13 +42,6 @@ ERROR_TYPES = {
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-class StopFields(msgspec.Struct, frozen=True):
-    """The end of a reply in the API's words."""
-
-    stop_reason: str
-    stop_sequence: str | None = None
-
-
 class Signer:
     """Makes the signature of a thinking block from the block's text, in pieces or whole. The signature proves nothing:
     clients expect a signature and send it back, and the request parser ignores it."""
@@ -59,25 +56,23 @@ class Signer:
         return base64.b64encode(self._digest.digest()).decode()
 
 
-def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
-    """The whole reply, ready to encode."""
-    reply = completion.reply
+def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
+    said = completion.reply
     blocks: list[dict[str, Any]] = []
-    if reply.reasoning:
+    if said.reasoning:
         signer = Signer()
-        signer.add(reply.reasoning)
-        blocks.append(thinking_block_object(reply.reasoning, signer.signature()))
-    if reply.content:
-        blocks.append(text_block_object(reply.content))
-    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in reply.tool_calls]
-    stop = stopped(request, completion)
-    return {
+        signer.add(said.reasoning)
+        blocks.append(thinking_block_object(said.reasoning, signer.signature()))
+    if said.content:
+        blocks.append(text_block_object(said.content))
+    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in said.tool_calls]
+    reply = {
         **message_head(completion.id, completion.model),
         "content": blocks or [text_block_object("")],  # clients expect at least one block
-        "stop_reason": stop.stop_reason,
-        "stop_sequence": stop.stop_sequence,
+        **stopped(request, completion),
         "usage": usage(completion),
     }
+    return msgspec.json.encode(reply)
 
 
 def message_head(id: str, model: str) -> dict[str, Any]:
@@ -85,17 +80,18 @@ def message_head(id: str, model: str) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
-def stopped(request: ModelRequest, completion: Completion) -> StopFields:
+def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
     """The reason why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for an abort, and
     clients read `end_turn` as a complete reply. If the engine does not report which stop sequence ended the reply, the
     reason is `end_turn`."""
+    reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
-        return StopFields("max_tokens")
-    if completion.reply.tool_calls:
-        return StopFields("tool_use")
-    if completion.stop_match in request.sampling.stop:
-        return StopFields("stop_sequence", str(completion.stop_match))
-    return StopFields("end_turn")
+        reason = "max_tokens"
+    elif completion.reply.tool_calls:
+        reason = "tool_use"
+    elif completion.stop_match in request.sampling.stop:
+        reason, sequence = "stop_sequence", str(completion.stop_match)
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def usage(completion: Completion) -> dict[str, int]:
@@ -152,6 +148,118 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
+class _BlockKind(Enum):
+    """The kinds of blocks. A value is the type of the block's deltas without `_delta`."""
+
+    THINKING = "thinking"
+    TEXT = "text"
+    TOOL = "input_json"
+
+
+class MessagesStream:
+    """`StreamWriter` of Anthropic Messages."""
+
+    content_type = EVENT_STREAM
+    ping = event({"type": "ping"}, b"ping")
+
+    _delta_head: bytes
+    _signer: Signer
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._request = request
+        self._open: _BlockKind | None = None
+        self._index = -1
+
+    def open(self, opening: Opening) -> bytes:
+        message = {
+            **message_head(opening.id, opening.model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_object(opening.prompt_tokens, 0),
+        }
+        return _event("message_start", message=message)
+
+    def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
+        written = self._more(_BlockKind.THINKING, delta.reasoning) if delta.reasoning else b""
+        return written + self._more(_BlockKind.TEXT, delta.text) if delta.text else written
+
+    def close(self, completion: Completion) -> bytes:
+        events: list[bytes] = []
+        for call in completion.reply.tool_calls:
+            events.append(self._start(_BlockKind.TOOL, tool_use_object(call, msgspec.Raw(b"{}"))))
+            events.append(self._piece(input_json(call.arguments)))
+        if self._index < 0:  # clients expect at least one block
+            events.append(self._start(_BlockKind.TEXT, text_block_object("")))
+        events.append(self._stop())
+        stop = stopped(self._request, completion)
+        events.append(_event("message_delta", delta=stop, usage=usage(completion)))
+        events.append(_event("message_stop"))
+        return b"".join(events)
+
+    def error(self, error: OutriderError) -> bytes:
+        return event(error_object(error), b"error")
+
+    def _more(self, kind: _BlockKind, text: str) -> bytes:
+        """Add text to the open block if it is of the kind, else to a new block."""
+        started = b""
+        if self._open is not kind:
+            thinking = kind is _BlockKind.THINKING
+            started = self._start(kind, thinking_block_object("", "") if thinking else text_block_object(""))
+        if kind is _BlockKind.THINKING:
+            self._signer.add(text)
+        return started + self._piece(text)
+
+    def _start(self, kind: _BlockKind, block: dict[str, Any]) -> bytes:
+        """End the open block and begin the next."""
+        ended = self._stop()
+        self._open = kind
+        self._index += 1
+        name = kind.value.encode()
+        field = b"partial_json" if kind is _BlockKind.TOOL else name
+        # The bytes before a delta's text are the same within a block, and are made once.
+        self._delta_head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":"%b_delta","%b":' % (self._index, name, field)
+        )
+        if kind is _BlockKind.THINKING:
+            self._signer = Signer()
+        return ended + _event("content_block_start", index=self._index, content_block=block)
+
+    def _piece(self, text: str) -> bytes:
+        return self._delta_head + line(text) + b"}}\n\n"
+
+    def _stop(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is _BlockKind.THINKING:
+            signature = {"type": "signature_delta", "signature": self._signer.signature()}
+            signed = _event("content_block_delta", index=self._index, delta=signature)
+        self._open = None
+        return signed + _event("content_block_stop", index=self._index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind.encode())
+
+
+def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
+    """The list of models, always in one page, or the model that the path names. Raises NotFound."""
+    if call.path == MODELS:
+        page = {
+            "data": [model_object(*named) for named in contexts.items()],
+            "has_more": False,
+            "first_id": next(iter(contexts), None),
+            "last_id": next(reversed(tuple(contexts)), None),
+        }
+        return msgspec.json.encode(page)
+    wanted = call.path.removeprefix(f"{MODELS}/")
+    if wanted not in contexts:
+        raise NotFound(f"model: {quoted(wanted)} does not exist", field="model")
+    return msgspec.json.encode(model_object(wanted, contexts[wanted]))
+
+
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
     """One model. `max_input_tokens` is null if the size of the context is unknown."""
     return {
@@ -161,14 +269,4 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
         "created_at": UNKNOWN_TIME,
         "lifecycle": "active",
         "max_input_tokens": context_tokens,
-    }
-
-
-def models_object(contexts: Mapping[str, int | None]) -> dict[str, Any]:
-    """The list of models, always in one page."""
-    return {
-        "data": [model_object(*named) for named in contexts.items()],
-        "has_more": False,
-        "first_id": next(iter(contexts), None),
-        "last_id": next(reversed(tuple(contexts)), None),
     }

@@ -18,9 +18,20 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
-from outrider.dialects.field_policy import HISTORY, MESSAGES, TOOL, BodyReader, bounded_notes
-from outrider.dialects.json import check_depth, decode, quoted, refuse
+from outrider.dialects.field_policy import MESSAGES
 from outrider.dialects.messages.content import Content, MessagesHistory, WireMessage
+from outrider.dialects.reading import (
+    HISTORY,
+    TOOL,
+    BodyReader,
+    DeclaredTools,
+    bounded_notes,
+    cached_tools,
+    check_depth,
+    decode,
+    quoted,
+    refuse,
+)
 from outrider.dialects.sampling import (
     JsonObject,
     OutputLimit,
@@ -31,9 +42,9 @@ from outrider.dialects.sampling import (
     read_thinking,
     response_format,
 )
-from outrider.dialects.tools import DeclaredTools, cached_tools
 from outrider.messages import ToolSpec
 
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _TOOL_CHOICES = frozenset({"none", "auto", "any", "tool"})
 _TEXT = {"type": "string"}
 CLIENT_TOOLS: dict[str, dict[str, Any]] = {
@@ -105,14 +116,14 @@ _BODY = BodyReader(_Body, MESSAGES)
 _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_Tool] | None)
 
 
-def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
-    """Parse the request in `body`. `generate` is False for a count of tokens. Raises RequestError. Most errors in a
-    message are raised later, when it is parsed."""
+def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
+    """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in a message are
+    raised later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
         refuse("messages", "must not be empty")
-    if generate and wire.messages[-1].role == "assistant":
+    if call.path != COUNT_TOKENS and wire.messages[-1].role == "assistant":
         refuse("messages", "must not end with an assistant message: a reply cannot be prefilled")
     tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]

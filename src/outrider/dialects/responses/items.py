@@ -19,8 +19,15 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.json import decode, quoted, refuse
-from outrider.dialects.parts import image_from_address, joined_text, message_of_parts
+from outrider.dialects.reading import (
+    arguments_from_text,
+    decode,
+    image_from_address,
+    optional,
+    quoted,
+    refuse,
+    string,
+)
 from outrider.dialects.responses.round_trip import (
     CustomCall,
     arguments_of_custom_call,
@@ -28,8 +35,7 @@ from outrider.dialects.responses.round_trip import (
     id_of_custom_call,
     unseal,
 )
-from outrider.dialects.tools import arguments_from_text
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall
+from outrider.messages import Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
 
 STORED = -1
 """The position of an item from an earlier stored response."""
@@ -151,7 +157,6 @@ class _Span(msgspec.Struct, gc=False):
     last: int
 
 
-_STRING = msgspec.json.Decoder(str)
 _NULLABLE = msgspec.json.Decoder(str | None)
 _CONTENT: msgspec.json.Decoder[str | list[_Part] | None] = msgspec.json.Decoder(str | list[_Part] | None)
 _TEXTS: msgspec.json.Decoder[list[_Text] | None] = msgspec.json.Decoder(list[_Text] | None)
@@ -257,13 +262,13 @@ def _reasoning(at: PlacedItem) -> str:
     """An item's reasoning: the reasoning that we sealed, else the item's text, else its summary. Reasoning that another
     provider encrypted is left out, because no model here wrote it."""
     item, where = at.item, at.where
-    sealed = _optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
+    sealed = optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
         return own
-    content: list[_Text] | None = _optional(_TEXTS, item.content, f"{where}.content")
+    content: list[_Text] | None = optional(_TEXTS, item.content, f"{where}.content")
     if content:
         return "".join(part.text for part in content)
-    summary: list[_Text] | None = _optional(_TEXTS, item.summary, f"{where}.summary")
+    summary: list[_Text] | None = optional(_TEXTS, item.summary, f"{where}.summary")
     return "\n\n".join(part.text for part in summary or ())
 
 
@@ -275,12 +280,12 @@ def _tool_call(at: PlacedItem) -> ToolCall:
         action = decode(_SHELL_ACTION, item.action, f"{where}.action")
         asked = {name: value for name, value in msgspec.structs.asdict(action).items() if value is not None}
         return ToolCall(_shell_call_id(at), _SHELL, msgspec.json.encode(asked).decode())
-    call_id = _string(item.call_id, f"{where}.call_id")
-    namespace = _optional(_NULLABLE, item.namespace, f"{where}.namespace")
-    name = flat_name(namespace, _string(item.name, f"{where}.name"))
+    call_id = string(item.call_id, f"{where}.call_id")
+    namespace = optional(_NULLABLE, item.namespace, f"{where}.namespace")
+    name = flat_name(namespace, string(item.name, f"{where}.name"))
     if at.kind == "function_call":
         return ToolCall(call_id, name, arguments_from_text(item.arguments, f"{where}.arguments"))
-    sent = CustomCall(call_id, _string(item.input, f"{where}.input"))
+    sent = CustomCall(call_id, string(item.input, f"{where}.input"))
     return ToolCall(id_of_custom_call(call_id), name, arguments_of_custom_call(sent))
 
 
@@ -290,16 +295,16 @@ def _tool_message(at: PlacedItem) -> Message:
         case "local_shell_call_output":
             call_id = _shell_call_id(at)
         case "custom_tool_call_output":
-            call_id = id_of_custom_call(_string(item.call_id, f"{where}.call_id"))
+            call_id = id_of_custom_call(string(item.call_id, f"{where}.call_id"))
         case _:
-            call_id = _string(item.call_id, f"{where}.call_id")
+            call_id = string(item.call_id, f"{where}.call_id")
     return message_of_parts(Role.TOOL, _parts(item.output, f"{where}.output"), tool_call_id=call_id)
 
 
 def _shell_call_id(at: PlacedItem) -> str:
     # Shell calls have their id as `call_id`; their outputs may have it as `id`.
-    call_id = _optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
-    return call_id if call_id is not None else _string(at.item.id, f"{at.where}.id")
+    call_id = optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
+    return call_id if call_id is not None else string(at.item.id, f"{at.where}.id")
 
 
 def _parts(raw: Raw, where: str) -> list[Part]:
@@ -330,13 +335,3 @@ def _parts(raw: Raw, where: str) -> list[Part]:
                 f"{at}.type", f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
             )
     return parts
-
-
-def _string(raw: Raw, where: str) -> str:
-    if not raw:
-        refuse(where, "is missing")
-    return decode(_STRING, raw, where)
-
-
-def _optional(decoder: msgspec.json.Decoder[Any], raw: Raw, where: str) -> Any:
-    return decode(decoder, raw, where) if raw else None

@@ -1,4 +1,4 @@
-"""A finished model call, its items and an error in the JSON shapes of the Responses API.
+"""The replies of the Responses API: whole, and as typed server-sent events with rising sequence numbers.
 
 Invariant: an item is the same whether it was streamed or not, and the model's reply can be parsed from its items to the
 character.
@@ -8,7 +8,7 @@ even if the text is empty, so a client that keeps no reasoning still has a reply
 tokens is not known, but `reasoning_tokens` is 0: the API requires a number, and clients with strict types refuse a
 usage without one. The other dialects allow null, or no field.
 
-Source: OpenAI API reference, "The response object".
+Source: OpenAI API reference, "The response object" and "Streaming events".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import Completion, Opening
+from outrider.dialects.base import COMMENT, EVENT_STREAM, Completion, ModelRequest, Opening, event, line
 from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.round_trip import custom_call, seal
 from outrider.dialects.responses.tools import ResponsesTool
 from outrider.errors import ContextOverflow, OutriderError
-from outrider.messages import ToolCall
+from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
 
 _PREFIX = "resp_"
@@ -53,6 +53,14 @@ class ResponseOutcome(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     incomplete: dict[str, Any] | None = None
+
+
+def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
+    context: ResponsesContext = request.reply_context
+    output = output_items(context, completion)
+    if context.keep is not None:
+        context.keep(response_id(completion.id), output)
+    return msgspec.json.encode(response_object(context, completion, finished(completion, output)))
 
 
 def response_object(context: ResponsesContext, about: Opening | Completion, outcome: ResponseOutcome) -> dict[str, Any]:
@@ -181,3 +189,160 @@ def failure(error: OutriderError) -> dict[str, Any]:
     else:
         code = "server_error" if error.http_status >= 500 else "invalid_prompt"
     return {"code": code, "message": openai_error(error)["error"]["message"]}
+
+
+_UNOPENED = Opening(id="unopened", created=0, model="")
+"""Stands for the opening in the response of a stream that fails at its start."""
+
+
+class _ItemForm(msgspec.Struct, frozen=True):
+    """The streaming form of one kind of items: the prefix of their ids, the key of a part's index, and the names of
+    their events."""
+
+    id_prefix: str
+    index_key: str
+    part: str
+    delta: str
+
+    def part_event(self, done: bool) -> str:
+        return f"response.{self.part}.{'done' if done else 'added'}"
+
+
+_TEXT = _ItemForm("msg", "content_index", "content_part", "response.output_text")
+_REASONING = _ItemForm("rs", "content_index", "content_part", "response.reasoning_text")
+_SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.reasoning_summary_text")
+
+
+class _OpenItem(msgspec.Struct, frozen=True):
+    """The open item of a stream; `said` are the pieces of its text."""
+
+    form: _ItemForm
+    id: str
+    index: int
+    said: list[str]
+
+    def place(self) -> dict[str, Any]:
+        """The position fields in every event of the item."""
+        return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
+
+    def text_place(self) -> dict[str, Any]:
+        """The position fields in an event with text."""
+        return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
+
+    def delta_head(self) -> bytes:
+        """A delta's event up to its text."""
+        name = f"{self.form.delta}.delta"
+        return b'event: %b\ndata: %b,"delta":' % (name.encode(), line({"type": name, **self.text_place()})[:-1])
+
+
+class ResponsesStream:
+    """`StreamWriter` of the Responses API."""
+
+    content_type = EVENT_STREAM
+    ping = COMMENT
+
+    def __init__(self, request: ModelRequest) -> None:
+        context: ResponsesContext = request.reply_context
+        self._context = context
+        self._reasoning_form = _SUMMARY if context.summary else _REASONING
+        self._about = _UNOPENED
+        self._next = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: _OpenItem | None = None
+        self._delta_head = b""
+
+    def open(self, opening: Opening) -> bytes:
+        self._about = opening
+        begun = {"response": response_object(self._context, opening, ResponseOutcome())}
+        return self._event("response.created", begun) + self._event("response.in_progress", begun)
+
+    def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
+        written = self._say(self._reasoning_form, delta.reasoning) if delta.reasoning else b""
+        return written + self._say(_TEXT, delta.text) if delta.text else written
+
+    def close(self, completion: Completion) -> bytes:
+        status, calls = message_status(completion), completion.reply.tool_calls
+        written = b""
+        # A reply without calls has a text item, also if its text is empty (see reply.py).
+        if not calls and (self._open is None or self._open.form is not _TEXT):
+            written += self._begin_item(_TEXT)
+        written += self._end_item(status)
+        written += b"".join([self._call(call) for call in calls])
+        outcome = finished(completion, self._items)
+        if self._context.keep is not None:
+            self._context.keep(response_id(completion.id), self._items)
+        whole = {"response": response_object(self._context, completion, outcome)}
+        return written + self._event(f"response.{outcome.status}", whole)
+
+    def error(self, error: OutriderError) -> bytes:
+        """Write an `error`, at which the official clients raise, and the failed response, which Codex reads."""
+        told = openai_error(error)["error"]
+        flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
+        outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
+        failed = {"response": response_object(self._context, self._about, outcome)}
+        return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
+
+    def _say(self, form: _ItemForm, text: str) -> bytes:
+        """Add text to the open item if it has the form, else to a new item."""
+        before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
+        item = self._open
+        assert item is not None
+        item.said.append(text)
+        number, self._next = self._next, self._next + 1
+        return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, line(text), number)
+
+    def _begin_item(self, form: _ItemForm) -> bytes:
+        """End the open item and begin an item of `form`."""
+        written = self._end_item("completed")
+        index = len(self._items)
+        id = item_id(form.id_prefix, self._about.id, index)
+        item = self._open = _OpenItem(form, id, index, [])
+        # The bytes before a delta's text are the same within an item, and are made once.
+        self._delta_head = item.delta_head()
+        begun: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
+        if form is _TEXT:
+            begun = {"id": id, "type": "message", "status": "in_progress", "content": [], "role": "assistant"}
+        written += self._event("response.output_item.added", {"output_index": index, "item": begun})
+        return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
+
+    def _end_item(self, status: str) -> bytes:
+        """End the open item, if there is one; `status` is the status of a text item."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text, form = "".join(item.said), item.form
+        done = message_item(item.id, text, status) if form is _TEXT else reasoning_item(self._context, item.id, text)
+        self._items.append(done)
+        return (
+            self._event(f"{form.delta}.done", {**item.text_place(), "text": text})
+            + self._event(form.part_event(done=True), {**item.place(), "part": _part(form, text)})
+            + self._event("response.output_item.done", {"output_index": item.index, "item": done})
+        )
+
+    def _call(self, call: ToolCall) -> bytes:
+        """All events of one call. They are sent at once, because the arguments are known only when the call is
+        complete."""
+        index = len(self._items)
+        item = call_item(self._context, self._about.id, index, call)
+        self._items.append(item)
+        key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
+        begun = {**item, key: "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": index}
+        written = self._event("response.output_item.added", {"output_index": index, "item": begun})
+        if item[key]:
+            written += self._event(f"response.{name}.delta", {**place, "delta": item[key]})
+        return (
+            written
+            + self._event(f"response.{name}.done", {**place, key: item[key]})
+            + self._event("response.output_item.done", {"output_index": index, "item": item})
+        )
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        number, self._next = self._next, self._next + 1
+        return event({"type": name, **fields, "sequence_number": number}, name.encode())
+
+
+def _part(form: _ItemForm, text: str) -> dict[str, Any]:
+    if form is _TEXT:
+        return text_part(text)
+    return {"type": "summary_text" if form is _SUMMARY else "reasoning_text", "text": text}

@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
-from outrider.dialects.field_policy import HISTORY, RESPONSES, TOOL, BodyReader, bounded_notes
-from outrider.dialects.json import check_depth, is_absent, refuse
+from outrider.dialects.field_policy import RESPONSES
+from outrider.dialects.reading import HISTORY, TOOL, BodyReader, bounded_notes, check_depth, is_absent, refuse
 from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
 from outrider.dialects.responses.reply import ResponsesContext
 from outrider.dialects.responses.stored_items import store_of
@@ -35,6 +35,7 @@ from outrider.dialects.sampling import (
     response_format,
 )
 
+COUNT = "/v1/responses/input_tokens"
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 _ADDITIONAL_TOOLS = "additional_tools"
@@ -80,12 +81,12 @@ _BODY = BodyReader(_Body, RESPONSES)
 _TURN_METADATA = msgspec.json.Decoder(_TurnMetadata)
 
 
-def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
-    """Parse the request in `body`. `generate` is False for a count of tokens. Raises RequestError. Most errors in an
-    item are raised later, when it is parsed."""
+def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
+    """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in an item are
+    raised later, when it is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
-    if generate and wire.model is None:
+    if call.path != COUNT and wire.model is None:
         refuse("model", "is missing")
     include = wire.include or ()
     if _LOGPROBS in include:

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from outrider.dialects.base import Memory
-from outrider.dialects.json import decode, quoted, refuse
+from outrider.dialects.reading import decode, quoted, refuse
 from outrider.dialects.responses.items import STORED, Item, PlacedItem
 from outrider.errors import RequestError
 

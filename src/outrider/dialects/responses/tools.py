@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Memory
-from outrider.dialects.json import check_depth, decode, quoted, refuse
+from outrider.dialects.reading import cached_tools, check_depth, check_function, decode, quoted, refuse
 from outrider.dialects.responses.round_trip import INPUT, flat_name
-from outrider.dialects.tools import cached_tools, check_function
 from outrider.messages import ToolSpec
 
 _SUPPORTED = frozenset({"function", "custom", "namespace"})

@@ -1,0 +1,309 @@
+"""Reading of a request, as far as it is the same in several dialects: JSON, the fields of a body, images, tools.
+
+Nothing is fetched here. Invariants: wrong data raises `RequestError` with the name of the field, and no other error;
+the last value of a repeated key counts; a field that no type declares is checked for JSON syntax and skipped; arguments
+that a client sends back unchanged are parsed as arguments equal to the sampled ones (`tokens/tree/canonical.py`): only
+the spelling of the JSON may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from outrider.concurrency.base64_pieces import decode_base64
+from outrider.dialects.base import WireCall
+from outrider.dialects.field_policy import FieldRule, Table, Treatment
+from outrider.errors import RequestError
+from outrider.messages import Image, ToolSpec, image_from_bytes, image_from_url
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+MAX_NOTES = 32
+"""Maximum notes of one request. Further notes are dropped."""
+MAX_NOTE = 64
+"""Maximum characters of a note, which may hold a name from the client."""
+UNKNOWN = "unknown."
+"""The prefix of the note for a field in no table."""
+TOOL = "tools."
+"""The prefix of the note for a tool that the model does not see."""
+HISTORY = "history."
+"""The prefix of the note for a part of the history that the model does not see."""
+MAX_DEPTH = 64
+"""Maximum nesting of a schema. Chat templates print schemas recursively and engines compile them recursively, so deep
+nesting could exceed a recursion limit."""
+
+
+class _NamedModel(msgspec.Struct):
+    model: str | None = None
+
+
+_NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
+
+# msgspec reports the path of a wrong value only within its message, so the path is taken from there.
+_PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_NULLS = frozenset({b"", b"null"})
+_STRING = msgspec.json.Decoder(str)
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_ABSENT = Raw()
+"""Stands for a missing field. The comparison is by identity, so no value from a client counts as missing."""
+_LONGEST_NEUTRAL = 16
+"""Maximum bytes of a value that is decoded to test for neutrality: no table has a longer neutral value."""
+_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
+# A data URL may have parameters between its media type and `base64`, such as a charset or a file's name.
+_DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
+INVALID_JSON = "INVALID_JSON"
+"""The only key of the object that replaces arguments that are not a JSON object, in dialects that require an object.
+Its value is the text of the arguments. No tool accepts such an object, so the model gets an error from the tool. The
+key comes from Anthropic's documentation of fine-grained tool streaming."""
+
+_MEMORY_KEY = "tools"
+
+
+def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "") -> T:
+    """Decode `data`. `where` is its path in the request, such as `messages[3]`. Raises RequestError."""
+    try:
+        return decoder.decode(data)
+    except UnicodeDecodeError as error:
+        refuse(where, f"not valid UTF-8: {error.reason}", error)
+    except RecursionError as error:
+        refuse(where, "nested too deeply", error)
+    except msgspec.DecodeError as error:
+        text, path = str(error), ""
+        if located := _PATH.search(text):
+            text, path = text[: located.start()], located[1]
+        if missing := _MISSING.search(text):
+            path = f"{path}.{missing[1]}"
+        elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
+            # The decoder reports a byte offset only, but a person needs the field, so it is searched for.
+            with suppress(ValueError, RecursionError):
+                surrogate = _find_surrogate(json.loads(bytes(data)), "")
+                if surrogate is not None:
+                    text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
+        refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
+
+
+def string(raw: Raw, where: str) -> str:
+    """The text of a field. Raises RequestError if the field is missing."""
+    if not raw:
+        refuse(where, "is missing")
+    return decode(_STRING, raw, where)
+
+
+def optional(decoder: msgspec.json.Decoder[Any], raw: Raw, where: str) -> Any:
+    """The value of a field; None if the field is missing."""
+    return decode(decoder, raw, where) if raw else None
+
+
+def named_model(call: WireCall, body: bytes) -> str | None:
+    """The `model` field of a request; None if it is missing or unreadable."""
+    try:
+        return _NAMED_MODEL.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
+    """Raise RequestError about `field` ("" for the body as a whole)."""
+    raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Raise RequestError if lists and objects nest more than MAX_DEPTH deep. The check itself does not recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    refuse(where, f"nests more than {MAX_DEPTH} levels deep")
+
+
+def quoted(text: str) -> str:
+    """Client text for an error message: short and printable."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def is_absent(raw: bytes | Raw) -> bool:
+    """Return True for a field that is missing or null."""
+    return len(view := memoryview(raw)) <= 4 and bytes(view) in _NULLS
+
+
+def _find_surrogate(value: Any, path: str) -> str | None:
+    """The path of the first string with an unpaired surrogate."""
+    if isinstance(value, str):
+        return path if _SURROGATE.search(value) else None
+    if isinstance(value, list):
+        inner = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        inner = ((f"{path}.{key.encode('ascii', 'backslashreplace').decode()}", item) for key, item in value.items())
+    else:
+        return None
+    return next((found for at, item in inner if (found := _find_surrogate(item, at)) is not None), None)
+
+
+class BodyReader(Generic[BodyT]):
+    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table has the treatment
+    of all other fields."""
+
+    def __init__(self, kind: type[BodyT], table: Table) -> None:
+        own = {field.encode_name for field in msgspec.structs.fields(kind)}
+        self._rules = tuple(rule for rule in table if "." not in rule.name and rule.name not in own)
+        self._known = own | {rule.name for rule in self._rules}
+        self._values = attrgetter(*(rule.name for rule in self._rules))
+        added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
+        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. To find the names of
+        # unknown fields takes further passes over the body.
+        strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
+        tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
+        self._strict: msgspec.json.Decoder[BodyT] = msgspec.json.Decoder(strict)
+        self._tolerant: msgspec.json.Decoder[BodyT] = msgspec.json.Decoder(tolerant)
+
+    def read(self, body: bytes, notes: list[str]) -> BodyT:
+        """Parse the body. Fields without effect are added to `notes`. Raises RequestError."""
+        try:
+            wire = self._strict.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            # The body has unknown fields, or an error that the tolerant decoder then reports.
+            wire = decode(self._tolerant, body)
+            notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
+        for rule, raw in zip(self._rules, self._values(wire), strict=True):
+            if raw is not _ABSENT:
+                _apply(rule, raw, "", notes)
+        return wire
+
+
+def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
+    """The rules of a table for `apply_rules`, without the fields that the dialect itself handles (`own`)."""
+    return {rule.name: rule for rule in table if rule.name not in own}
+
+
+def apply_rules(
+    sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
+) -> None:
+    """Apply the rules to the fields of an object. `where` is the object's path with a final dot. Fields without effect
+    are added to `notes`. Raises RequestError for a refused field."""
+    for name, raw in sent.items():
+        if name in rules:
+            _apply(rules[name], raw, where, notes)
+        elif name not in own and not is_absent(raw):
+            notes.append(f"{UNKNOWN}{where}{name}")
+
+
+def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
+    """Printable notes without repetition, limited in length and number, because names of fields and tools come from
+    the client."""
+    shortened = (note[:MAX_NOTE] for note in notes)
+    printable = (
+        note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
+        for note in shortened
+    )
+    return tuple(dict.fromkeys(printable))[:MAX_NOTES]
+
+
+def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
+    if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or is_absent(raw):
+        return
+    if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
+        value = _ANY.decode(raw)
+        # `in` compares by value: 1.0 and True are as neutral as 1.
+        if value in _ASKS_NOTHING or value in rule.neutral:
+            return
+    if rule.treatment is Treatment.REFUSED:
+        refuse(where + rule.name, f"is not supported: {rule.reason}")
+    notes.append(where + rule.name)
+
+
+def image_from_address(url: str, where: str) -> Image:
+    """The image at an http(s) address, which the engine fetches, or in a data URL. Raises RequestError."""
+    if url.startswith(("http://", "https://")):
+        return image_from_url(url)
+    if (head := _DATA_URL.match(url)) is None:
+        refuse(where, "must be an http or https address, or a data URL of an image in base64")
+    return image_from_base64(head[1], url[head.end() :], where)
+
+
+def image_from_base64(media_type: str, data: str, where: str) -> Image:
+    """The image in base64 `data`. Raises RequestError for data that is empty or not base64, and for other media than
+    images."""
+    if not media_type.startswith("image/"):
+        refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
+    try:
+        decoded = decode_base64(data)
+    except ValueError as error:
+        refuse(where, "is not valid base64", error)
+    if not decoded:
+        refuse(where, "has no data")
+    return image_from_bytes(media_type, decoded)
+
+
+class DeclaredTools(msgspec.Struct, frozen=True):
+    """The tools in OpenAI's form as the model sees them, the bytes they were parsed from, and the kinds of the hosted
+    tools. A vendor's servers would run hosted tools; the model does not see them."""
+
+    specs: tuple[ToolSpec, ...] = ()
+    raw: bytes = b""
+    hosted: tuple[str, ...] = ()
+
+
+class _FromBytes(Protocol):
+    @property
+    def raw(self) -> bytes: ...
+
+
+ToolsT = TypeVar("ToolsT", bound=_FromBytes)
+
+
+def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
+    """Return the tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes, so
+    `read` is called only if `raw` differs from the session's last call."""
+    tools: ToolsT | None = memory.get(_MEMORY_KEY)
+    if tools is None or tools.raw != raw:
+        tools = memory[_MEMORY_KEY] = read()
+    return tools
+
+
+def check_function(function: Any, where: str) -> None:
+    """Raise RequestError for a declaration whose name, description or parameters are of a wrong type."""
+    if not isinstance(function, dict):
+        refuse(where, "must be an object")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        refuse(f"{where}.name", "must be a non-empty string")
+    if not isinstance(function.get("description"), str | None):
+        refuse(f"{where}.description", "must be a string")
+    if not isinstance(function.get("parameters"), dict | None):
+        refuse(f"{where}.parameters", "must be an object")
+
+
+def arguments_from_text(raw: Raw, where: str) -> str:
+    """Return the arguments of a call in OpenAI's dialects: a string of JSON, "{}" if the field is absent. Some clients
+    send an object, which is accepted as written, without white space. Raises RequestError."""
+    if is_absent(raw):
+        return "{}"
+    value = decode(_ANY, raw, where)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        refuse(where, "must be a string of JSON")
+    return msgspec.json.format(bytes(raw), indent=-1).decode()
+
+
+def is_invalid_json_object(value: dict[str, Any]) -> bool:
+    """Return True for an object that replaces arguments that are not a JSON object (INVALID_JSON)."""
+    return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)
