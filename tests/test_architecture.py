@@ -71,6 +71,11 @@ class Module:
     def tree(self) -> ast.Module:
         return _parsed(self)
 
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree: most rules look at each."""
+        return _nodes(self)
+
     def at(self, node: ast.AST, what: str) -> str:
         return f"{self.path}:{getattr(node, 'lineno', 1)}: {what}"
 
@@ -78,6 +83,11 @@ class Module:
 @cache
 def _parsed(module: Module) -> ast.Module:
     return ast.parse(module.source, module.path)
+
+
+@cache
+def _nodes(module: Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(module.tree))
 
 
 @cache
@@ -92,7 +102,7 @@ def package() -> dict[str, Module]:
 
 def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """Every module of ours that it imports, early or late."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -113,7 +123,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             yield node, dotted(node.func)
 
@@ -132,13 +142,13 @@ def imports_go_down(module: Module) -> Iterator[str]:
 
 
 def imports_are_absolute(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield module.at(node, "a relative import")
 
 
 def no_global(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield module.at(node, f"global {', '.join(node.names)}")
 
@@ -156,7 +166,7 @@ def tasks_have_an_owner(module: Module) -> Iterator[str]:
 def environment_is_read_in_one_file(module: Module) -> Iterator[str]:
     if module.name == "outrider.environment" or module.name.startswith(INSIDE_SANDBOXES):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         words = [node.attr] if isinstance(node, ast.Attribute) and dotted(node.value) == "os" else []
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             words = [alias.name for alias in node.names]
@@ -174,7 +184,7 @@ def only_the_cli_prints(module: Module) -> Iterator[str]:
 
 
 def errors_are_never_changed(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         for target in node.targets if isinstance(node, ast.Assign) else []:
             if (
                 isinstance(target, ast.Attribute)
@@ -190,11 +200,11 @@ def methods_are_never_replaced(module: Module) -> Iterator[str]:
         return  # replaces functions of the swebench package, in a process of its own
     imported = {
         alias.asname or alias.name
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
@@ -234,7 +244,7 @@ def test_the_package_keeps(rule: Callable[[Module], Iterator[str]]) -> None:
 def test_a_public_class_name_stands_once() -> None:
     places = defaultdict(list)
     for module in package().values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module.at(node, node.name))
     assert not {name: where for name, where in places.items() if len(where) > 1}

@@ -29,8 +29,9 @@ def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\n")
     (folder / "test_crowd.py").write_text(CROWDED.format(flaky=flaky, broken=broken))
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-p", "xdist"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the other plugins would only be imported, by every process
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 

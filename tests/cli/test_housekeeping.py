@@ -188,7 +188,13 @@ async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
     assert err.startswith(b"error: this process may have only 40 files open\nhint: ")
 
 
-@pytest.mark.parametrize("module", ["outrider.cli.commands", "aiohttp", "typer", "msgspec"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "outrider.cli.commands",
+        *(pytest.param(name, marks=pytest.mark.deep) for name in ("aiohttp", "typer", "msgspec")),
+    ],
+)
 async def test_an_interrupt_while_it_is_imported_is_no_traceback(tmp_path: Path, module: str) -> None:
     """The signal comes in the moment in which a module is looked for."""
     code = f"""

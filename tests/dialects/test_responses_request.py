@@ -237,7 +237,8 @@ def test_stored_responses_cost_their_new_items_only(whole: bool) -> None:
 
     tracemalloc.start()
     try:
-        assert bytes_of(600) < 2.5 * bytes_of(300)
+        bytes_of(10)  # what the first calls of a process import and cache
+        assert bytes_of(160) < 2.5 * bytes_of(80)
     finally:
         tracemalloc.stop()
 

@@ -294,6 +294,7 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
                 kind = turn.logprob_kind
 
 
+@pytest.mark.deep
 async def test_a_process_keeps_its_artifacts_itself(start: Starts, tokenizer: Path) -> None:
     """So the service has not seen the bytes that the result counts."""
     async with start() as running:
@@ -377,6 +378,7 @@ async def test_no_gpu_is_used_by_two_sessions_whichever_process_they_are_in(star
         assert {(each.gpus, each.gpus_set_aside, each.waiting) for each in resources} == {(3, 0, 0)}
 
 
+@pytest.mark.deep
 async def test_the_gpus_of_a_process_that_dies_are_given_to_the_next(start: Starts, tokenizer: Path) -> None:
     gpus = some_gpus(2)
     async with start(sandboxes=SandboxesConfig(gpus=gpus)) as running:
