@@ -7,13 +7,14 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
-from outrider.api.gateway import Gateway
+from outrider.api.gateway import Gateway, _ClientReply, _with_pings
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
@@ -44,6 +45,28 @@ async def a_gateway(folder: Path, *replies: Any, **script: Any) -> AsyncIterator
         aiohttp.ClientSession(url) as http,
     ):
         yield world, http
+
+
+async def test_a_silent_stream_is_pinged_until_its_end() -> None:
+    """The work goes on a moment after the end of the reply: the turn's bookkeeping."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def work() -> None:
+        while len(sent) < 4:  # noqa: ASYNC110  # pings
+            await asyncio.sleep(0.001)
+        await reply.end(b"end")
+        await asyncio.sleep(0.05)
+
+    reply = _ClientReply(send)
+    writer = cast(Any, SimpleNamespace(content_type="text/event-stream", ping=b": ping\n\n"))
+    await _with_pings(work(), reply, writer, seconds=0.001)
+    begin, *pings, end = sent
+    assert begin["type"] == "http.response.start"
+    assert [ping["body"] for ping in pings] == [writer.ping] * len(pings)
+    assert (end["body"], end["more_body"]) == (b"end", False)
 
 
 async def test_a_reply_in_one_piece(tmp_path: Path) -> None:

@@ -253,19 +253,21 @@ async def _cut_off(reply: _ClientReply) -> None:
     await reply.end(b"")
 
 
-async def _with_pings(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
-    """Await the work, and ping the client whenever the streamed reply was silent for STREAM_PING_SECONDS."""
+async def _with_pings(
+    work: Awaitable[None], reply: _ClientReply, writer: StreamWriter, *, seconds: float = STREAM_PING_SECONDS
+) -> None:
+    """Await the work, and ping the client whenever the streamed reply was silent for this many seconds."""
 
     async def ping() -> None:
         while True:
             await reply.ping(writer)
-            await asyncio.sleep(STREAM_PING_SECONDS)
+            await asyncio.sleep(seconds)
 
     pinging: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as group:
             timer = asyncio.get_running_loop().call_later(
-                STREAM_PING_SECONDS, lambda: pinging.append(group.create_task(ping(), name="pings"))
+                seconds, lambda: pinging.append(group.create_task(ping(), name="pings"))
             )
             try:
                 await work
