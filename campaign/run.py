@@ -533,6 +533,8 @@ class Run:
         for machine in self._machines:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
             findings += [Finding(Harm.LOST, f"{machine.name} left with {code}") for code in codes if code > 0]
+        # An attempt whose lease has lapsed may wait for a lost connection, half a minute longer than the search lasts.
+        self._proxy.cut()
         findings += await leaks.held_by_idle_service(self._client, self._homes())
         after = leaks.footprint(self._service.pid)
         if after is not None:  # else it has ended, which was found above
